@@ -649,6 +649,17 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
+def put_hook_last(module: nn.Module, number: int) -> None:
+    """Let a hook that runs after a module's forward run after all others: ``Module._forward_hooks``.
+
+    Args:
+        module: The module.
+        number: The hook's, which its handle has.
+    """
+    if number in module._forward_hooks:
+        module._forward_hooks.move_to_end(number)
+
+
 # Tables of hooks with the number of a hook that was taken out of each, and the hook.
 _Taken: TypeAlias = tuple[Any, int, Any, Any, int, Any]
 

@@ -54,7 +54,6 @@ from ghostclip.privacy.sampling import Sampling, sampling_for
 from ghostclip.privacy.summary import summary_text
 from ghostclip.validation.fixers import ModuleValidator
 
-
 # δ that earlier releases are told at where nobody has named one.
 _USUAL_DELTA = 1e-5
 

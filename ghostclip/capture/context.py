@@ -234,6 +234,7 @@ class CaptureContext:
                 self._break_off()
                 self.doubt()
                 raise
+        self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
         self._running = Running(call.module, call.kwargs, self._break_off)
         token = self._running.hand_over()

@@ -170,12 +170,13 @@ class StateWatch:
         return {name: held[name].detach().clone() for name in (held.keys() - own.keys() if too_large else held)}
 
     def undo(self) -> None:
-        """Put parameters back that a forward of our own has written before the user's; buffers are put back already."""
+        """Put back what a forward of our own has written before the user's, and was not put back as an attribute."""
         assert self._before is not None, "a forward has begun"
-        before = self._before
-        for (name, entry), version in zip(before.entries.items(), before.versions, strict=True):
-            if isinstance(entry, nn.Parameter) and name in self._copies and _torch.version(entry) != version:
-                _torch.write_uncounted_(entry, self._copies[name], version)
+        before = dict(zip(self._before.entries, self._before.versions, strict=True))
+        for name, copy in self._copies.items():
+            entry, version = self._before.entries.get(name), before.get(name, 0)
+            if entry is not None and (_torch.version(entry) != version or not _equal(entry, copy)):
+                _torch.write_uncounted_(entry, copy, version)
         self._before = self._marks()
 
     def written(self) -> frozenset[Write]:
@@ -249,14 +250,16 @@ class StateWatch:
         return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
 
     def keep(self, writes: frozenset[Write]) -> None:
-        """Keep what the user's forward left in parameters that it writes, before others of ours write them as well.
+        """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too.
 
         Args:
             writes: Of `written`.
         """
         entries = self._current().entries
+        uncounted = {write.name for write in writes if write.times == 0}
         names = {write.name for write in writes} | self._known
-        own = [entries[name] for name in names if isinstance(entries.get(name), nn.Parameter)]
+        held = {name: entries[name] for name in names if name in entries}
+        own = [entry for name, entry in held.items() if isinstance(entry, nn.Parameter) or name in uncounted]
         self._kept = [(entry, entry.detach().clone(), _torch.version(entry)) for entry in own]
 
     def put_back(self) -> None:

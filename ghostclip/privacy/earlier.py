@@ -1,8 +1,8 @@
 """What else trained a model: modules remember the accounts whose releases reached their parameters.
 
-A notebook's cell that is run again makes a new engine for a model that another one has trained: its ε begins at 0, while
-the model tells what all of them have released. A copy of a model remembers as well; a state that is loaded into another
-model, and a model that was pickled, do not.
+A notebook's cell that is run again makes a new engine for a model that another one has trained: its ε begins at 0,
+while the model tells what all of them have released. A copy of a model remembers as well; a state that is loaded into
+another model, and a model that was pickled, do not.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> st
     """
     spent = " and ".join(f"ε ≤ {_epsilon(one.accountant, delta)} in {len(one.accountant)} releases" for one in others)
     return (
-        f"{type(model).__name__} was trained by another PrivacyEngine before ({spent}, at δ = {delta:g}). This engine's "
-        "ε is of its own releases alone; for the same records all of them add up. To go on in one account, call "
-        "make_private on the engine that trained the model, or set engine.accountant = earlier_engine.accountant "
+        f"{type(model).__name__} was trained by another PrivacyEngine before ({spent}, at δ = {delta:g}). This "
+        "engine's ε is of its own releases alone; for the same records all of them add up. To go on in one account, "
+        "call make_private on the engine that trained the model, or set engine.accountant = earlier_engine.accountant "
         "before make_private. To begin anew, build the model anew."
     )
 

@@ -77,7 +77,7 @@ def refuse(trainer: Any) -> None:
     launcher = trainer.strategy.launcher
     if any(kind.__name__ == _LAUNCHER for kind in type(launcher).__mro__):
         raise InvalidOptionError(
-            "strategy that starts the training in processes of its own (ddp_notebook, ddp_fork, ddp_spawn): the weights "
+            "strategy that starts the training in processes of its own (ddp_notebook, ddp_fork, ddp_spawn): weights "
             "come back from there and the account does not, so that ε would be 0 here, and begin at 0 in the next fit. "
             "Use strategy='ddp' in a script (python train.py, torchrun), or in a notebook one device: devices=1, "
             "strategy='auto'."
