@@ -206,7 +206,7 @@ class StateWatch:
             for name, held in self._current().hidden.items()
             if self._has_changed(name, held)
         ]
-        found += [Write(name, 0, None, None) for name, value in now.extra.items() if before.extra.get(name) != value]
+        found += [Write(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value]
         return frozenset(found)
 
     def _times(self, name: str, then: tuple[Tensor, int, int] | None, now: tuple[Tensor, int, int]) -> int | None:
@@ -306,7 +306,8 @@ class StateWatch:
         wanted = _in_order(writes)
         names = [write.name for write in wanted]
         found = [self._after(runs.base, start, wanted, runs)]
-        missing = next((write.name for write in wanted if write.times and write.name not in found[0][1]), None)
+        again = found[0][1] | set(self._current().hidden)
+        missing = next((name for name in names if name not in again), None)
         if missing is not None:
             raise SampleMixingError(_unshown(self._model, missing))
         for altered, fewer in runs.altered:
@@ -324,7 +325,8 @@ class StateWatch:
         for name in names:
             self._put(name, start)
         before, copies = self._marks(), self._copies
-        self._copies = {}
+        uncounted = [write.name for write in writes if write.times == 0 and write.name in before.entries]
+        self._copies = {name: before.entries[name].detach().clone() for name in uncounted}
         try:
             with same_randomness([*self._model.parameters(), *self._model.buffers()]):
                 runs.run(inputs)

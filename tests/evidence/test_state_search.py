@@ -21,6 +21,7 @@ KINDS = ("floats", "doubles", "count", "table", "flag", "wave", "none", "made", 
 FORWARDS = ("in place", "anew", "past the counter", "before a part", "after a part", "after the model")
 BACKWARDS = ("tensor hook", "module hook", "function")
 VALUES = ("mean", "rows", "largest", "alarm", "calls", "weights")
+PARAMETERS = ("teacher", "unused", "bias")
 OF_NO_RECORD = ("calls", "weights")
 TIMES = ("always", "first", "seventh", "where large")
 STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
@@ -40,11 +41,17 @@ class Program:
 def drawn(number):
     """Return the first programs of a fixed order."""
     numbers = random.Random(20261)
+
+    def is_seen(program):
+        # docs/use/supported.md: parameters are compared by content in proved forwards alone.
+        rare = program.time in ("seventh", "where large")
+        return not (rare and program.writer == "past the counter" and program.kind in PARAMETERS)
+
     found = dict.fromkeys(
         Program(*map(numbers.choice, (KINDS, FORWARDS + BACKWARDS, VALUES, TIMES, STRATEGIES)))
         for _ in range(4 * number)
     )
-    return list(found)[:number]
+    return list(filter(is_seen, found))[:number]
 
 
 class _Function(torch.autograd.Function):
@@ -139,7 +146,7 @@ class Model(nn.Module):
         whole = int(1000 * value)
         step = value if entry.is_floating_point() or entry.is_complex() else whole
         now = entry ^ bool(whole % 2) if entry.dtype == torch.bool else entry + step
-        if self.program.writer == "anew" and not isinstance(entry, nn.Parameter):
+        if self.program.writer == "anew" and kind not in PARAMETERS:
             setattr(self, kind, now)
         elif self.program.writer == "past the counter":
             entry.data.copy_(now)
