@@ -677,7 +677,7 @@ class CaptureContext:
             Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
             backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
         """
-        with self.substituted(), _counted_as_before(self.forward):
+        with self.substituted(), _counted_as_before(self.forward), self.watching_backward():
             # What ran without gradients may be a reentrant checkpoint, and below it nothing that is trained: a backward
             # restricted to captured operations would pass it over and say nothing.
             if not (self._full_backward or self.sites.reentrant or self.forward.ran_without_grad):

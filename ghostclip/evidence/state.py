@@ -128,6 +128,8 @@ class StateWatch:
         # Entries that forwards write and that a proof has passed.
         self._known: set[str] = set()
         self._kept: list[tuple[Tensor, Tensor, int]] = []
+        # What the latest forward wrote.
+        self._latest: frozenset[str] = frozenset()
         self._in_backward = False
 
     def renew(self) -> None:
@@ -181,7 +183,9 @@ class StateWatch:
 
     def written(self) -> frozenset[Write]:
         """Return what has become of the state since the forward began; empty where nothing has."""
-        return frozenset() if self._before is None else self._since(self._before)
+        writes = frozenset[Write]() if self._before is None else self._since(self._before)
+        self._latest = frozenset([write.name for write in writes])
+        return writes
 
     def _since(self, before: _Marks) -> frozenset[Write]:
         now = self._marks()
@@ -385,15 +389,15 @@ class StateWatch:
         if self._in_backward:
             yield
             return
-        self._in_backward, before = True, self._marks()
+        self._in_backward, before, kept = True, self._marks(), self._copies
         self._copies = self._copied(proves=proves)
         try:
             yield
             written = self._since(before)
         finally:
-            self._in_backward, self._copies = False, {}
+            self._in_backward, self._copies = False, kept
         for write in _in_order(written):
-            if not (again and write.name in self._known):
+            if not (again and write.name in self._known | self._latest):
                 raise SampleMixingError(_in_a_backward(self._model, write.name))
 
 
