@@ -43,6 +43,19 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def write_uncounted_(tensor: Tensor, value: Tensor, version: int) -> None:
+    """Put a tensor's content back, and its `version` with it: ``torch._C._autograd._unsafe_set_version_counter``.
+
+    Args:
+        tensor: The tensor.
+        value: The content that it had at that version.
+        version: The version.
+    """
+    with torch.no_grad():
+        tensor.copy_(value)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 # Whether autograd takes a tensor for a view of another: ``Tensor._is_view``.
 is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
@@ -614,6 +627,11 @@ def parameter_and_child_tables(modules: Iterable[nn.Module]) -> list[dict[str, A
     return list(chain.from_iterable(map(_tables, modules)))
 
 
+def non_persistent(module: nn.Module) -> set[str]:
+    """Return the names of a module's buffers that are not saved: ``Module._non_persistent_buffers_set``."""
+    return module._non_persistent_buffers_set
+
+
 def child_of(module: nn.Module, name: str) -> Any:
     """Return a submodule without asking ``__getattr__``, also of a module that is being made: ``Module._modules``.
 
@@ -635,6 +653,17 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Return every hook on a module: ``Module._forward_hooks`` and its like."""
     return [hook for name in _HOOKS for hook in getattr(module, name).values() if callable(hook)]
+
+
+def put_hook_last(module: nn.Module, number: int) -> None:
+    """Let a hook that runs after a module's forward run after all others: ``Module._forward_hooks``.
+
+    Args:
+        module: The module.
+        number: The hook's, which its handle has.
+    """
+    if number in module._forward_hooks:
+        module._forward_hooks.move_to_end(number)
 
 
 # Tables of hooks with the number of a hook that was taken out of each, and the hook.

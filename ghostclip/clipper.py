@@ -196,7 +196,7 @@ class GhostClipper:
             >>> clipper.per_sample_norms.shape
             torch.Size([8])
         """
-        with nullcontext() if self._sharded is None else self._sharded.backward():
+        with nullcontext() if self._sharded is None else self._sharded.backward(), self._capture.watching_backward():
             self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:

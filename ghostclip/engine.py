@@ -47,11 +47,15 @@ from ghostclip.privacy.account import Account
 from ghostclip.privacy.all_or_nothing import all_or_nothing
 from ghostclip.privacy.budget import Budget
 from ghostclip.privacy.discretisation import coordinates_of
+from ghostclip.privacy.earlier import Released, earlier, texts_of, warning_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount
 from ghostclip.privacy.sampling import Sampling, sampling_for
 from ghostclip.privacy.summary import summary_text
 from ghostclip.validation.fixers import ModuleValidator
+
+# δ that earlier releases are told at where nobody has named one.
+_USUAL_DELTA = 1e-5
 
 
 class PrivacyEngine:
@@ -115,6 +119,7 @@ class PrivacyEngine:
         self._account = account
         self._sampling: Sampling | None = None
         self._warned_of_delta = False
+        self._earlier: list[Released] = []
         self.accountant = create_accountant(mechanism=accountant)
 
     @suggests_options
@@ -464,7 +469,10 @@ class PrivacyEngine:
             releases=len(self._account.accountant),
             level=self.noise_level,
             sampling=self._sampling,
-            unchecked=[str(unchecked) for unchecked in self._account.unchecked],
+            unchecked=[
+                *(str(unchecked) for unchecked in self._account.unchecked),
+                *texts_of(self._earlier, self._account.released, delta),
+            ],
         )
 
     def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader[Any] | None) -> None:
@@ -714,7 +722,12 @@ class PrivacyEngine:
             As `make_private`.
         """
         noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
+        others = earlier(request.module, self._account.released)
         private = assemble(request, noise)
+        if others:
+            self._earlier += [one for one in others if one not in self._earlier]
+            text = warning_of(request.module, others, _USUAL_DELTA if budget is None else budget.delta)
+            warnings.warn(text, stacklevel=4)
         if budget is not None:
             self._account.add_budget(budget)
         optimizer, sampling = release_of(private[1]), request.sampling

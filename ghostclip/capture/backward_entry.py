@@ -7,7 +7,7 @@ attached, the function is replaced by one that shows the roots to those whose fo
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -37,6 +37,9 @@ class Examiner(Protocol):
     """
 
     gathering: Gathering | None
+
+    def watching_backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward, in which nothing may write the model's state."""
 
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
         """Look at the start of a backward.
@@ -137,6 +140,8 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
             for gathering in [one.gathering for one in found if one.gathering is not None]:
                 stack.enter_context(gathering.backward())
             _show(found, _listed(roots), _listed(grads))
+            for examiner in found:
+                stack.enter_context(examiner.watching_backward())
             with unseen():
                 original(*args, **kwargs)
 

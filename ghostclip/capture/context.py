@@ -5,7 +5,7 @@ The one file that knows all others of capture.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,6 +76,16 @@ class Prover(Protocol):
 
         Returns:
             The output to hand on: of the last reading, where it was read more than once.
+        """
+
+    def watching_backward(self, capture: "CaptureContext") -> AbstractContextManager[None]:
+        """Return a context for a backward that trains, in which nothing may write state.
+
+        Args:
+            capture: Whose backward it is.
+
+        Returns:
+            The context.
         """
 
     def renew(self) -> None:
@@ -195,6 +205,8 @@ class CaptureContext:
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
+        if _torch.transform() is not None:
+            raise UnsupportedModelError(_transformed(call.module))
         self._compiler = eager.suspend()
         if in_backward():
             # Activation checkpointing runs a part of the latest forward again.
@@ -221,6 +233,7 @@ class CaptureContext:
                 self.doubt()
                 raise
         call = ModuleCall(call.module, *self._tied(call.args, call.kwargs))
+        self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
         self._running = Running(call.module, call.kwargs, self._break_off)
         token = self._running.hand_over()
@@ -675,6 +688,10 @@ class CaptureContext:
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
 
+    def watching_backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward that trains, in which nothing may write state."""
+        return nullcontext() if self._prover is None else self._prover.watching_backward(self)
+
     def _trains(self) -> bool:
         """Return whether the backward that runs is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
@@ -693,7 +710,7 @@ class CaptureContext:
             Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
             backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
         """
-        with self.substituted(), _counted_as_before(self.forward):
+        with self.substituted(), _counted_as_before(self.forward), self.watching_backward():
             # What ran without gradients may be a reentrant checkpoint, and below it nothing that is trained: a backward
             # restricted to captured operations would pass it over and say nothing.
             if not (self._full_backward or self.sites.reentrant or self.forward.ran_without_grad):
@@ -732,6 +749,14 @@ class CaptureContext:
             return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
         except AttributeError:
             return path
+
+
+def _transformed(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} runs inside a transform of torch.func (grad, vmap, jacrev), where nothing can be "
+        "followed to the parameters. Call the model itself on the batch; gradients of samples are what is clipped here "
+        "anyway. For a look at it use a copy: copy.deepcopy(model)."
+    )
 
 
 @contextmanager

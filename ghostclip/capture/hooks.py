@@ -69,6 +69,7 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._watched: list[_torch.Watched] = []
         self._off: list[Any] = []
+        self._after: dict[nn.Module, int] = {}
 
     def __bool__(self) -> bool:
         """Return whether any module is watched."""
@@ -87,11 +88,21 @@ class Watch:
         after = module.register_forward_hook(_Hook(leave), with_kwargs=True, always_call=True)
         self._handles += [before, after]
         self._watched.append(_torch.watched(module, before.id, after.id))
+        self._after[module] = after.id
         self.kinds.add(_torch.class_of(module))
 
     def extend(self, handles: list[RemovableHandle]) -> None:
         """Remove other hooks together with these."""
         self._handles += handles
+
+    def put_last(self, module: nn.Module) -> None:
+        """Let our hook after a module's forward be behind those that others have registered since.
+
+        Args:
+            module: The module.
+        """
+        if module in self._after:
+            _torch.put_hook_last(module, self._after[module])
 
     def inner_off(self, outermost: nn.Module) -> None:
         """Take the hooks off all modules but the one whose call has begun.
@@ -127,6 +138,7 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self._watched.clear()
+        self._after.clear()
 
 
 def attach(model: nn.Module, enter: Enter, leave: Leave, watch: Watch) -> None:

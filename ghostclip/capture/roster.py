@@ -4,8 +4,9 @@ Modules and parameters may be added, exchanged, unfrozen or tied anew at any tim
 embedding). Forwards clip whatever the model has; an optimizer holds what it was built with.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from weakref import ref
 
 from torch import nn
@@ -20,12 +21,14 @@ class Changes:
         gone: Names of those that the optimizer holds and that the model has no longer.
         joined: Names of those that are trainable now, were not before, and that the optimizer holds.
         added: Names of the joined ones that the model did not have before.
+        passed: Names under which a forward met others than the model had before or has now.
     """
 
     missing: list[str]
     gone: list[str]
     joined: list[str]
     added: list[str]
+    passed: list[str]
 
 
 class Roster:
@@ -46,6 +49,7 @@ class Roster:
         self._known: dict[int, tuple[str, ref[nn.Parameter]]] = {}
         self._trainable: set[int] = set()
         self._met: list[int] = []
+        self._strangers: dict[int, tuple[str, nn.Parameter]] = {}
         self.accept()
 
     def accept(self) -> None:
@@ -53,14 +57,16 @@ class Roster:
         named = list(self._model.named_parameters())
         before = {id(p) for _, p in named if self._was_trainable(p)}
         self.changed = False
+        self._strangers.clear()
         self._known = {id(p): (name, ref(p)) for name, p in named}
         self._trainable = before | {id(p) for _, p in named if p.requires_grad}
 
-    def meet(self, met: list[int]) -> bool:
+    def meet(self, met: list[int], named: Mapping[str, nn.Parameter] = MappingProxyType({})) -> bool:
         """Take note of the trainable parameters of a forward.
 
         Args:
             met: Their identities, in the order of the modules, a shared one once for each place.
+            named: The latest parameter that stood under each name.
 
         Returns:
             Whether parameters have come in, become trainable or gone since the forward before.
@@ -71,6 +77,8 @@ class Roster:
         expected = {key for key, (_, own) in self._known.items() if _trains(own())}
         differs = not expected <= set(met) <= self._trainable
         self.changed = self.changed or differs
+        if differs:
+            self._strangers |= {id(p): (name, p) for name, p in named.items() if id(p) in met and not self._knows(p)}
         return differs
 
     def compare(self, held: Iterable[nn.Parameter]) -> Changes:
@@ -91,6 +99,7 @@ class Roster:
             gone=[self._name(p) for key, p in of_optimizer.items() if key not in own],
             joined=[new[key] for key in joined],
             added=[new[key] for key in joined if not self._knows(of_optimizer[key])],
+            passed=[name for key, (name, _) in self._strangers.items() if key not in own],
         )
 
     def _knows(self, parameter: nn.Parameter) -> bool:

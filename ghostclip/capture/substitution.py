@@ -165,6 +165,7 @@ class Substitution:
 
         Raises:
             SampleMixingError: A batch norm is in training mode.
+            UncoveredParameterError: A tensor that is no parameter stands in the place of one.
             UnsupportedModelError: A parameter is complex.
         """
         own, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
@@ -193,7 +194,8 @@ class Substitution:
                 [tracked.origin.value for _, _, _, tracked in own.parameters],
             )
             self._snapshot, self._put_last = found, list(own.parameters)
-        return self.roster.meet([*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere]) or moved
+        met = [*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere]
+        return self.roster.meet(met, self.parameters) or moved
 
     def _forget_moved(self, modules: list[tuple[str, nn.Module, nn.Module | None]]) -> bool:
         """Forget the tracked tensors whose parameter stands nowhere under its name any more; returns whether any did.
@@ -286,6 +288,8 @@ class Substitution:
         for key, parameter in parameters.items():
             if parameter is None or isinstance(parameter, TrackedTensor) or not parameter.requires_grad:
                 continue
+            if not isinstance(parameter, nn.Parameter):
+                raise UncoveredParameterError(_no_parameter(prefix + key))
             held = self._held.get(prefix + key, parameter)
             if held is not parameter:
                 self._gathered[id(parameter)] = parameter, held
@@ -377,6 +381,15 @@ def _put_flat(unit: _Unit, module: nn.RNNBase) -> None:
     unit.flat.append((module, _torch.flat_weights(module)))
     table: dict[str, Any] = _torch.parameter_table(module)
     _torch.set_flat_weights(module, [table.get(name) for name in _torch.flat_weight_names(module)])
+
+
+def _no_parameter(name: str) -> str:
+    return (
+        f"parameter '{name}': a tensor that is no parameter stands in its place while the model runs "
+        "(torch.func.functional_call, or an entry of module._parameters that was exchanged), and what is learned would "
+        "not reach the parameter that the optimizer holds. Call the model itself. Weights that are computed from the "
+        "parameters: torch.nn.utils.parametrize.register_parametrization(module, name, ...), before make_private."
+    )
 
 
 def _batch_norm(path: str, module: nn.Module) -> str:

@@ -33,7 +33,7 @@ class ModuleState:
         """
         self._model, self._hooks = model, _hooks_of(model)
         modules = list(model.modules())
-        self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules) if table]
+        self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules)]
         self._attributes = [(own, _attributes_of(own)) for own in map(vars, modules)]
         values = [value for _, kept in self._attributes for value in kept.values()]
         held = filter(_is_data, values)
@@ -47,7 +47,9 @@ class ModuleState:
     def restore(self) -> None:
         """Put everything back, in place where it was changed in place."""
         for buffers, before in self._tables:
-            # One that is assigned anew is another object.
+            # One that is assigned anew is another object; one that was made since would not be made again.
+            for name in buffers.keys() - before.keys():
+                del buffers[name]
             buffers.update(before)
         # Whoever sets hooks in a first forward notes in an attribute that they are set, and would set them again.
         if _hooks_of(self._model) == self._hooks:

@@ -27,14 +27,13 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
 from ghostclip.errors import GhostClipError, LossReductionError
-from ghostclip.evidence.buffers import Buffers
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs
-from ghostclip.evidence.module_state import ModuleState, restored
+from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.output_rows import note
 from ghostclip.evidence.own_backwards import (
@@ -45,6 +44,7 @@ from ghostclip.evidence.own_backwards import (
 )
 from ghostclip.evidence.probe import Probe, Start, ask, starts
 from ghostclip.evidence.randomness import Randomness
+from ghostclip.evidence.state import Runs, StateWatch, Write
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
@@ -78,7 +78,9 @@ class Evidence:
         self._loss_ways: set[Any] = set()
         # Why means are refused, whatever the loss is.
         self._without_scale = ""
-        self._buffers: Buffers | None = None
+        self._watch: StateWatch | None = None
+        # Whether the forward that runs was one to ask about as it began.
+        self._asked = False
         self._state: ModuleState | None = None
         # Of a forward that was rehearsed: how the rows of which outputs map to samples.
         self._rehearsed: list[tuple[int, RowMap]] | None = None
@@ -93,6 +95,8 @@ class Evidence:
         self.unchecked.renew()
         self.loss_sizes.clear()
         self._loss_ways.clear()
+        if self._watch is not None:
+            self._watch.renew()
 
     def asks(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is one that evidence is asked for.
@@ -224,16 +228,22 @@ class Evidence:
             inputs = _tree.tensors((call.args, call.kwargs))
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
         asks = self.asks(capture)
-        self._buffers = Buffers(capture.model) if asks else None
+        self._asked, watch = asks, self._watched(capture)
         self._state = state = _state_of(capture, call, outside=asks) if asks or self._remembers else None
+        if watch is not None:
+            watch.begin(proves=asks)
         self._randomness = Randomness(_used(capture, call)) if asks else None
         self._versions, self._rehearsed = _versions_of(call), None
         if asks:
             with _unseen(capture, call, state):
                 if not capture.sites.layouts:
                     forward.grown = self._grown(capture, call)
+                    if watch is not None:
+                        watch.undo()
                 if capture.gathering is None and not _has_iterators(call):
                     self._rehearse(capture, call)
+            if watch is not None:
+                watch.undo()
 
     def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Weigh the evidence on a forward before it runs, on a run of its own.
@@ -249,8 +259,9 @@ class Evidence:
                     raise
                 except Exception:  # noqa: BLE001 - the user's code, which is about to run
                     return
-                self._rehearsed = self._weigh(capture, call, output, again=partial(_copied_call, call))[1]
-                forward.grown = capture.forward.grown
+                again = partial(_copied_call, call)
+                self._rehearsed = self._weigh(capture, call, output, self._written(capture), again=again)[1]
+                forward.grown, self._asked = capture.forward.grown, False
         finally:
             capture.forward = forward
             forward.begin_anew()
@@ -267,17 +278,24 @@ class Evidence:
             The output of the last reading.
         """
         rehearsed, self._rehearsed = self._rehearsed, None
-        if rehearsed is not None and not capture.forward.met:
+        writes = self._written(capture)
+        if rehearsed is not None and not (capture.forward.met or writes):
             note(_moved_to(_parts_of(output), rehearsed))
             capture.forward.prove()
             return output
         # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
         self._drew |= _versions_of(call) != self._versions
-        with _unseen(capture, call) if self.asks(capture) else nullcontext():
-            return self._weigh(capture, call, output, again=lambda: call)[0]
+        with _unseen(capture, call) if self.asks(capture) or writes else nullcontext():
+            return self._weigh(capture, call, output, writes, again=lambda: call)[0]
 
     def _weigh(
-        self, capture: CaptureContext, call: ModuleCall, output: Any, *, again: Callable[[], ModuleCall]
+        self,
+        capture: CaptureContext,
+        call: ModuleCall,
+        output: Any,
+        writes: frozenset[Write],
+        *,
+        again: Callable[[], ModuleCall],
     ) -> tuple[Any, list[tuple[int, RowMap]]]:
         """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
 
@@ -285,6 +303,7 @@ class Evidence:
             capture: Whose latest forward it is.
             call: What ran.
             output: What it returned.
+            writes: What it wrote of the model's state, if that is to be proved.
             again: Returns what is to be called to read it once more.
 
         Returns:
@@ -309,11 +328,10 @@ class Evidence:
                 probe = self._probed(capture, parts)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            self._refuse_data(capture, call, buffers, state)
+        if writes:
+            self._refuse_data(capture, call, writes, state)
         begins: Sequence[Start] = ()
-        if self.asks(capture) and (buffers is not None or capture.forward.met):
+        if self.asks(capture) and (self._asked or capture.forward.met):
             self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
             self._refuse_own_backwards(capture, call, parts, probe, state=state)
             self.unchecked.tell()
@@ -321,6 +339,8 @@ class Evidence:
             note(begins)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
+        if writes and self._watch is not None:
+            self._watch.put_back()
         forward.proofs = begun, _torch.next_order()
         known = {id(start.edge.tensor): start.row_map for start in begins}
         return output, [(number, known[id(part)]) for number, part in enumerate(parts) if id(part) in known]
@@ -341,18 +361,56 @@ class Evidence:
         if forward.proves:
             self.unchecked.ran(ROWS)
 
+    def _watched(self, capture: CaptureContext) -> StateWatch | None:
+        """Return what watches the model's state; None where nothing is to be proved."""
+        if self.probes and self._watch is None:
+            self._watch = StateWatch(capture.model, parameters=capture.gathering is None)
+        return self._watch if self.probes else None
+
+    def _written(self, capture: CaptureContext) -> frozenset[Write]:
+        """Return what the user's forward wrote of the state, if that is to be proved."""
+        watch = self._watched(capture)
+        if watch is None:
+            return frozenset()
+        writes = watch.written()
+        if not (self._asked or watch.is_new(writes)):
+            return frozenset()
+        watch.keep(writes)
+        return writes
+
     def _refuse_data(
-        self, capture: CaptureContext, call: ModuleCall, buffers: Buffers, state: ModuleState | None
+        self, capture: CaptureContext, call: ModuleCall, writes: frozenset[Write], state: ModuleState | None
     ) -> None:
-        """Refuse a model whose buffers follow the samples."""
-        forward, inputs = capture.forward, (call.args, dict(call.kwargs))
+        """Refuse a model whose state follows the samples."""
+        watch, forward = self._watched(capture), capture.forward
+        assert watch is not None, "it has seen the writes"
+        if _has_packed((call.args, call.kwargs)) or not (self._asked or capture.gathering is None):
+            watch.refuse_unshown(writes)
+        runs = Runs(
+            (call.args, dict(call.kwargs)),
+            forward.batch_size,
+            forward.batch_axis,
+            run=lambda given: capture.run(call.module, *_copied(given)),
+            begin=lambda: _begin_anew(state),
+            drew=self._drew,
+            proves=forward.proves,
+        )
+        with capture.substitution.unwatched(), _sharing(capture, "state") if self._asked else nullcontext():
+            watch.prove(writes, runs)
 
-        def run(given: Any) -> Any:
-            _begin_anew(state)
-            return capture.again(ModuleCall(call.module, *_copied(given)))
+    def watching_backward(self, capture: CaptureContext) -> AbstractContextManager[None]:
+        """Return a context for a backward that trains, in which nothing may write state.
 
-        with capture.aside(), restored(capture.model), _sharing(capture, "buffers"):
-            buffers.refuse_data(inputs, run=run, batch_size=forward.batch_size, axis=forward.batch_axis)
+        Args:
+            capture: Whose backward it is.
+
+        Returns:
+            The context.
+        """
+        watch, forward = self._watched(capture), capture.forward
+        if watch is None:
+            return nullcontext()
+        return watch.backward(proves=forward.unproven, again=forward.runs_again)
 
     def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
         """Run a forward with one sample more; None where it cannot."""
@@ -375,7 +433,7 @@ class Evidence:
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved."""
-        return _parts_of(output) if self._buffers is not None or self.asks(capture) else []
+        return _parts_of(output) if self._asked or self.asks(capture) else []
 
     def _probed(self, capture: CaptureContext, found: list[Tensor]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""

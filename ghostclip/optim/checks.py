@@ -112,6 +112,12 @@ def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Par
             f"it was made private, and the optimizer does not hold them ({_listed(changes.missing)}): they would count "
             f"in every sample's norm and never be trained. Freeze them, or {_add(fixed=fixed)}"
         )
+    if changes.passed:
+        raise UncoveredParameterError(
+            f"optimizer: a forward ran on {len(changes.passed)} parameter(s) that are not in the model any longer, nor "
+            f"in the optimizer ({_listed(changes.passed)}): what was learned would not reach those that are. Call the "
+            "model itself, with its own parameters in their places (no torch.func.functional_call with others)."
+        )
     late = changes.added if fixed else []
     if late:
         raise UncoveredParameterError(

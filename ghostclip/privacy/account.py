@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import os
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from ghostclip import _validate
 from ghostclip._owner import Owner
@@ -35,13 +38,19 @@ from ghostclip.privacy.charges import (
     replace_charges,
 )
 from ghostclip.privacy.discretisation import released_bounds
+from ghostclip.privacy.earlier import Released, remember
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
 from ghostclip.privacy.own_accountant import continue_own, refuse_unfit, refuse_untold, tell
 from ghostclip.privacy.sampling import Sampling
 
+_log = logging.getLogger(__name__)
+
 _REMEDY = (
     "What either releases would be missing in the other's ε. Make a PrivacyEngine, and call make_private(), in the "
     "process that trains; to continue there, load a checkpoint into it."
+)
+_HERE = (
+    "Ask for ε in this process before it ends, or keep a ledger (PrivacyEngine(ledger=path)), which holds it for all."
 )
 _BEFORE = "before this ledger"
 # What a target may leave unused.
@@ -70,6 +79,7 @@ class Account:
         coordinates: Most numbers of one release with discrete noise; 0 while there was none.
         own: An accountant of the user's that is told of every release beside `accountant`, or None.
         unchecked: Which checks of the models could not run.
+        released: What the models remember of this account.
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
@@ -88,6 +98,8 @@ class Account:
         if ledger is not None and ledger.entries:
             self._begin_with(ledger)
         self._from_before = len(accountant)
+        self.released = Released(accountant, self.runs)
+        self._made_in = os.getpid()
 
     def _begin_with(self, ledger: LedgerFile) -> None:
         """Count what a ledger holds."""
@@ -131,7 +143,7 @@ class Account:
             fresh: Whether this process has charged none of it.
         """
         self.accountant.hold({})
-        self.accountant = accountant
+        self.accountant = self.released.accountant = accountant
         accountant.hold(self._released)
         self._from_before = len(accountant) if fresh else -1
         for budget in self.budgets:
@@ -202,11 +214,15 @@ class Account:
             self.ledger.lock()
         shared = self.ledger is not None and self.ledger.shared
         segment: list[Mapping[str, Any]] = [mechanism]
+        untold = [optimizer.clipper.model]
         self._claim()
+        self._warn_of_other_processes(optimizer.clipper.model)
         self.unchecked.append(optimizer.clipper.unchecked)
         self.discrete(int(mechanism.get("coordinates", 0)))
 
         def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:
+            if untold:
+                remember(untold.pop(), self.released)
             with telling("release") if shared else nullcontext():
                 if self.ledger is not None and segment:
                     self.ledger.begin_segment(segment[0])
@@ -215,6 +231,21 @@ class Account:
 
         optimizer.attach_step_hook(lambda current: self._require(current, sampling))
         optimizer.attach_release_hook(charge)
+
+    def _warn_of_other_processes(self, model: nn.Module) -> None:
+        """Say where another process will have trained weights, and an account that holds nothing of the training."""
+        if os.getpid() != self._made_in:
+            _log.warning(
+                "this PrivacyEngine was made in process %d and trains in process %d: ε is known here alone, and the "
+                "engine over there goes on to report what it held. %s",
+                self._made_in, os.getpid(), _HERE,
+            )  # fmt: skip
+        if any(p.requires_grad and p.device.type == "cpu" and p.is_shared() for p in model.parameters()):
+            _log.warning(
+                "%s has parameters in memory that processes share (share_memory_(), torch.multiprocessing): others see "
+                "what is learned, and nothing of the account. %s",
+                type(model).__name__, _HERE,
+            )  # fmt: skip
 
     def _claim(self) -> None:
         """Let the account be of this object and process; a copy or a fork of one in use would not know the rest."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Factor
-from ghostclip.rules.embedding import padding_row, rows_factor
+from ghostclip.rules.embedding import padding_row, refuse_max_norm, rows_factor
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 _ARGUMENTS = (
@@ -30,8 +30,9 @@ def embedding_bag(call: Call) -> Captured | None:
         The table's ``Rows``; None for trainable weights of look-ups.
 
     Raises:
-        UnsupportedModelError: ``scale_grad_by_freq`` is set.
+        UnsupportedModelError: ``scale_grad_by_freq`` or ``max_norm`` is set.
     """
+    refuse_max_norm(call)
     mode = call.get("mode", "mean")
     if "per_sample_weights" in call.tracked:
         return None

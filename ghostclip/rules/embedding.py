@@ -26,9 +26,10 @@ def embedding(call: Call) -> Captured | None:
         What it captures.
 
     Raises:
-        UnsupportedModelError: ``scale_grad_by_freq`` is set.
+        UnsupportedModelError: ``scale_grad_by_freq`` or ``max_norm`` is set.
     """
     ids, weight = call.values["input"], call.values["weight"]
+    refuse_max_norm(call)
     if call.get("scale_grad_by_freq", False):
         message = (
             "embedding: scale_grad_by_freq=True divides each gradient by counts over the whole batch, so that samples "
@@ -43,6 +44,29 @@ def embedding(call: Call) -> Captured | None:
         return {"weight": rows_factor(ids_BT, g_BTI, shape, padding)}
 
     return Captured((ids,), ids, num_batch_dims, factors, "rows")
+
+
+def refuse_max_norm(call: Call) -> None:
+    """Refuse a look-up that renormalises the rows it meets, in the table itself.
+
+    Privacy:
+        Which rows of the table changed tells which ids are in the batch, without any noise.
+
+    Args:
+        call: The look-up.
+
+    Raises:
+        UnsupportedModelError: It does.
+    """
+    bound = call.get("max_norm")
+    if bound is not None:
+        message = (
+            f"{call.name}: max_norm={bound} renormalises, in the table itself, the rows that the batch looks up, so "
+            "that the trained table tells without noise which ids were in it. Leave max_norm out (module.max_norm = "
+            "None), and renormalise the whole table after step(), which costs no privacy: with torch.no_grad(): "
+            f"weight.copy_(weight.renorm({call.get('norm_type', 2.0):g}, 0, {bound}))."
+        )
+        raise UnsupportedModelError(message)
 
 
 def padding_row(call: Call, rows: int) -> int | None:

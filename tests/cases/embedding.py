@@ -145,7 +145,10 @@ CASES = [
     ids_case("embedding_long", lambda: nn.Embedding(60, 3), 3, 63, vocabulary=60),
     ids_case("embedding_one_sample", _with_head, 1, 7),
     ids_case("embedding_tokens_equal_samples", _with_head, 4, 4),
-    ids_case("embedding_max_norm", lambda: _with_head(max_norm=0.5), 4, 7),
+    replace(
+        ids_case("embedding_max_norm", lambda: _with_head(max_norm=0.5), 4, 7),
+        refused="max_norm=0.5 renormalises, in the table itself",
+    ),
     ids_case("embedding_sparse", lambda: _with_head(sparse=True), 4, 7),
     replace(ids_case("embedding_padding", lambda: _with_head(padding_idx=2), 4, 7), batch=_padded),
     replace(ids_case("embedding_int32_ids", _with_head, 4, 7), batch=lambda: _int32({"x": torch.randint(11, (4, 7))})),

@@ -36,6 +36,11 @@ MIXING = {
     "frozen batch norm": nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8).requires_grad_(requires_grad=False)),
     "running statistics": nn.Sequential(nn.Conv1d(3, 8, 1), nn.InstanceNorm1d(8, track_running_stats=True)),
     "counts over the batch": nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True)),
+    "renormalised rows": nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)),
+    "renormalised rows of bags": nn.Sequential(nn.EmbeddingBag(5, 3, max_norm=1.0)),
+    "frozen table": nn.Sequential(
+        nn.Embedding(5, 3, max_norm=1.0).requires_grad_(requires_grad=False), nn.Linear(3, 2)
+    ),
 }
 
 

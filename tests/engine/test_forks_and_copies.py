@@ -181,3 +181,34 @@ def test_a_fork_may_save_what_the_training_is_at(tmp_path):
     follower.step()
     assert torch.equal(parameters_of(again), want)
     assert other.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+
+
+def _said_in(child_trains_on, caplog):
+    """What a fork says that makes a training."""
+
+    def child():
+        caplog.clear()
+        child_trains_on()
+        return caplog.text
+
+    return in_fork(child)
+
+
+def test_a_fork_that_trains_with_an_engine_of_another_process_says_where_the_account_is(caplog):
+    engine = ghostclip.PrivacyEngine()
+    said = _said_in(lambda: _private(engine), caplog)
+    assert "ε is known here alone" in said
+    assert "ledger" in said
+    assert "known here alone" not in _said_in(lambda: _private(ghostclip.PrivacyEngine()), caplog)
+
+
+def test_weights_that_processes_share_are_told_of(caplog):
+    model = small_model().share_memory()
+    ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=declared(DATA, 8),
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+    )
+    assert "parameters in memory that processes share" in caplog.text

@@ -61,13 +61,16 @@ def _own_number_of_forwards(m, h):
     return h * (1 + m.forwards)
 
 
-@pytest.mark.parametrize("way", [_attribute, _list, _queue, _number, _counter])
-def test_what_follows_the_batch_before_is_refused(way):
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        *((way, "the forward before saw other samples") for way in (_attribute, _list, _queue, _number)),
+        (_counter, "updates the buffer 'count' from the batch"),
+    ],
+)
+def test_what_follows_the_batch_before_is_refused(way, said):
     model = _Model(way)
-    with (
-        ghostclip.GhostClipper(model, max_grad_norm=0.1),
-        pytest.raises(SampleMixingError, match="the forward before saw other samples"),
-    ):
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1), pytest.raises(SampleMixingError, match=said):
         model(torch.randn(5, 3))
 
 

@@ -185,6 +185,14 @@ def test_scaling_by_frequency_is_switched_off(kind):
     assert model[0].scale_grad_by_freq
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_renormalising_rows_is_switched_off(kind):
+    model = nn.Sequential(kind(6, 3, max_norm=0.5))
+    assert isinstance(ModuleValidator.validate(model)[0], IllegalModuleConfigurationError)
+    assert ModuleValidator.fix_and_validate(model)[0].max_norm is None
+    assert model[0].max_norm == 0.5
+
+
 def test_instance_norm_in_place_of_batch_norm():
     fixed = ModuleValidator.fix(nn.BatchNorm2d(6), replace_bn_with_in=True)
     assert isinstance(fixed, nn.InstanceNorm2d)

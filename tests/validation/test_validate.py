@@ -218,7 +218,7 @@ class _Counts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(9, 5, max_norm=1.0)
+        self.embed = nn.Embedding(9, 5)
         self.norm = nn.InstanceNorm1d(5, affine=True)
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(5, 2)

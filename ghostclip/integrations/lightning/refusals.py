@@ -42,6 +42,8 @@ _CALLBACKS: Final = {
         "Try learning rates on public data",
     ),
 }
+# Of processes whose memory is gone when the training has ended.
+_LAUNCHER: Final = "_MultiProcessingLauncher"
 _STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
 
 
@@ -71,4 +73,12 @@ def refuse(trainer: Any) -> None:
         raise InvalidOptionError(
             f"strategy {kinds[0]}: it shards or exchanges gradients by itself, where there are none before the "
             "release. Use strategy='ddp', or one device."
+        )
+    launcher = trainer.strategy.launcher
+    if any(kind.__name__ == _LAUNCHER for kind in type(launcher).__mro__):
+        raise InvalidOptionError(
+            "strategy that starts the training in processes of its own (ddp_notebook, ddp_fork, ddp_spawn): weights "
+            "come back from there and the account does not, so that ε would be 0 here, and begin at 0 in the next fit. "
+            "Use strategy='ddp' in a script (python train.py, torchrun), or in a notebook one device: devices=1, "
+            "strategy='auto'."
         )

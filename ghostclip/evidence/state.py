@@ -1,0 +1,532 @@
+"""State that forwards and backwards write: what follows the weights alone may stay, what follows the batch may not.
+
+Parameters, buffers and extra state are saved and shared with the model. Running statistics, a codebook that follows its
+inputs, rows that are renormalised as they are looked up, or a flag that one sample raises store what they saw of
+private samples without any noise. So the state is compared before and after every forward and backward: autograd counts
+in-place writes. A forward that writes in a way that was not seen before is run again, from the same state, on other
+samples.
+
+Shape letter: B samples.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _torch, _tree
+from ghostclip.errors import SampleMixingError
+from ghostclip.evidence.dependence import batch_axis_of, of_samples, same_randomness, with_lists
+from ghostclip.evidence.module_state import restored
+
+# Elements of all parameters up to which a proof copies them, to see what is written past autograd's counter.
+_MOST_COPIED: Final = 1 << 24
+# Elements of a buffer up to which its content is compared in every forward and backward.
+_TINY: Final = 1 << 12
+# Elements of one entry up to which it is copied before every forward, once forwards have been seen to write it.
+_SMALL: Final = 1 << 16
+# Elements of an integer entry up to which its steps are told apart: a counter does not jump.
+_COUNTER: Final = 16
+_EXTRA: Final = "_extra_state"
+
+_ADVICE: Final = (
+    "Switch that off (running statistics, moving averages of codebooks, max_norm of an embedding), put the module in "
+    "eval mode, or learn it as a parameter. What follows the weights alone can be written in the loop, after step()."
+)
+
+
+@dataclass(frozen=True)
+class Write:
+    """What became of one entry of the state.
+
+    Attributes:
+        name: The entry, as `state_dict` names it.
+        times: How often it was changed in place; -1 where it was exchanged, made or deleted, 0 where nobody counted.
+        shape: Its shape now; None where it is gone, or no tensor.
+        step: By what a small integer entry was moved, or whether another one has changed; None where nobody knows.
+    """
+
+    name: str
+    times: int
+    shape: tuple[int, ...] | None
+    step: Any
+
+
+@dataclass
+class _Marks:
+    """The state at one moment: its entries, how often each was changed, where each lies, and extra state."""
+
+    entries: dict[str, Tensor]
+    versions: list[int]
+    places: list[int]
+    # Where entries lie, those that are None included.
+    where: dict[str, tuple[dict[str, Any], str]]
+    extra: dict[str, bytes]
+
+
+class _Tables:
+    """A model's tables of parameters, buffers and submodules, flat, to find out that they hold what they held."""
+
+    def __init__(self, model: nn.Module, *, parameters: bool) -> None:
+        named = list(model.named_modules())
+        self._tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
+        self._sizes, self._held = list(map(len, self._tables)), self._content()
+        self.entries: dict[str, Tensor] = {}
+        # Buffers that are not saved, but serve what comes later: looked at in proofs.
+        self.hidden: dict[str, Tensor] = {}
+        self.where: dict[str, tuple[dict[str, Any], str]] = {}
+        for path, module in named:
+            hidden = _torch.non_persistent(module)
+            own, buffers = _torch.parameter_table(module), _torch.buffer_table(module)
+            both = [own, buffers] if parameters else [buffers]
+            for table, key in [(own_or_buffers, key) for own_or_buffers in both for key in own_or_buffers]:
+                name = f"{path}.{key}" if path else key
+                self.where[name] = table, key
+                if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):
+                    (self.hidden if key in hidden else self.entries)[name] = table[key]
+        self.tensors = list(self.entries.values())
+        self.small = {name: entry for name, entry in self.entries.items() if _is_small(entry)}
+        # cuDNN moves the weights of a recurrent layer together where it finds them apart.
+        self.flat = [f"{path}." for path, module in named if isinstance(module, nn.RNNBase)]
+        self.extra = [
+            (f"{path}.{_EXTRA}" if path else _EXTRA, module)
+            for path, module in named
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+
+    def _content(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def hold(self) -> bool:
+        """Return whether every table holds the same objects under as many names."""
+        return list(map(len, self._tables)) == self._sizes and all(map(is_, self._content(), self._held))
+
+
+class StateWatch:
+    """Watches the state of one model around its forwards and backwards."""
+
+    def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
+        """Watch a model.
+
+        Args:
+            model: The model.
+            parameters: Whether its parameters are there between forwards as well: not where ranks gather them.
+        """
+        self._model, self._parameters = model, parameters
+        self._tables: _Tables | None = None
+        self._before: _Marks | None = None
+        self._copies: dict[str, Tensor] = {}
+        # What the user's forward left, of entries that nobody has copied before.
+        self._left: dict[str, Tensor] = {}
+        self._proved: set[frozenset[Write]] = {frozenset()}
+        # Entries that forwards write and that a proof has passed.
+        self._known: set[str] = set()
+        self._kept: list[tuple[Tensor, Tensor, int]] = []
+        # What the latest forward wrote.
+        self._latest: frozenset[str] = frozenset()
+        self._in_backward = False
+
+    def renew(self) -> None:
+        """Take no way of writing for proved any longer."""
+        self._proved = {frozenset()}
+
+    def _current(self) -> _Tables:
+        if self._tables is None or not self._tables.hold():
+            self._tables = _Tables(self._model, parameters=self._parameters)
+        return self._tables
+
+    def _marks(self) -> _Marks:
+        tables = self._current()
+        extra = {name: _pickled(module) for name, module in tables.extra}
+        return _Marks(
+            tables.entries, _torch.versions(tables.tensors), list(map(_place, tables.tensors)), tables.where, extra
+        )
+
+    # -- a forward ------------------------------------------------------------------------------------------------
+
+    def begin(self, *, proves: bool) -> None:
+        """Note the state before a forward.
+
+        Args:
+            proves: Whether it is asked about, so that what it will be compared with is copied.
+        """
+        self._before, self._kept = self._marks(), []
+        self._copies = self._copied(proves=proves)
+
+    def _copied(self, *, proves: bool) -> dict[str, Tensor]:
+        """Return copies of small buffers, and of what forwards write; for a proof of all that is not too large."""
+        tables = self._current()
+        if not proves:
+            known = {name: tables.entries[name] for name in self._known if name in tables.entries}
+            held = {name: entry for name, entry in known.items() if entry.numel() <= _SMALL} | tables.small
+            return {name: entry.detach().clone() for name, entry in held.items()}
+        own = {name: entry for name, entry in tables.entries.items() if isinstance(entry, nn.Parameter)}
+        too_large = sum(entry.numel() for entry in own.values()) > _MOST_COPIED
+        held = {**tables.entries, **tables.hidden}
+        return {name: held[name].detach().clone() for name in (held.keys() - own.keys() if too_large else held)}
+
+    def undo(self) -> None:
+        """Put back what a forward of our own has written before the user's, and was not put back as an attribute."""
+        assert self._before is not None, "a forward has begun"
+        before = dict(zip(self._before.entries, self._before.versions, strict=True))
+        for name, copy in self._copies.items():
+            entry, version = self._before.entries.get(name), before.get(name, 0)
+            if entry is not None and (_torch.version(entry) != version or not _equal(entry, copy)):
+                _torch.write_uncounted_(entry, copy, version)
+        self._before = self._marks()
+
+    def written(self) -> frozenset[Write]:
+        """Return what has become of the state since the forward began; empty where nothing has."""
+        writes = frozenset[Write]() if self._before is None else self._since(self._before)
+        self._latest = frozenset([write.name for write in writes])
+        return writes
+
+    def _since(self, before: _Marks) -> frozenset[Write]:
+        now = self._marks()
+        same = now.entries is before.entries and now.versions == before.versions and now.places == before.places
+        held = {**now.entries, **self._current().hidden} if self._copies else {}
+        if same and now.extra == before.extra and all(_equal(held[name], own) for name, own in self._copies.items()):
+            return frozenset()
+        then = {
+            name: (entry, version, place)
+            for (name, entry), version, place in zip(
+                before.entries.items(), before.versions, before.places, strict=True
+            )
+        }
+        found = []
+        for (name, entry), version, place in zip(now.entries.items(), now.versions, now.places, strict=True):
+            times = self._times(name, then.get(name), (entry, version, place))
+            if times is not None:
+                found.append(Write(name, times, tuple(entry.shape), self._step(name, entry)))
+        found += [Write(name, -1, None, None) for name in then.keys() - now.entries.keys()]
+        found += [
+            Write(name, 0, tuple(held.shape), None)
+            for name, held in self._current().hidden.items()
+            if self._has_changed(name, held)
+        ]
+        found += [Write(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value]
+        return frozenset(found)
+
+    def _times(self, name: str, then: tuple[Tensor, int, int] | None, now: tuple[Tensor, int, int]) -> int | None:
+        """Return how often an entry was written, as `Write.times`; None where it was not."""
+        if then is None or then[0] is not now[0]:
+            return -1
+        if then[1] != now[1]:
+            return now[1] - then[1]
+        moved = then[2] != now[2] and not any(map(name.startswith, self._current().flat))
+        copy = self._copies.get(name)
+        return 0 if moved or (copy is not None and not _equal(now[0], copy)) else None
+
+    def _has_changed(self, name: str, hidden: Tensor) -> bool:
+        """Return whether a buffer that is not saved holds another content of the same shape."""
+        copy = self._copies.get(name)
+        return copy is not None and copy.shape == hidden.shape and not _equal(hidden, copy)
+
+    def _step(self, name: str, entry: Tensor) -> Any:
+        """Return what tells the writes of a counter, or of a flag that stays as it is, from others."""
+        before = self._copies.get(name)
+        if before is None or before.shape != entry.shape or entry.numel() > _SMALL:
+            return None
+        if entry.is_floating_point() or entry.is_complex() or entry.numel() > _COUNTER:
+            return not _equal(entry, before)
+        return tuple((entry.detach().long() - before.long()).flatten().tolist())
+
+    def is_new(self, writes: frozenset[Write]) -> bool:
+        """Return whether a forward wrote in a way that nothing is proved of.
+
+        Args:
+            writes: Of `written`.
+
+        Returns:
+            False where it wrote nothing.
+        """
+        return self._way(writes) not in self._proved
+
+    def _way(self, writes: frozenset[Write]) -> frozenset[Write]:
+        """Return the writes without those of buffers that are looked at in proofs alone."""
+        hidden = self._current().hidden
+        return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
+
+    def keep(self, writes: frozenset[Write]) -> None:
+        """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too.
+
+        Args:
+            writes: Of `written`.
+        """
+        entries = self._current().entries
+        uncounted = {write.name for write in writes if write.times == 0}
+        names = {write.name for write in writes} | self._known
+        held = {name: entries[name] for name in names if name in entries}
+        own = [entry for name, entry in held.items() if isinstance(entry, nn.Parameter) or name in uncounted]
+        self._kept = [(entry, entry.detach().clone(), _torch.version(entry)) for entry in own]
+
+    def put_back(self) -> None:
+        """Put back what was kept; to autograd nothing was changed."""
+        kept, self._kept = self._kept, []
+        for entry, value, version in kept:
+            if _torch.version(entry) != version or not _equal(entry, value):
+                _torch.write_uncounted_(entry, value, version)
+
+    def refuse_unshown(self, writes: frozenset[Write]) -> None:
+        """Refuse writes of a forward that cannot be run again.
+
+        Args:
+            writes: Of `written`.
+
+        Raises:
+            SampleMixingError: There are any.
+        """
+        for write in _in_order(writes):
+            raise SampleMixingError(_unshown(self._model, write.name))
+
+    def prove(self, writes: frozenset[Write], runs: "Runs") -> None:
+        """Refuse writes that follow the samples: run the forward on others, from the state that it began with.
+
+        Args:
+            writes: Of `written`.
+            runs: Runs it.
+
+        Raises:
+            SampleMixingError: An entry comes out differently, or the forward does not write it again.
+        """
+        entries = self._current().entries
+        missing = [write.name for write in writes if write.name in entries and write.name not in self._copies]
+        self._left = {name: entries[name].detach().clone() for name in missing}
+        with restored(self._model):
+            for start in (0,) if all(write.name in self._copies or write.times < 0 for write in writes) else (-1, 1):
+                self._prove_from(start, writes, runs)
+        self._left = {}
+        if runs.proves:
+            self._proved.add(self._way(writes))
+            self._known |= {write.name for write in writes}
+
+    def _prove_from(self, start: int, writes: frozenset[Write], runs: "Runs") -> None:
+        wanted = _in_order(writes)
+        names = [write.name for write in wanted]
+        found = [self._after(runs.base, start, wanted, runs)]
+        again = found[0][1] | set(self._current().hidden)
+        missing = next((name for name in names if name not in again), None)
+        if missing is not None:
+            raise SampleMixingError(_unshown(self._model, missing))
+        for altered, fewer in runs.altered:
+            content, also = self._after(altered, start, wanted, runs)
+            compared = [name for name in names if not (fewer and runs.drew and _is_continuous(content.get(name)))]
+            follows = [name for name in compared if not _equal(content.get(name), found[0][0].get(name))]
+            follows += sorted(also - found[0][1] - set(names))
+            if follows:
+                raise SampleMixingError(_from_the_batch(self._model, follows[0]))
+
+    def _after(self, inputs: Any, start: int, writes: Sequence[Write], runs: "Runs") -> tuple[dict[str, Any], set[str]]:
+        """Run the forward once more; returns the content of the entries that it wrote, and the names of all written."""
+        names = {write.name for write in writes}
+        runs.begin()
+        for name in names:
+            self._put(name, start)
+        before, copies = self._marks(), self._copies
+        uncounted = [write.name for write in writes if write.times == 0 and write.name in before.entries]
+        self._copies = {name: before.entries[name].detach().clone() for name in uncounted}
+        try:
+            with same_randomness([*self._model.parameters(), *self._model.buffers()]):
+                runs.run(inputs)
+            written, now = self._since(before), self._marks()
+        except SampleMixingError:
+            raise
+        except Exception as problem:
+            raise SampleMixingError(_unshown(self._model, writes[0].name)) from problem
+        finally:
+            self._copies = copies
+        content: dict[str, Any] = {**now.entries, **self._current().hidden, **now.extra}
+        content = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in content.items()
+            if name in names
+        }
+        return content, {write.name for write in written}
+
+    def _put(self, name: str, start: int) -> None:
+        """Let an entry be what it was before the forward, or where nobody knows that, something else than it is."""
+        assert self._before is not None, "a forward has begun"
+        before, place = self._before, self._current().where.get(name) or self._before.where.get(name)
+        if place is None or name in self._current().hidden:
+            # Extra state is made of attributes; what is not saved was put back with them.
+            return
+        (table, key), entry = place, before.entries.get(name)
+        if entry is None:
+            # Made by the forward; a buffer that was None is None again.
+            table.pop(key, None)
+            table.update({key: None} if name in before.where else {})
+            return
+        table[key] = entry
+        value = self._copies.get(name)
+        with torch.no_grad():
+            if value is not None:
+                entry.copy_(value)
+            elif start and name in self._left:
+                entry.copy_(_moved(self._left[name], start))
+
+    # -- a backward -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self, *, proves: bool, again: bool) -> Iterator[None]:
+        """Yield while a backward runs, in which nothing may write state: no other samples show what it follows.
+
+        Args:
+            proves: Whether its forward was one that is asked about.
+            again: Whether parts of the forward run again in it, and write what they wrote.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            SampleMixingError: A hook or a backward function has written some.
+        """
+        if self._in_backward:
+            yield
+            return
+        self._in_backward, before, kept = True, self._marks(), self._copies
+        self._copies = self._copied(proves=proves)
+        try:
+            yield
+            written = self._since(before)
+        finally:
+            self._in_backward, self._copies = False, kept
+        for write in _in_order(written):
+            if not (again and write.name in self._known | self._latest):
+                raise SampleMixingError(_in_a_backward(self._model, write.name))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How a forward is run once more.
+
+    Attributes:
+        inputs: What it was called with.
+        batch_size: B.
+        axis: The batch axis.
+        run: Runs it.
+        begin: Puts back what modules held beside the state.
+        drew: Whether it drew random numbers, which go to other places where there are fewer samples.
+        proves: Whether what is found may be taken for proved.
+    """
+
+    inputs: Any
+    batch_size: int
+    axis: int
+    run: Callable[[Any], object]
+    begin: Callable[[], None]
+    drew: bool
+    proves: bool
+
+    @property
+    def base(self) -> Any:
+        """The batch itself, as new tensors."""
+        return self._of(list(range(self.batch_size)))
+
+    @property
+    def altered(self) -> Iterator[tuple[Any, bool]]:
+        """Other batches, and whether they have fewer samples: copies of the last and the first one, all but the first.
+
+        Of a batch of one sample there is one of zeros.
+        """
+        size = self.batch_size
+        if size == 1:
+            yield _tree.mapped(self._zeros, self.inputs), False
+            return
+        yield self._of([size - 1] * size), False
+        yield self._of([0] * size), False
+        yield self._of(list(range(1, size))), True
+
+    def _zeros(self, leaf: Any) -> Any:
+        place = batch_axis_of(leaf, batch_size=1, axis=self.axis)
+        return leaf if place is None else of_samples(leaf, [0], place) * 0
+
+    def _of(self, samples: list[int]) -> Any:
+        def taken(leaf: Any) -> Any:
+            place = batch_axis_of(leaf, batch_size=self.batch_size, axis=self.axis)
+            return leaf if place is None else of_samples(leaf, samples, place)
+
+        return with_lists(_tree.mapped(taken, self.inputs), samples, batch_size=self.batch_size, axis=self.axis)
+
+
+def _is_watched(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _is_small(entry: Tensor) -> bool:
+    """Return whether a buffer costs next to nothing to compare: no device has to be waited for."""
+    return type(entry) is Tensor and entry.device.type == "cpu" and entry.numel() <= _TINY
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a plain tensor lies."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _pickled(module: nn.Module) -> bytes:
+    return pickle.dumps(module.get_extra_state())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two contents are the same, bit for bit but for NaN."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    continuous = one.is_floating_point() or one.is_complex()
+    return torch.equal(one, other) or (continuous and torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+def _is_continuous(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _moved(entry: Tensor, start: int) -> Tensor:
+    """Return another content: what saturates, as a largest value does, shows itself from below or from above."""
+    if entry.dtype == torch.bool:
+        return torch.full_like(entry, start > 0)
+    return entry + start if not _is_continuous(entry) else entry * (1 + 0.5 * start) + start
+
+
+def _in_order(writes: frozenset[Write]) -> list[Write]:
+    return sorted(writes, key=lambda write: write.name)
+
+
+def _describe(model: nn.Module, name: str) -> tuple[str, str]:
+    """Return the place of an entry, and what it is with its name."""
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    kind = "parameter" if key in _torch.parameter_table(owner) else "buffer"
+    entry = "extra state" if key == _EXTRA else f"{kind} '{key}'"
+    return f"{path or 'model'} ({type(owner).__name__})", entry
+
+
+def _from_the_batch(model: nn.Module, name: str) -> str:
+    place, entry = _describe(model, name)
+    return (
+        f"{place}: the forward updates the {entry} from the batch, so that what private samples looked like is stored "
+        f"in the model without noise. {_ADVICE}"
+    )
+
+
+def _unshown(model: nn.Module, name: str) -> str:
+    place, entry = _describe(model, name)
+    return (
+        f"{place}: the forward writes the {entry}, and did not do so again when it was run once more to see whether "
+        "that follows the batch: the write may depend on samples, which would be stored in the model without noise. "
+        f"{_ADVICE}"
+    )
+
+
+def _in_a_backward(model: nn.Module, name: str) -> str:
+    place, entry = _describe(model, name)
+    return (
+        f"{place}: the backward writes the {entry} (in a hook, or a backward function of one's own), so that what is "
+        "left of private samples' gradients may be stored in the model without noise. Write it in the loop, after "
+        "step(), from the weights or the released gradients; keep statistics of a batch outside the model."
+    )
