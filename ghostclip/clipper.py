@@ -37,6 +37,7 @@ from ghostclip.clipping.two_passes import TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows
+from ghostclip.evidence.padding import Padded
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.planning.below import BlockPlanner, Cut
@@ -300,7 +301,8 @@ class GhostClipper:
         """Refuse losses of the samples that depend on other samples, before their backward."""
         forward = self._capture.forward
         if forward.batch_size > 1:
-            refuse_common_factor(loss_B)
+            found = refuse_common_factor(loss_B)
+            self._evidence.refuse_padding(self._capture, [loss_B], found, forward)
             asks = self._evidence.asks_of_loss(loss_B, forward)
             if asks and (self._sharded is None or self._sharded.may_ask()):
                 probe_losses(self._evidence, self._capture, loss_B)
@@ -572,6 +574,14 @@ class GhostClipper:
                 the sums are forgotten.
         """
         self._capture.note_inputs = note
+
+    def note_padding(self, padded: Sequence[Padded]) -> None:
+        """Let forwards be proved of the axes along which batches are padded to their longest record.
+
+        Args:
+            padded: The axes, of the loader's batches.
+        """
+        self._evidence.padding.declared = padded
 
     def note_copies(self, records_of: Callable[[int], int] | None) -> None:
         """Let forwards that are filled up with copies prove nothing, unless several records are among their samples.

@@ -79,30 +79,34 @@ def remedy(reduction: str) -> str:
     """
     return (
         "Give one loss a sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
-        "(B, classes), F.cross_entropy(logits.transpose(1, 2), labels, reduction='none').mean(1) for (B, positions, "
-        "classes), or for a language model ghostclip.losses.token_losses(logits, labels); then "
+        "(B, classes); ghostclip.losses.token_losses(logits, labels) for a language model's (B, positions, classes), "
+        "which averages each sample over its own positions, with shift=False where each position has its own label; "
+        "losses of other kinds times each sample's own weights, (each * mask / mask.sum(1, keepdim=True)).sum(1); then "
         f"clipper.backward(losses), or losses.{reduction}().backward() in a plain loop."
     )
 
 
-def refuse_common_factor(losses_B: Tensor) -> None:
+def refuse_common_factor(losses_B: Tensor) -> list[Path]:
     """Refuse losses of samples that were all multiplied by one tensor, as a GradScaler does it.
 
     Args:
         losses_B: Losses of several samples, shape ``(B,)``.
+
+    Returns:
+        The ways through them.
 
     Raises:
         LossReductionError: They were, after the model's outputs; the number may follow other samples, and clipping
             cannot undo it.
     """
     if losses_B.grad_fn is None:
-        return
-    numbers: list[Number] = []
+        return []
+    found: list[Path] = []
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
     # Reading a number is no operation of the training, which somebody may count.
     with suppress(RecursionError), _torch.dispatch_modes_off():
-        for path in paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output):
-            numbers += [number for number in path.numbers if not (number.plain or number.per_feature)]
+        found.extend(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
+    numbers = [number for path in found for number in path.numbers if not (number.plain or number.per_feature)]
     if numbers:
         message = (
             f"every sample's loss is {numbers[0].describe()}, which may have been computed from other samples (their "
@@ -111,6 +115,7 @@ def refuse_common_factor(losses_B: Tensor) -> None:
             "GradScaler(enabled=False)."
         )
         raise LossReductionError(message)
+    return found
 
 
 def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str) -> Scale:

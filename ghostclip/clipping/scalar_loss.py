@@ -102,6 +102,7 @@ class LossExaminer:
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)
+        self._evidence.refuse_padding(capture, roots, found.values(), forward)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = _placed(path, seen)

@@ -4,20 +4,23 @@ Before such a forward runs, it is run without gradients with one sample more (wh
 after it, gradients of some samples alone, other batches and buffers are looked at.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch, _tree
+from ghostclip.capture import backward_entry
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.growth import Grown, compared, shapes_of
-from ghostclip.capture.nodes import edge_of
+from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
 from ghostclip.errors import LossReductionError
@@ -26,16 +29,18 @@ from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
+from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.node_hooks import refuse_node_hooks
-from ghostclip.evidence.output_rows import note
+from ghostclip.evidence.output_rows import Unheard, note
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
     refuse_backwards_of_the_batch,
     refuse_means_without_scale,
     without_scale,
 )
+from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import Probe, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
@@ -50,6 +55,7 @@ class Evidence:
         probes: Whether any is asked for.
         unchecked: What could not be asked.
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
+        padding: What is known of axes that are as long as the longest sample of a batch.
         records_of: Returns how many of a forward's samples are no copies of others; None where none are.
         hands_on: Whether outputs go to another part of the model, which takes their rows for samples as they lie.
     """
@@ -66,6 +72,7 @@ class Evidence:
         self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
+        self.padding = Padding()
         self.records_of: Callable[[int], int] | None = None
         self.hands_on = False
         self._loss_ways: set[Any] = set()
@@ -82,6 +89,7 @@ class Evidence:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
         self.unchecked.renew()
         self.loss_sizes.clear()
+        self.padding.renew()
         self._loss_ways.clear()
 
     def asks(self, capture: CaptureContext) -> bool:
@@ -154,6 +162,30 @@ class Evidence:
             raise LossReductionError(self._without_scale)
         refuse_means_without_scale(capture, roots, grads, forward)
 
+    def refuse_padding(
+        self, capture: CaptureContext, roots: Sequence[Any], found: Iterable[Path], forward: ForwardContext
+    ) -> None:
+        """Refuse a loss that takes padding in, or divides by a length that follows the batch.
+
+        Args:
+            capture: Whose model it is.
+            roots: Where the backward starts.
+            found: The ways through the loss.
+            forward: Whose outputs it is made of.
+
+        Raises:
+            LossReductionError: It does.
+        """
+
+        def gradients(edges: Sequence[Edge]) -> Sequence[Tensor | None]:
+            given = [torch.ones_like(root) for root in roots]
+            with capture.listening(Unheard()), backward_entry.unseen():
+                ends: list[Any] = [GradientEdge(*edge) for edge in edges]
+                return torch.autograd.grad(roots, ends, given, retain_graph=True, allow_unused=True)
+
+        if self.probes:
+            self.padding.refuse_losses(found, forward, gradients)
+
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
 
@@ -195,6 +227,8 @@ class Evidence:
         if self.probes and capture.gathering is not None:
             inputs = _tree.tensors((call.args, call.kwargs))
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
+        if self.probes and not forward.is_dummy:
+            self.padding.begin((call.args, call.kwargs), forward)
         asks = self.asks(capture)
         self._buffers = Buffers(capture.model) if asks else None
         self._state = ModuleState(capture.model) if asks or self._remembers else None
@@ -240,6 +274,7 @@ class Evidence:
             self._refuse_own_backwards(capture, call, parts, probe, state=state)
             self.unchecked.tell()
             note([] if probe is None else probe.begun)
+        self._refuse_padding(capture, call, output, probe, state=state)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         forward.proofs = begun, _torch.next_order()
@@ -374,6 +409,26 @@ class Evidence:
 
         with capture.substitution.unwatched():
             refuse_backwards_of_the_batch(capture, run, batch, self.unchecked, alone=own)
+
+    def _refuse_padding(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, state: ModuleState | None
+    ) -> None:
+        """Refuse a model whose outputs for a sample follow how far it was padded."""
+        forward = capture.forward
+        # Ranks that gather parameters together would run the model differently often.
+        if not self.probes or forward.is_dummy or capture.gathering is not None:
+            return
+        if not (self.padding.is_pending() or self.asks(capture)):
+            return
+        parts = _parts_of(output)
+        batch = self._batch(capture, call, parts, probe, outputs=parts)
+
+        def run(given: Any) -> list[Tensor]:
+            _begin_anew(state)
+            return _parts_of(capture.run(call.module, *given))
+
+        with capture.substitution.unwatched():
+            self.padding.refuse(capture.model, run, batch, forward, self.unchecked)
 
     def _batch(
         self,

@@ -114,6 +114,7 @@ ORDERED = {
         "slopes",
         "output_rows",
         "own_backwards",
+        "padding",
         "prover",
         "losses",
     ],

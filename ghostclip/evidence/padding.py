@@ -1,0 +1,564 @@
+"""Axes as long as the longest record of a batch: what one record gives must not follow how far it was padded.
+
+An axis is known to follow the batch where the collate function pads along it, or where an earlier forward had another
+length there. Records that end (or begin) in padding are then run twice, as they are and with the padding cut off, as if
+longer records had not been drawn: every output that remains must be the same. A loss of such outputs must have no
+gradient at padded positions, and no mean over that axis, which divides by the longest record's length.
+
+What counts as padding. One value (one column) at the end of several records that hardly occurs elsewhere, or the one
+that the collate function was seen to add. Padding that looks like data, as noise, cannot be told from it.
+
+Shape letters: B samples, L positions, F features.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _tree
+from ghostclip.capture.batch_axis import RowMap, samples_axis
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Edge, edge_of
+from ghostclip.capture.packed import packed_inputs
+from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.evidence.dependence import batch_axis_of, first_apart
+from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Batch, Run, plainly, tried
+from ghostclip.evidence.linear_paths import Path, Reduced, looks_plain
+from ghostclip.evidence.randomness import Randomness
+from ghostclip.evidence.unchecked import PADDING, Unchecked
+
+# Forwards after which an axis that never ended in padding is looked at in proved forwards alone.
+_PATIENCE: Final = 64
+# Lengths of padding that are tried until the model runs without it, and ways through a loss that are looked at.
+_CUTS: Final = 3
+_WAYS: Final = 16
+# A value that so many entries at the ends have, a run of it included, and hardly any other one, is padding.
+_ENTRIES: Final = {True: 2, False: 3}
+_RUN: Final = {True: 1, False: 2}
+_ELSEWHERE: Final = 2
+_OWN: Final = (
+    "For classes: ghostclip.losses.token_losses(logits, labels, ignore_index=the padding's label), shift=False if "
+    "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), with "
+    "each position's loss (B, positions), and a mask that is 1 at a record's own positions and 0 at padding. Or pad all "
+    "records to one fixed length."
+)
+_FOLLOWS: Final = (
+    "{model}: outputs of a record changed when {count} {side} padded position(s) were cut off that it has only because "
+    "a longer record is in the batch (axis {axis} of an input of shape {shape}), so that its gradient depends on its "
+    "company and no bound holds.{place} Give the model the records' mask and use it: attention masks; a mean over a "
+    "record's own positions ((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)); the last own position in place "
+    "of h[:, -1]; positions counted from the mask (mask.cumsum(1) - 1); zeros at padding before each convolution; "
+    "packed sequences. Or pad all records to one fixed length."
+)
+_TAKEN_IN: Final = (
+    "the loss has a gradient at {count} padded position(s), which a record has only because a longer one is in the "
+    "batch: its gradient depends on its company, and no bound holds. Leave them out, and average each record over its "
+    "own positions. {own}"
+)
+_DIVIDED: Final = (
+    "the loss is {how}, which is as long as the longest record of the batch: each record's gradient depends on the "
+    "others' lengths, and no bound holds. Average each record over its own positions. {own}"
+)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An axis of a batch along which a collate function pads.
+
+    Attributes:
+        name: The key, or the place, of the tensor in the batch.
+        dims: How many axes it has.
+        axis: The one.
+        value: The number that fills it up; None where it is not one.
+        is_float: Whether it holds floating-point numbers.
+    """
+
+    name: str
+    dims: int
+    axis: int
+    value: float | None
+    is_float: bool
+
+
+class _Place(NamedTuple):
+    """An axis of one of the inputs."""
+
+    leaf: int
+    dims: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Padding at one end of the records, along inputs of one length.
+
+    Attributes:
+        places: The axes.
+        length: L.
+        leading: Whether records begin with it.
+        run_B: Padded positions of each record.
+    """
+
+    places: tuple[_Place, ...]
+    length: int
+    leading: bool
+    run_B: list[int]
+
+
+@dataclass(frozen=True)
+class _Beyond:
+    """Positions of an output that records have only in company.
+
+    Attributes:
+        edge: The output.
+        samples: The axis of samples.
+        axis: The axis of positions; the same one where they are folded together.
+        count: How many positions.
+        ends: At which end.
+        of_records: Padded positions of the records in question.
+        length: Positions of the output.
+    """
+
+    edge: Edge
+    samples: int
+    axis: int
+    count: int
+    ends: _Ends
+    of_records: int
+    length: int
+
+
+class Padding:
+    """What is known of the axes of a model's inputs that follow the batch, and what was proved of them."""
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self.declared: Sequence[Padded] = ()
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
+        self._following: set[_Place] = set()
+        self._proved: set[_Place] = set()
+        self._values: dict[tuple[int, int], set[float]] = {}
+        self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._lengths: tuple[int, ...] = ()
+        self._waited = 0
+
+    def renew(self) -> None:
+        """Prove anew: the model was changed."""
+        self._proved.clear()
+        self._waited = 0
+
+    def begin(self, inputs: Any, forward: ForwardContext) -> None:
+        """Note the lengths that a forward's inputs have.
+
+        Args:
+            inputs: Positional and keyword inputs.
+            forward: The forward.
+        """
+        size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
+        for number, tensor in enumerate(_tree.tensors(inputs)):
+            shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
+            if samples is None:
+                continue
+            before = self._shapes.setdefault((number, len(shape)), shape)
+            for axis, length in enumerate(shape):
+                if axis == samples:
+                    continue
+                lengths.append(length)
+                if length != before[axis]:
+                    self._following.add(_Place(number, len(shape), axis))
+        self._lengths = tuple(lengths)
+
+    def is_pending(self) -> bool:
+        """Return whether some axis is known to follow the batch of which nothing was proved yet."""
+        known = self._following - self._proved or (self.declared and not self._proved)
+        return bool(known) and self._waited < _PATIENCE
+
+    def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
+        """Refuse a model whose outputs for a record change when its padding is cut off.
+
+        Args:
+            model: The model, for its dtypes and to say where.
+            run: Runs it on inputs and returns its output tensors.
+            batch: What the forward was called with, and its outputs.
+            forward: The forward, in which the outputs' padded positions are noted.
+            unchecked: Told what could not run, and why.
+
+        Raises:
+            SampleMixingError: They do.
+        """
+        places = self._places(batch)
+        if not places or next(iter(packed_inputs(batch.inputs)), None) is not None:
+            return
+        self._waited += 1
+        forward.padded = []
+        for length in sorted({shape for _, shape in places}):
+            chosen = tuple(place for place, shape in places if shape == length)
+            for leading in (False, True):
+                ends = self._ends(batch, chosen, length, leading=leading)
+                if ends is not None:
+                    self._refuse_one(model, plainly(run), batch, ends, forward, unchecked)
+
+    def _places(self, batch: Batch) -> list[tuple[_Place, int]]:
+        """Return the axes of the inputs that follow the batch, with their lengths."""
+        found = []
+        for number, (name, tensor) in enumerate(_named(batch.inputs)):
+            samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
+            for axis, length in enumerate(tensor.shape):
+                place = _Place(number, tensor.dim(), axis)
+                follows = place in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
+                if samples is not None and axis != samples and follows:
+                    found.append((place, length))
+        return found
+
+    def _declared_of(self, name: str, tensor: Tensor) -> list[Padded]:
+        """Return the axes of the loader's tensor of this name; of all that look like it where none has the name."""
+        alike = [
+            one for one in self.declared if one.dims == tensor.dim() and one.is_float == tensor.is_floating_point()
+        ]
+        named = [one for one in alike if one.name == name]
+        return named or alike
+
+    def _ends(self, batch: Batch, places: tuple[_Place, ...], length: int, *, leading: bool) -> _Ends | None:
+        """Return the padding at one end of the records; None where there is none."""
+        tensors = list(_named(batch.inputs))
+        columns: dict[tuple[int, int], _Column] = {}
+        for place in places:
+            name, tensor = tensors[place.leaf]
+            if sum(other.leaf == place.leaf for other in places) > 1:
+                # A mask for each pair of positions.
+                continue
+            key = place.leaf, place.dims
+            known = {one.value for one in self._declared_of(name, tensor) if one.value is not None}
+            known |= self._values.get(key, set())
+            samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
+            assert samples is not None, "such axes lie beside one for samples"
+            rows_BLF = tensor.detach().movedim((samples, place.axis), (0, 1)).reshape(batch.size, length, -1)
+            column = _Column(rows_BLF.flip(1) if leading else rows_BLF, known)
+            if column.values or known or not column.is_of_places():
+                columns[key] = column
+        if not any(column.values for column in columns.values()):
+            return None
+        run_B = [min(found) for found in zip(*(column.run_B for column in columns.values()), strict=True)]
+        if not any(0 < run < length for run in run_B):
+            return None
+        for key, column in columns.items():
+            self._values.setdefault(key, set()).update(column.values)
+        return _Ends(places, length, leading, run_B)
+
+    def _refuse_one(
+        self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
+    ) -> None:
+        raised = ""
+        for count in sorted({run for run in ends.run_B if 0 < run < ends.length}, reverse=True)[:_CUTS]:
+            samples = [sample for sample, run in enumerate(ends.run_B) if run == count]
+            given = batch.with_lists([samples[number % len(samples)] for number in range(batch.size)])
+            short = self._cut(given, ends, count, batch)
+
+            found, raised = tried(model, batch, partial(_found, run, (given, short), ends, count))
+            if found is None:
+                continue
+            if found.drew:
+                unchecked.missed("random numbers are drawn", PADDING)
+                return
+            if found.differ:
+                raise SampleMixingError(self._refusal(model, run, (given, short), ends, count, batch))
+            unchecked.ran(PADDING)
+            self._proved.update(ends.places)
+            self._note(batch, found.lost, ends, count, forward)
+            return
+        unchecked.missed(f"the model raised {raised} without padding", PADDING)
+
+    @staticmethod
+    def _note(batch: Batch, lost: Sequence[Any], ends: _Ends, count: int, forward: ForwardContext) -> None:
+        """Note in a forward which positions of its outputs records have in company alone."""
+        if len(lost) != len(batch.outputs):
+            return
+        for output, of_output, row_map in zip(batch.outputs, lost, batch.maps_of(batch.outputs), strict=True):
+            found = of_output and _beyond(output, of_output, row_map or batch.own_map(output), ends, count)
+            forward.padded += [found] if found else []
+
+    def _cut(self, given: Any, ends: _Ends, count: int, batch: Batch) -> Any:
+        """Return inputs without some padded positions, along what follows the batch and masks of the same length."""
+        numbers = iter(range(len(_tree.leaves(given))))
+        own = {place.leaf for place in ends.places}
+        follows = {(place.leaf, place.axis) for place in ends.places}
+        others = {place.leaf for place in self._following}
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            number = next(numbers)
+            samples = batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis)
+            for axis, length in enumerate(leaf.shape):
+                shared = number not in own and number not in others and length == ends.length and axis != samples
+                if (number, axis) in follows or shared:
+                    leaf = leaf.narrow(axis, count if ends.leading else 0, length - count)
+            return leaf
+
+        return _tree.mapped(cut, given)
+
+    @staticmethod
+    def _refusal(model: nn.Module, run: Run, runs: tuple[Any, Any], ends: _Ends, count: int, batch: Batch) -> str:
+        """Say where outputs begin to follow padding, and what to do."""
+
+        def look(before: Randomness, coarsest: torch.dtype) -> str:
+            before.restore()
+            return first_apart(model, run, runs, lambda one, two: _apart(one, two, ends, count, coarsest))
+
+        place, _ = tried(model, batch, look)
+        tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
+        return _FOLLOWS.format(
+            model=type(model).__name__,
+            count=count,
+            side="leading" if ends.leading else "trailing",
+            axis=ends.places[0].axis,
+            shape=tuple(tensor.shape),
+            place=f" It starts in {place}." if place else "",
+        )
+
+    # -- losses -------------------------------------------------------------------------------------------------
+
+    def refuse_losses(
+        self,
+        found: Iterable[Path],
+        forward: ForwardContext,
+        gradients: Callable[[Sequence[Edge]], Sequence[Tensor | None]],
+    ) -> None:
+        """Refuse a loss that takes padded positions in, or divides by a length that follows the batch.
+
+        Args:
+            found: The ways through it.
+            forward: Whose outputs it is made of.
+            gradients: Returns the loss's gradients at edges.
+
+        Raises:
+            LossReductionError: It does.
+
+        Cost:
+            Where nothing follows the batch, a few numbers are kept of the first loss of each form.
+        """
+        beyond = forward.padded
+        for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
+            if grad is not None and _reaches(one, grad):
+                raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
+        sizes = {length for one in beyond for length in (one.length, one.length - 1)}
+        for number, path in enumerate(islice(found, _WAYS)):
+            self._refuse_divisors((number, *path.key), path, forward, sizes)
+
+    def _refuse_divisors(self, key: Any, path: Path, forward: ForwardContext, sizes: set[int]) -> None:
+        lengths, before = self._seen.get(key, ((), ()))
+        if lengths == self._lengths and not sizes:
+            return
+        means, divisors = list(_inner_means(path, forward)), list(_divisors(path))
+        now = (*(float(count) for count, _, _ in means), *divisors)
+        if not lengths:
+            self._seen[key] = self._lengths, now
+        # What was another number when the inputs had other lengths follows them.
+        others = before if self._following and lengths != self._lengths and len(before) == len(now) else now
+        for (count, step, inner), other in zip(means, others, strict=False):
+            if count != other or _is_over(step, inner, sizes):
+                how = f"a mean over {count} positions of a tensor of shape {step.sizes}"
+                raise LossReductionError(_DIVIDED.format(how=how, own=_OWN))
+        for number, other in zip(divisors, others[len(means) :], strict=True):
+            is_length = any(length > 1 and min(abs(number - length), number % length) <= 1 for length in self._lengths)
+            if (number != other and is_length) or number in sizes:
+                raise LossReductionError(_DIVIDED.format(how=f"divided by {number:g}, a number of positions", own=_OWN))
+
+
+def _is_over(step: Reduced, inner: Sequence[int], sizes: set[int]) -> bool:
+    """Return whether a mean is over the first axis that is as long as positions of outputs that follow the batch."""
+    axis = next((axis for axis, size in enumerate(step.sizes) if size in sizes), None)
+    return (axis in step.axes) if axis is not None else any(size in sizes for size in inner)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What cutting padding off changed.
+
+    Attributes:
+        drew: Random numbers were drawn: nothing can be told.
+        differ: Outputs changed.
+        lost: For each output, how many positions it lost along which axis, if any; several times as many where samples
+            are folded into it.
+    """
+
+    drew: bool = False
+    differ: bool = False
+    lost: Sequence[tuple[int, int] | None] = ()
+
+
+class _Column:
+    """What stands at the end of the records in one input.
+
+    Attributes:
+        run_B: How many positions at the end are padding.
+        values: The values that are.
+    """
+
+    def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
+        """Look at records.
+
+        Args:
+            rows_BLF: The input; padding is looked for at the end.
+            known: Values that are known to be padding.
+        """
+        self._rows_BLF, length = rows_BLF, rows_BLF.shape[1]
+        last_B1F = rows_BLF[:, -1:]
+        self._run_B = (rows_BLF == last_B1F).all(2).flip(1).long().cumprod(1).sum(1)
+        whole_B = self._run_B == length
+        value_B, single_B = last_B1F[:, 0, 0], (last_B1F == last_B1F[..., :1]).all(2).squeeze(1)
+        inside_BLF = rows_BLF[~whole_B]
+        padded_B = torch.zeros_like(whole_B)
+        self.values: set[float] = set()
+        for value in value_B[single_B & ~whole_B].unique().tolist():
+            ends_B = single_B & (value_B == value)
+            if self._is_padding(self._run_B[ends_B & ~whole_B], int((inside_BLF == value).sum()), value, known):
+                self.values.add(float(value))
+                padded_B |= ends_B
+        for value in known.difference(self.values):
+            padded_B |= whole_B & single_B & (value_B == value)
+        # Columns that were made from padding, by an embedding outside of the model.
+        padded_B |= ~single_B & ~whole_B & (self._run_B > 1) & rows_BLF.is_floating_point()
+        self.run_B: list[int] = torch.where(padded_B, self._run_B, 0).tolist()
+
+    def _is_padding(self, run_N: Tensor, entries: int, value: float, known: set[float]) -> bool:
+        """Return whether a value is padding, by its runs at the ends and how many entries hold it in all."""
+        if value in known:
+            return True
+        rows, is_float = self._rows_BLF, self._rows_BLF.is_floating_point()
+        at_ends = int(run_N.sum()) * rows.shape[2]
+        if value == 0 and not is_float and entries == at_ends and bool(((rows == 0) | (rows == 1)).all()):
+            return True
+        enough = at_ends >= _ENTRIES[is_float] and int(run_N.max()) >= _RUN[is_float]
+        return enough and at_ends >= _ELSEWHERE * (entries - at_ends)
+
+    def is_of_places(self) -> bool:
+        """Return whether an input counts positions, says which segment they are of, or holds one value a record."""
+        rows = self._rows_BLF
+        if bool((self._run_B == rows.shape[1]).all()):
+            return True
+        return not rows.is_floating_point() and int(rows.long().diff(dim=1).abs().max()) <= 1
+
+
+def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Go through the tensors of a model's inputs, in order, with the keyword or key that each has."""
+    args, kwargs = inputs
+    for name, part in [*((str(number), arg) for number, arg in enumerate(args)), *kwargs.items()]:
+        parts = part.items() if isinstance(part, dict) else [(name, part)]
+        for own, inner in parts:
+            for tensor in _tree.tensors(inner):
+                yield str(own), tensor
+
+
+def _aligned(one: Tensor, two: Tensor, ends: _Ends, count: int) -> tuple[Tensor, Tensor, tuple[int, int] | None] | None:
+    """Return what remains of a value where padding was cut off, with how it was: axis, and positions lost."""
+    if one.dim() != two.dim():
+        return None
+    lost = None
+    for axis in range(one.dim()):
+        less, size = one.shape[axis] - two.shape[axis], len(ends.run_B)
+        if less < 0:
+            return None
+        if less == 0:
+            continue
+        lost = lost or (axis, less)
+        if less == size * count and less != count:
+            # Positions of a sample lie side by side.
+            one, two = (value.unflatten(axis, (size, -1)) for value in (one, two))
+            kept = two.shape[axis + 1]
+            one = one.narrow(axis + 1, count if ends.leading else 0, kept).flatten(axis, axis + 1)
+            two = two.flatten(axis, axis + 1)
+            continue
+        one = one.narrow(axis, less if ends.leading else 0, two.shape[axis])
+    return one, two, lost
+
+
+def _is_apart(one: Tensor, two: Tensor, coarsest: torch.dtype) -> bool:
+    kind = TOLERANCE if one.device.type == "cpu" else FEWER_TOLERANCE
+    tolerance = max(kind[one.dtype], kind[coarsest])
+    if not one.numel():
+        return False
+    scale = float(two.abs().nan_to_num(posinf=0.0).max())
+    # A row at a time: logits may be the largest tensors of a step.
+    pairs = zip(one, two, strict=True) if one.dim() else [(one, two)]
+    return any(bool(((first - second).abs().nan_to_num() > tolerance * scale).any()) for first, second in pairs)
+
+
+def _apart(one: Tensor, two: Tensor, ends: _Ends, count: int, coarsest: torch.dtype) -> bool | None:
+    """Return whether a value changed at positions that remain; None where that cannot be told."""
+    if one.dtype not in TOLERANCE or one.dtype != two.dtype:
+        return None
+    found = _aligned(one, two, ends, count)
+    return None if found is None else _is_apart(*found[:2], coarsest)
+
+
+def _found(
+    run: Run, runs: tuple[Any, Any], ends: _Ends, count: int, before: Randomness, coarsest: torch.dtype
+) -> _Found:
+    """Run records with their padding and without it."""
+    before.restore()
+    long = run(runs[0])
+    return _Found(drew=True) if before.drawn() else _compared(long, run(runs[1]), ends, count, coarsest)
+
+
+def _compared(long: list[Tensor], short: list[Tensor], ends: _Ends, count: int, coarsest: torch.dtype) -> _Found:
+    """Hold the outputs for records with their padding against those without it."""
+    if len(long) != len(short):
+        return _Found()
+    lost = []
+    for one, two in zip(long, short, strict=True):
+        if _apart(one, two, ends, count, coarsest):
+            return _Found(differ=True)
+        aligned = _aligned(one, two, ends, count)
+        lost.append(None if aligned is None else aligned[2])
+    return _Found(lost=lost)
+
+
+def _beyond(output: Tensor, lost: tuple[int, int], row_map: RowMap | None, ends: _Ends, count: int) -> "_Beyond | None":
+    """Return the positions of an output that records have in company alone."""
+    axis, less = lost
+    size = len(ends.run_B)
+    is_folded = less == size * count and less != count
+    if output.grad_fn is None or not (is_folded or (row_map is not None and row_map.kind == "axis")):
+        return None
+    samples = axis if is_folded or row_map is None else row_map.axis
+    length = output.shape[axis] // (size if is_folded else 1)
+    return _Beyond(edge_of(output), samples, axis, count if is_folded else less, ends, count, length)
+
+
+def _reaches(one: "_Beyond", grad: Tensor) -> bool:
+    """Return whether a gradient arrives at padded positions."""
+    places = one.samples, one.axis
+    if one.samples == one.axis:
+        grad, places = grad.unflatten(one.axis, (len(one.ends.run_B), -1)), (one.axis, one.axis + 1)
+    rows = grad.movedim(places, (0, 1))
+    rows = rows[[sample for sample, run in enumerate(one.ends.run_B) if run == one.of_records]]
+    found = rows[:, : one.count] if one.ends.leading else rows[:, rows.shape[1] - one.count :]
+    return bool((found.nan_to_num(nan=0.0) != 0).any())
+
+
+def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Reduced, tuple[int, ...]]]:
+    """Yield how many values of one sample each mean of a loss is over, and the axes of these; picked samples aside."""
+    size, axis = forward.batch_size, forward.batch_axis
+    for step in (*path.picked, *path.reduced):
+        place = samples_axis(step.sizes, size, axis)
+        if step.kind == "picked" and (not step.axes or place in step.axes):
+            return
+        if step.kind == "mean" and place is not None:
+            # Positions may be folded into the axis of samples.
+            sizes = tuple(step.sizes[other] // (size if other == place else 1) for other in step.axes)
+            yield prod(sizes), step, sizes
+
+
+def _divisors(path: Path) -> Iterator[float]:
+    """Yield what a loss is divided by, as a number of Python, or multiplied by one over."""
+    for number in path.numbers:
+        whole = float(number.given) if number.divides else (1 / number.factor if 0 < number.factor < 1 else 0.0)
+        if number.plain and (number.divides or not looks_plain(number.factor)) and abs(whole - round(whole)) < 1e-6:
+            yield abs(whole)
