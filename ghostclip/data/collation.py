@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -32,11 +32,15 @@ logger = logging.getLogger(__name__)
 _TRIED: Final = 32
 _PATIENCE: Final = 0.5
 _SEEDS: Final = 8
-# Records that are read in any case, as far as there are so many.
+# Records that are read in any case, as far as there are so many; and where reading them is quick.
 _LEAST: Final = 4
+_COMPANY: Final = 8
 # Entries of a list or a dict up to which it is put back; objects of objects that are looked into.
 _KEPT: Final = 4096
 _INSIDE: Final = 4
+
+# Between the keys of a name.
+_WITHIN: Final = "."
 
 Collate = Callable[[list[Any]], Any]
 _Batch = dict[str, Tensor]
@@ -106,8 +110,9 @@ class _Company:
         self._collate, begun = collate, time.monotonic()
         found: list[tuple[int, Any, _Batch]] = []
         for number in range(min(len(dataset), _TRIED)):
-            sizes = {size for size, _, _ in found}
-            if len(found) >= _LEAST and (len(sizes) > 1 or time.monotonic() - begun > _PATIENCE):
+            lengths = len({size for size, _, _ in found})
+            slow = time.monotonic() - begun > _PATIENCE
+            if (len(found) >= _LEAST and slow) or (len(found) >= _COMPANY and lengths > 1):
                 break
             record = dataset[number]
             batch = _tensors(_collated(collate, [record], 0))
@@ -136,12 +141,16 @@ def _padding_in(company: _Company) -> tuple[Padded, ...]:
     longest, shortest = company.alone
     pair = company.of(0, 1)
     axes = {name: _axis_of_records(longest.get(name), tensor) for name, tensor in pair.items()}
-    _refuse_joined(pair, axes, company)
+    kept = {name for name, axis in axes.items() if axis is not None}
+    apart = kept | {name for name in pair if name not in longest or _listed(name, pair, longest)}
+    _refuse_joined(pair, apart, company)
+    count = len(company.records) - 1
     for seed in range(_SEEDS):
-        one, other = (company.of(0, place, seed=seed) for place in (1, 2))
-        if _shapes(one) != _shapes(other):
+        places = 1 + seed % count, 1 + (seed + 1 + seed // count) % count
+        one, other = (company.of(0, place, seed=seed) for place in places)
+        if any(name in other and tensor.shape != other[name].shape for name, tensor in one.items() if name in kept):
             continue
-        mixed = _mixed_in(one, other, axes)
+        mixed = _mixed_in(one, other, axes, longest)
         if mixed:
             raise DataError(
                 f"collate_fn {company.name()}: what becomes of a record in {mixed!r} depends on the record beside it "
@@ -159,26 +168,31 @@ def _axis_of_records(one: Tensor | None, pair: Tensor) -> int | None:
     return next((axis for axis in range(pair.dim()) if (one.shape[axis], pair.shape[axis]) == (1, 2)), None)
 
 
-def _refuse_joined(pair: _Batch, axes: Mapping[str, int | None], company: _Company) -> None:
-    rows = [tensor.shape[0] for name, tensor in pair.items() if tensor.dim() > 1 and axes[name] is None]
-    apart = any(axes[name] is not None for name, tensor in pair.items() if tensor.dim() > 1)
-    if rows and not apart and not any(count % 2 == 0 for count in rows):
+def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> None:
+    """Refuse two records in an odd number of rows, where no part of the batch shows that they are apart."""
+    rows = [tensor.shape[0] for name, tensor in pair.items() if tensor.dim() > 1 and name not in apart]
+    shown = any(tensor.dim() > 1 and name in apart for name, tensor in pair.items())
+    if rows and not shown and not any(count % 2 == 0 for count in rows):
         raise DataError(
             f"collate_fn {company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
             "one record (padding-free, packing). Use a collator that pads: as many rows for each record."
         )
 
 
-def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None]) -> str:
+def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone: _Batch) -> str:
     """Return where the rows of the record that two batches share are not alike; '' where they are."""
     places = {(i, j) for i in range(2) for j in range(2)}
     for name, tensor in one.items():
-        axis = axes.get(name)
-        if axis is None:
-            if tensor.dim() and tensor.shape[0] % 2 == 0 and _rows_alike(tensor, other[name]) * 2 < tensor.shape[0]:
+        axis, beside = axes.get(name), other.get(name)
+        listed = _listed(name, one, alone), _listed(name, other, alone)
+        if name not in alone:
+            continue
+        if beside is None or (axis is None and not all(listed)):
+            several = beside is not None and tensor.shape == beside.shape and tensor.dim() and tensor.shape[0] % 2 == 0
+            if several and _rows_alike(tensor, beside) * 2 < tensor.shape[0]:
                 return name
             continue
-        rows = tensor.movedim(axis, 0), other[name].movedim(axis, 0)
+        rows = listed if axis is None else (tensor.movedim(axis, 0), beside.movedim(axis, 0))
         # Records may come in another order, all of their values together.
         places = {(i, j) for i, j in places if _same(rows[0][i], rows[1][j])}
         if not places:
@@ -186,12 +200,22 @@ def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None]) -> str
     return ""
 
 
+def _listed(name: str, pair: _Batch, alone: _Batch) -> list[Tensor]:
+    """Return the values of two records where a batch is a list of them; empty where it is none."""
+    parts = name.split(_WITHIN)
+    for place, part in enumerate(parts):
+        second = _WITHIN.join([*parts[:place], "1", *parts[place + 1 :]])
+        if part == "0" and second in pair and second not in alone:
+            return [pair[name], pair[second]]
+    return []
+
+
 def _rows_alike(one: Tensor, other: Tensor) -> int:
     return sum(_same(one[row], other[row]) for row in range(one.shape[0]))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    if one.is_floating_point() or one.is_complex():
+    if one.shape == other.shape and (one.is_floating_point() or one.is_complex()):
         return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
     return torch.equal(one, other)
 
@@ -208,7 +232,9 @@ def _padded(short: _Batch, beside: _Batch, axes: Mapping[str, int | None]) -> It
                 ends = [tensor.narrow(axis, start, added) for start in (tensor.shape[axis] - added, 0)]
                 rows = [row.flatten() for end in ends for row in end.movedim(records, 0)]
                 value = next((float(row[0]) for row in rows if bool((row == row[0]).all())), None)
-                yield Padded(name, tensor.dim(), axis, value, is_float=tensor.is_floating_point())
+                yield Padded(
+                    name.rpartition(_WITHIN)[2], tensor.dim(), axis, value, is_float=tensor.is_floating_point()
+                )
 
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
@@ -224,12 +250,14 @@ def _copied(record: Any) -> Any:
         return dict(record) if isinstance(record, Mapping) else record
 
 
-def _tensors(batch: Any, name: str = "batch", depth: int = 0) -> _Batch:
-    """Return the tensors and arrays of a batch by name."""
+def _tensors(batch: Any, name: str = "", depth: int = 0) -> _Batch:
+    """Return the tensors, arrays and numbers of a batch by where they are."""
     if isinstance(batch, Tensor):
         return {name: batch} if not batch.is_sparse and not batch.is_nested else {}
     if isinstance(batch, np.ndarray):
         return {name: torch.from_numpy(batch)} if batch.dtype.kind in "biuf" and batch.dtype != np.uint16 else {}
+    if isinstance(batch, (bool, int, float)):
+        return {name: torch.tensor(batch)}
     if depth > _INSIDE:
         return {}
     items: Any = ()
@@ -239,7 +267,11 @@ def _tensors(batch: Any, name: str = "batch", depth: int = 0) -> _Batch:
         items = enumerate(batch)
     elif dataclasses.is_dataclass(batch) or hasattr(batch, "__dict__"):
         items = vars(batch).items() if hasattr(batch, "__dict__") else ()
-    return {found: tensor for key, value in items for found, tensor in _tensors(value, str(key), depth + 1).items()}
+    return {
+        place: tensor
+        for key, value in items
+        for place, tensor in _tensors(value, f"{name}{_WITHIN}{key}" if name else str(key), depth + 1).items()
+    }
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:

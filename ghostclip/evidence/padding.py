@@ -44,9 +44,9 @@ _RUN: Final = {True: 1, False: 2}
 _ELSEWHERE: Final = 2
 _OWN: Final = (
     "For classes: ghostclip.losses.token_losses(logits, labels, ignore_index=the padding's label), shift=False if "
-    "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), with "
-    "each position's loss (B, positions), and a mask that is 1 at a record's own positions and 0 at padding. Or pad all "
-    "records to one fixed length."
+    "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), "
+    "with each position's loss (B, positions), and a mask that is 1 at a record's own positions and 0 at padding. Or "
+    "pad all records to one fixed length."
 )
 _FOLLOWS: Final = (
     "{model}: outputs of a record changed when {count} {side} padded position(s) were cut off that it has only because "
