@@ -102,12 +102,12 @@ class LossExaminer:
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)
-        self._evidence.refuse_padding(capture, roots, found.values(), forward)
         for key, path in found.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = _placed(path, seen)
             scale = self._scale(placed, forward, _now(placed, seen.row_map, forward), roots, grads)
             seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
+        self._evidence.refuse_padding(capture, roots, found.values(), forward)
 
     def _is_new(self, found: dict[_Key, Path], forward: ForwardContext) -> bool:
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}

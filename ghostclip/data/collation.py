@@ -185,10 +185,10 @@ def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone:
     for name, tensor in one.items():
         axis, beside = axes.get(name), other.get(name)
         listed = _listed(name, one, alone), _listed(name, other, alone)
-        if name not in alone:
+        if name not in alone or beside is None:
             continue
-        if beside is None or (axis is None and not all(listed)):
-            several = beside is not None and tensor.shape == beside.shape and tensor.dim() and tensor.shape[0] % 2 == 0
+        if axis is None and not all(listed):
+            several = tensor.shape == beside.shape and tensor.dim() and tensor.shape[0] % 2 == 0
             if several and _rows_alike(tensor, beside) * 2 < tensor.shape[0]:
                 return name
             continue

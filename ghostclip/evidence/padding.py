@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import prod
+from math import isfinite, prod
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -117,21 +117,28 @@ class _Beyond:
 
     Attributes:
         edge: The output.
-        samples: The axis of samples.
-        axis: The axis of positions; the same one where they are folded together.
+        row_map: How its rows map to samples.
+        axis: The axis of positions, with samples first.
         count: How many positions.
-        ends: At which end.
-        of_records: Padded positions of the records in question.
-        length: Positions of the output.
+        length: Of how many.
+        leading: Whether the first ones.
+        samples: The records.
     """
 
     edge: Edge
-    samples: int
+    row_map: RowMap
     axis: int
     count: int
-    ends: _Ends
-    of_records: int
     length: int
+    leading: bool
+    samples: Sequence[int]
+
+    def reached_by(self, grad: Tensor, batch_size: int) -> bool:
+        """Return whether a gradient of the output is anything but zero there."""
+        rows = _by_sample(grad, self.row_map, batch_size)
+        assert rows is not None, "it was split when the forward ended"
+        found = rows[list(self.samples)].narrow(self.axis, 0 if self.leading else self.length - self.count, self.count)
+        return bool((found.nan_to_num(nan=0.0) != 0).any())
 
 
 class Padding:
@@ -254,34 +261,32 @@ class Padding:
     def _refuse_one(
         self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
     ) -> None:
-        raised = ""
+        raised, longest = "", min(range(batch.size), key=ends.run_B.__getitem__)
         for count in sorted({run for run in ends.run_B if 0 < run < ends.length}, reverse=True)[:_CUTS]:
             samples = [sample for sample, run in enumerate(ends.run_B) if run == count]
-            given = batch.with_lists([samples[number % len(samples)] for number in range(batch.size)])
-            short = self._cut(given, ends, count, batch)
-
-            found, raised = tried(model, batch, partial(_found, run, (given, short), ends, count))
+            order = [samples[number % len(samples)] for number in range(batch.size)]
+            # One that is longer keeps the others' company, in the first place.
+            runs = batch.with_lists([longest, *order[1:]]), self._cut(batch.with_lists(order), ends, count, batch)
+            found, raised = tried(model, batch, partial(_found, run, runs, batch, ends))
             if found is None:
                 continue
             if found.drew:
                 unchecked.missed("random numbers are drawn", PADDING)
                 return
             if found.differ:
-                raise SampleMixingError(self._refusal(model, run, (given, short), ends, count, batch))
+                raise SampleMixingError(self._refusal(model, run, runs, ends, count, batch))
+            if not found.lost:
+                break
             unchecked.ran(PADDING)
             self._proved.update(ends.places)
-            self._note(batch, found.lost, ends, count, forward)
+            maps = batch.maps_of(batch.outputs)
+            for output, lost, row_map in zip(batch.outputs, found.lost, maps, strict=False):
+                own = row_map or batch.own_map(output)
+                if lost is not None and own is not None and output.grad_fn is not None:
+                    forward.padded.append(_Beyond(edge_of(output), own, *lost, ends.leading, samples))
             return
-        unchecked.missed(f"the model raised {raised} without padding", PADDING)
-
-    @staticmethod
-    def _note(batch: Batch, lost: Sequence[Any], ends: _Ends, count: int, forward: ForwardContext) -> None:
-        """Note in a forward which positions of its outputs records have in company alone."""
-        if len(lost) != len(batch.outputs):
-            return
-        for output, of_output, row_map in zip(batch.outputs, lost, batch.maps_of(batch.outputs), strict=True):
-            found = of_output and _beyond(output, of_output, row_map or batch.own_map(output), ends, count)
-            forward.padded += [found] if found else []
+        why = f"the model raised {raised} without padding" if raised else "no output has one row a sample"
+        unchecked.missed(why, PADDING)
 
     def _cut(self, given: Any, ends: _Ends, count: int, batch: Batch) -> Any:
         """Return inputs without some padded positions, along what follows the batch and masks of the same length."""
@@ -308,8 +313,14 @@ class Padding:
         """Say where outputs begin to follow padding, and what to do."""
 
         def look(before: Randomness, coarsest: torch.dtype) -> str:
+            def apart(one: Tensor, two: Tensor) -> bool:
+                known = batch.own_map(one)
+                folded = RowMap("major") if one.dim() and one.shape[0] % batch.size == 0 else None
+                pair = _remaining(one, two, known or folded, batch.size, ends.leading)
+                return pair is not None and _is_apart(pair, coarsest)
+
             before.restore()
-            return first_apart(model, run, runs, lambda one, two: _apart(one, two, ends, count, coarsest))
+            return first_apart(model, run, runs, apart)
 
         place, _ = tried(model, batch, look)
         tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
@@ -345,7 +356,7 @@ class Padding:
         """
         beyond = forward.padded
         for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
-            if grad is not None and _reaches(one, grad):
+            if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
         sizes = {length for one in beyond for length in (one.length, one.length - 1)}
         for number, path in enumerate(islice(found, _WAYS)):
@@ -384,13 +395,12 @@ class _Found:
     Attributes:
         drew: Random numbers were drawn: nothing can be told.
         differ: Outputs changed.
-        lost: For each output, how many positions it lost along which axis, if any; several times as many where samples
-            are folded into it.
+        lost: For each output along which axis, samples first, it lost how many positions of how many; None for none.
     """
 
     drew: bool = False
     differ: bool = False
-    lost: Sequence[tuple[int, int] | None] = ()
+    lost: Sequence[tuple[int, int, int] | None] = ()
 
 
 class _Column:
@@ -456,91 +466,73 @@ def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
                 yield str(own), tensor
 
 
-def _aligned(one: Tensor, two: Tensor, ends: _Ends, count: int) -> tuple[Tensor, Tensor, tuple[int, int] | None] | None:
-    """Return what remains of a value where padding was cut off, with how it was: axis, and positions lost."""
-    if one.dim() != two.dim():
-        return None
-    lost = None
-    for axis in range(one.dim()):
-        less, size = one.shape[axis] - two.shape[axis], len(ends.run_B)
-        if less < 0:
-            return None
-        if less == 0:
-            continue
-        lost = lost or (axis, less)
-        if less == size * count and less != count:
-            # Positions of a sample lie side by side.
-            one, two = (value.unflatten(axis, (size, -1)) for value in (one, two))
-            kept = two.shape[axis + 1]
-            one = one.narrow(axis + 1, count if ends.leading else 0, kept).flatten(axis, axis + 1)
-            two = two.flatten(axis, axis + 1)
-            continue
-        one = one.narrow(axis, less if ends.leading else 0, two.shape[axis])
-    return one, two, lost
-
-
-def _is_apart(one: Tensor, two: Tensor, coarsest: torch.dtype) -> bool:
-    kind = TOLERANCE if one.device.type == "cpu" else FEWER_TOLERANCE
-    tolerance = max(kind[one.dtype], kind[coarsest])
-    if not one.numel():
-        return False
-    scale = float(two.abs().nan_to_num(posinf=0.0).max())
-    # A row at a time: logits may be the largest tensors of a step.
-    pairs = zip(one, two, strict=True) if one.dim() else [(one, two)]
-    return any(bool(((first - second).abs().nan_to_num() > tolerance * scale).any()) for first, second in pairs)
-
-
-def _apart(one: Tensor, two: Tensor, ends: _Ends, count: int, coarsest: torch.dtype) -> bool | None:
-    """Return whether a value changed at positions that remain; None where that cannot be told."""
-    if one.dtype not in TOLERANCE or one.dtype != two.dtype:
-        return None
-    found = _aligned(one, two, ends, count)
-    return None if found is None else _is_apart(*found[:2], coarsest)
-
-
 def _found(
-    run: Run, runs: tuple[Any, Any], ends: _Ends, count: int, before: Randomness, coarsest: torch.dtype
+    run: Run, runs: tuple[Any, Any], batch: Batch, ends: _Ends, before: Randomness, coarsest: torch.dtype
 ) -> _Found:
-    """Run records with their padding and without it."""
+    """Run records with their padding and without it, and hold the outputs against each other."""
     before.restore()
     long = run(runs[0])
-    return _Found(drew=True) if before.drawn() else _compared(long, run(runs[1]), ends, count, coarsest)
-
-
-def _compared(long: list[Tensor], short: list[Tensor], ends: _Ends, count: int, coarsest: torch.dtype) -> _Found:
-    """Hold the outputs for records with their padding against those without it."""
+    if before.drawn():
+        return _Found(drew=True)
+    short, lost, compared = run(runs[1]), list[Any](), False
     if len(long) != len(short):
         return _Found()
-    lost = []
-    for one, two in zip(long, short, strict=True):
-        if _apart(one, two, ends, count, coarsest):
+    for one, two, known in zip(long, short, batch.maps_of(long), strict=True):
+        pair = _remaining(one, two, known or batch.own_map(one), batch.size, ends.leading)
+        if pair is not None and _is_apart(pair, coarsest):
             return _Found(differ=True)
-        aligned = _aligned(one, two, ends, count)
-        lost.append(None if aligned is None else aligned[2])
-    return _Found(lost=lost)
+        compared |= pair is not None
+        lost.append(None if pair is None else pair.lost)
+    return _Found(lost=lost if compared else ())
 
 
-def _beyond(output: Tensor, lost: tuple[int, int], row_map: RowMap | None, ends: _Ends, count: int) -> "_Beyond | None":
-    """Return the positions of an output that records have in company alone."""
-    axis, less = lost
-    size = len(ends.run_B)
-    is_folded = less == size * count and less != count
-    if output.grad_fn is None or not (is_folded or (row_map is not None and row_map.kind == "axis")):
+class _Pair(NamedTuple):
+    """What remains of a value of the records where their padding was cut off, with how it was."""
+
+    one: Tensor
+    two: Tensor
+    lost: tuple[int, int, int] | None
+
+
+def _remaining(one: Tensor, two: Tensor, row_map: RowMap | None, batch_size: int, leading: bool) -> _Pair | None:  # noqa: FBT001 - which end
+    """Return a value of all records but the first at the positions that remain; None where that cannot be told."""
+    if row_map is None or one.dtype not in TOLERANCE or one.dtype != two.dtype or one.dim() != two.dim():
         return None
-    samples = axis if is_folded or row_map is None else row_map.axis
-    length = output.shape[axis] // (size if is_folded else 1)
-    return _Beyond(edge_of(output), samples, axis, count if is_folded else less, ends, count, length)
+    long, short, lost = _by_sample(one, row_map, batch_size), _by_sample(two, row_map, batch_size), None
+    if long is None or short is None:
+        return None
+    for axis, kept in enumerate(short.shape):
+        less = long.shape[axis] - kept
+        if less < 0:
+            return None
+        if less:
+            lost = lost or (axis, less, long.shape[axis])
+            long = long.narrow(axis, less if leading else 0, kept)
+    first = 1 if batch_size > 1 else 0
+    return _Pair(long[first:], short[first:], lost)
 
 
-def _reaches(one: "_Beyond", grad: Tensor) -> bool:
-    """Return whether a gradient arrives at padded positions."""
-    places = one.samples, one.axis
-    if one.samples == one.axis:
-        grad, places = grad.unflatten(one.axis, (len(one.ends.run_B), -1)), (one.axis, one.axis + 1)
-    rows = grad.movedim(places, (0, 1))
-    rows = rows[[sample for sample, run in enumerate(one.ends.run_B) if run == one.of_records]]
-    found = rows[:, : one.count] if one.ends.leading else rows[:, rows.shape[1] - one.count :]
-    return bool((found.nan_to_num(nan=0.0) != 0).any())
+def _by_sample(value: Tensor, row_map: RowMap, batch_size: int) -> Tensor | None:
+    """Return a value with its samples first, positions beside them; None where rows lie otherwise."""
+    axis = row_map.axis
+    if row_map.kind not in ("axis", "major", "minor") or axis >= value.dim() or value.shape[axis] % batch_size:
+        return None
+    if row_map.kind == "axis":
+        return value.movedim(axis, 0) if value.shape[axis] == batch_size else None
+    if row_map.kind == "major":
+        return value.unflatten(axis, (batch_size, -1)).movedim(axis, 0)
+    return value.unflatten(axis, (-1, batch_size)).movedim(axis + 1, 0)
+
+
+def _is_apart(pair: _Pair, coarsest: torch.dtype) -> bool:
+    one, two, _ = pair
+    if not one.numel():
+        return False
+    kind = TOLERANCE if one.device.type == "cpu" else FEWER_TOLERANCE
+    tolerance, scale = max(kind[one.dtype], kind[coarsest]), float(two.abs().nan_to_num(posinf=0.0).max())
+    # A record at a time: logits may be the largest tensors of a step.
+    pairs = zip(one, two, strict=True)
+    return any(bool(((first - second).abs().nan_to_num() > tolerance * scale).any()) for first, second in pairs)
 
 
 def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Reduced, tuple[int, ...]]]:
@@ -559,6 +551,8 @@ def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Red
 def _divisors(path: Path) -> Iterator[float]:
     """Yield what a loss is divided by, as a number of Python, or multiplied by one over."""
     for number in path.numbers:
+        if not isfinite(number.factor):
+            continue
         whole = float(number.given) if number.divides else (1 / number.factor if 0 < number.factor < 1 else 0.0)
         if number.plain and (number.divides or not looks_plain(number.factor)) and abs(whole - round(whole)) < 1e-6:
             yield abs(whole)

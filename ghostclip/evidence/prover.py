@@ -6,6 +6,7 @@ after it, gradients of some samples alone, other batches and buffers are looked 
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -421,7 +422,9 @@ class Evidence:
         if not (self.padding.is_pending() or self.asks(capture)):
             return
         parts = _parts_of(output)
-        batch = self._batch(capture, call, parts, probe, outputs=parts)
+        batch, axes = self._batch(capture, call, parts, probe, outputs=parts), capture.sites.outputs
+        if probe is None and len(axes) == len(parts):
+            batch = replace(batch, maps=[RowMap("axis", axis) if axis >= 0 else None for axis in axes])
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(state)
