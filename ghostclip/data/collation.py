@@ -226,15 +226,33 @@ def _padded(short: _Batch, beside: _Batch, axes: Mapping[str, int | None]) -> It
         before, records = short.get(name), axes.get(name)
         if records is None or before is None or before.dim() != tensor.dim():
             continue
-        for axis in range(tensor.dim()):
-            added = tensor.shape[axis] - before.shape[axis]
-            if axis != records and added > 0:
-                ends = [tensor.narrow(axis, start, added) for start in (tensor.shape[axis] - added, 0)]
-                rows = [row.flatten() for end in ends for row in end.movedim(records, 0)]
-                value = next((float(row[0]) for row in rows if bool((row == row[0]).all())), None)
-                yield Padded(
-                    name.rpartition(_WITHIN)[2], tensor.dim(), axis, value, is_float=tensor.is_floating_point()
-                )
+        key, dims, is_float = name.rpartition(_WITHIN)[2], tensor.dim(), tensor.is_floating_point()
+        for axis in range(dims):
+            if axis != records and tensor.shape[axis] > before.shape[axis]:
+                one, other = (batch.movedim((records, axis), (0, -1)) for batch in (before, tensor))
+                value, leading = _filled(one[0], other)
+                yield Padded(key, dims, axis, value, leading=leading, is_float=is_float)
+
+
+def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
+    """Return the number that fills a record up, and whether in front of it; None for what cannot be told.
+
+    Args:
+        alone: The record, positions last.
+        beside: It and a longer one.
+
+    Returns:
+        Both.
+    """
+    length = alone.shape[-1]
+    for row in beside:
+        for leading in (False, True):
+            more = row.shape[-1] - length
+            kept, added = (row[..., more:], row[..., :more]) if leading else (row[..., :length], row[..., length:])
+            if length and _same(kept, alone):
+                first = added.flatten()[0]
+                return (float(first) if bool((added == first).all()) else None), leading
+    return None, None
 
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> Any:

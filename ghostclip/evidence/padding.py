@@ -11,6 +11,7 @@ that the collate function was seen to add. Padding that looks like data, as nois
 Shape letters: B samples, L positions, F features.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +37,14 @@ from ghostclip.evidence.unchecked import PADDING, Unchecked
 # Forwards after which an axis that never ended in padding is looked at in proved forwards alone.
 _PATIENCE: Final = 64
 # Lengths of padding that are tried until the model runs without it, and ways through a loss that are looked at.
-_CUTS: Final = 3
+_CUTS: Final = 4
 _WAYS: Final = 16
+# Forwards that prove an axis, beside the scheduled ones: which output a record's padding reaches may depend on it.
+_PROOFS: Final = 3
 # A value that so many entries at the ends have, a run of it included, and hardly any other one, is padding.
 _ENTRIES: Final = {True: 2, False: 3}
 _RUN: Final = {True: 1, False: 2}
-_ELSEWHERE: Final = 2
+_ELSEWHERE: Final = 1
 _OWN: Final = (
     "For classes: ghostclip.losses.token_losses(logits, labels, ignore_index=the padding's label), shift=False if "
     "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), "
@@ -76,6 +79,7 @@ class Padded:
         dims: How many axes it has.
         axis: The one.
         value: The number that fills it up; None where it is not one.
+        leading: Whether in front of a record; None where that is not known.
         is_float: Whether it holds floating-point numbers.
     """
 
@@ -83,6 +87,7 @@ class Padded:
     dims: int
     axis: int
     value: float | None
+    leading: bool | None
     is_float: bool
 
 
@@ -149,15 +154,15 @@ class Padding:
         self.declared: Sequence[Padded] = ()
         self._shapes: dict[tuple[int, int], torch.Size] = {}
         self._following: set[_Place] = set()
-        self._proved: set[_Place] = set()
-        self._values: dict[tuple[int, int], set[float]] = {}
+        self._proofs: Counter[_Place] = Counter()
+        self._values: dict[tuple[_Place, bool], set[float]] = {}
         self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._lengths: tuple[int, ...] = ()
         self._waited = 0
 
     def renew(self) -> None:
         """Prove anew: the model was changed."""
-        self._proved.clear()
+        self._proofs.clear()
         self._waited = 0
 
     def begin(self, inputs: Any, forward: ForwardContext) -> None:
@@ -183,8 +188,9 @@ class Padding:
 
     def is_pending(self) -> bool:
         """Return whether some axis is known to follow the batch of which nothing was proved yet."""
-        known = self._following - self._proved or (self.declared and not self._proved)
-        return bool(known) and self._waited < _PATIENCE
+        places = self._following or self._proofs
+        known = any(self._proofs[place] < _PROOFS for place in places) if places else bool(self.declared)
+        return known and self._waited < _PATIENCE
 
     def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
         """Refuse a model whose outputs for a record change when its padding is cut off.
@@ -234,34 +240,38 @@ class Padding:
     def _ends(self, batch: Batch, places: tuple[_Place, ...], length: int, *, leading: bool) -> _Ends | None:
         """Return the padding at one end of the records; None where there is none."""
         tensors = list(_named(batch.inputs))
-        columns: dict[tuple[int, int], _Column] = {}
+        columns: dict[_Place, _Column] = {}
         for place in places:
             name, tensor = tensors[place.leaf]
             if sum(other.leaf == place.leaf for other in places) > 1:
                 # A mask for each pair of positions.
                 continue
-            key = place.leaf, place.dims
-            known = {one.value for one in self._declared_of(name, tensor) if one.value is not None}
-            known |= self._values.get(key, set())
+            known = {end: self._known(name, tensor, place, leading=end) for end in (False, True)}
+            if known[not leading] and not known[leading]:
+                return None
             samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             assert samples is not None, "such axes lie beside one for samples"
             rows_BLF = tensor.detach().movedim((samples, place.axis), (0, 1)).reshape(batch.size, length, -1)
-            column = _Column(rows_BLF.flip(1) if leading else rows_BLF, known)
-            if column.values or known or not column.is_of_places():
-                columns[key] = column
-        if not any(column.values for column in columns.values()):
+            columns[place] = _Column(rows_BLF.flip(1) if leading else rows_BLF, known[leading])
+        decided = [column for column in columns.values() if column.values]
+        masked = any(column.is_flags for column in decided)
+        runs = [run_B for column in columns.values() if (run_B := column.runs(masked=masked)) is not None]
+        run_B = [min(found) for found in zip(*runs, strict=True)]
+        if not decided or not any(0 < run < length for run in run_B):
             return None
-        run_B = [min(found) for found in zip(*(column.run_B for column in columns.values()), strict=True)]
-        if not any(0 < run < length for run in run_B):
-            return None
-        for key, column in columns.items():
-            self._values.setdefault(key, set()).update(column.values)
+        for place, column in columns.items():
+            self._values.setdefault((place, leading), set()).update(column.values)
         return _Ends(places, length, leading, run_B)
+
+    def _known(self, name: str, tensor: Tensor, place: _Place, *, leading: bool) -> set[float]:
+        """Return the values that are known to be padding at one end of an input."""
+        declared = (one for one in self._declared_of(name, tensor) if one.leading is leading)
+        return {one.value for one in declared if one.value is not None} | self._values.get((place, leading), set())
 
     def _refuse_one(
         self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
     ) -> None:
-        raised, longest = "", min(range(batch.size), key=ends.run_B.__getitem__)
+        raised, proved, longest = "", False, min(range(batch.size), key=ends.run_B.__getitem__)
         for count in sorted({run for run in ends.run_B if 0 < run < ends.length}, reverse=True)[:_CUTS]:
             samples = [sample for sample, run in enumerate(ends.run_B) if run == count]
             order = [samples[number % len(samples)] for number in range(batch.size)]
@@ -275,15 +285,15 @@ class Padding:
                 return
             if found.differ:
                 raise SampleMixingError(self._refusal(model, run, runs, ends, count, batch))
-            if not found.lost:
-                break
-            unchecked.ran(PADDING)
-            self._proved.update(ends.places)
+            proved = proved or bool(found.lost)
             maps = batch.maps_of(batch.outputs)
             for output, lost, row_map in zip(batch.outputs, found.lost, maps, strict=False):
                 own = row_map or batch.own_map(output)
                 if lost is not None and own is not None and output.grad_fn is not None:
                     forward.padded.append(_Beyond(edge_of(output), own, *lost, ends.leading, samples))
+        if proved:
+            unchecked.ran(PADDING)
+            self._proofs.update(ends.places)
             return
         why = f"the model raised {raised} without padding" if raised else "no output has one row a sample"
         unchecked.missed(why, PADDING)
@@ -372,8 +382,8 @@ class Padding:
             self._seen[key] = self._lengths, now
         # What was another number when the inputs had other lengths follows them.
         others = before if self._following and lengths != self._lengths and len(before) == len(now) else now
-        for (count, step, inner), other in zip(means, others, strict=False):
-            if count != other or _is_over(step, inner, sizes):
+        for (count, step, axes), other in zip(means, others, strict=False):
+            if count != other or _is_over(axes, sizes):
                 how = f"a mean over {count} positions of a tensor of shape {step.sizes}"
                 raise LossReductionError(_DIVIDED.format(how=how, own=_OWN))
         for number, other in zip(divisors, others[len(means) :], strict=True):
@@ -382,10 +392,9 @@ class Padding:
                 raise LossReductionError(_DIVIDED.format(how=f"divided by {number:g}, a number of positions", own=_OWN))
 
 
-def _is_over(step: Reduced, inner: Sequence[int], sizes: set[int]) -> bool:
+def _is_over(axes: Sequence[tuple[int, bool]], sizes: set[int]) -> bool:
     """Return whether a mean is over the first axis that is as long as positions of outputs that follow the batch."""
-    axis = next((axis for axis, size in enumerate(step.sizes) if size in sizes), None)
-    return (axis in step.axes) if axis is not None else any(size in sizes for size in inner)
+    return next((is_reduced for size, is_reduced in axes if size in sizes), False)
 
 
 @dataclass(frozen=True)
@@ -407,8 +416,8 @@ class _Column:
     """What stands at the end of the records in one input.
 
     Attributes:
-        run_B: How many positions at the end are padding.
-        values: The values that are.
+        values: Those that are padding there.
+        is_flags: The input holds zeros and ones alone, as masks do.
     """
 
     def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
@@ -418,48 +427,60 @@ class _Column:
             rows_BLF: The input; padding is looked for at the end.
             known: Values that are known to be padding.
         """
-        self._rows_BLF, length = rows_BLF, rows_BLF.shape[1]
+        self._rows_BLF, self._known = rows_BLF, known
         last_B1F = rows_BLF[:, -1:]
-        self._run_B = (rows_BLF == last_B1F).all(2).flip(1).long().cumprod(1).sum(1)
-        whole_B = self._run_B == length
+        self._same_B = (rows_BLF == last_B1F).all(2).flip(1).long().cumprod(1).sum(1)
+        whole_B = self._same_B == rows_BLF.shape[1]
         value_B, single_B = last_B1F[:, 0, 0], (last_B1F == last_B1F[..., :1]).all(2).squeeze(1)
-        inside_BLF = rows_BLF[~whole_B]
-        padded_B = torch.zeros_like(whole_B)
-        self.values: set[float] = set()
-        for value in value_B[single_B & ~whole_B].unique().tolist():
-            ends_B = single_B & (value_B == value)
-            if self._is_padding(self._run_B[ends_B & ~whole_B], int((inside_BLF == value).sum()), value, known):
-                self.values.add(float(value))
-                padded_B |= ends_B
-        for value in known.difference(self.values):
-            padded_B |= whole_B & single_B & (value_B == value)
+        self._is_float = rows_BLF.is_floating_point()
+        self.is_flags = not self._is_float and bool(((rows_BLF == 0) | (rows_BLF == 1)).all())
         # Columns that were made from padding, by an embedding outside of the model.
-        padded_B |= ~single_B & ~whole_B & (self._run_B > 1) & rows_BLF.is_floating_point()
-        self.run_B: list[int] = torch.where(padded_B, self._run_B, 0).tolist()
+        padded_B = ~single_B & ~whole_B & (self._same_B > 1) & self._is_float
+        inside_BLF = rows_BLF[~whole_B]
+        self.values: set[float] = set()
+        for value in value_B[single_B].unique().tolist():
+            ends_B = single_B & (value_B == value)
+            run_N = self._same_B[ends_B & ~whole_B]
+            is_padding = value in known or self._is_padding(run_N, int((inside_BLF == value).sum()), value)
+            padded_B |= ends_B if is_padding else False
+            self.values |= {float(value)} if is_padding and len(run_N) else set()
+        self._run_B = torch.where(padded_B, self._same_B, 0)
 
-    def _is_padding(self, run_N: Tensor, entries: int, value: float, known: set[float]) -> bool:
+    def _is_padding(self, run_N: Tensor, entries: int, value: float) -> bool:
         """Return whether a value is padding, by its runs at the ends and how many entries hold it in all."""
-        if value in known:
-            return True
-        rows, is_float = self._rows_BLF, self._rows_BLF.is_floating_point()
-        at_ends = int(run_N.sum()) * rows.shape[2]
-        if value == 0 and not is_float and entries == at_ends and bool(((rows == 0) | (rows == 1)).all()):
-            return True
-        enough = at_ends >= _ENTRIES[is_float] and int(run_N.max()) >= _RUN[is_float]
+        at_ends = int(run_N.sum()) * self._rows_BLF.shape[2]
+        if self.is_flags or not at_ends:
+            return value == 0 and not self._known and bool(at_ends) and entries == at_ends
+        enough = at_ends >= _ENTRIES[self._is_float] and int(run_N.max()) >= _RUN[self._is_float]
         return enough and at_ends >= _ELSEWHERE * (entries - at_ends)
 
-    def is_of_places(self) -> bool:
+    def runs(self, *, masked: bool) -> list[int] | None:
+        """Return how many positions at the end of each record may be padding; None where this input says nothing.
+
+        Args:
+            masked: Whether a mask decides which are.
+
+        Returns:
+            Numbers of positions.
+        """
+        if not (self.values or self._known or self.is_flags) and self._counts_places():
+            return None
+        lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
+        found: list[int] = (self._same_B if lenient else self._run_B).tolist()
+        return found
+
+    def _counts_places(self) -> bool:
         """Return whether an input counts positions, says which segment they are of, or holds one value a record."""
         rows = self._rows_BLF
-        if bool((self._run_B == rows.shape[1]).all()):
+        if rows.shape[1] < 2 or bool((self._same_B == rows.shape[1]).all()):
             return True
-        return not rows.is_floating_point() and int(rows.long().diff(dim=1).abs().max()) <= 1
+        return not self._is_float and int(rows.long().diff(dim=1).abs().max()) <= 1
 
 
 def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Go through the tensors of a model's inputs, in order, with the keyword or key that each has."""
+    """Go through the tensors of a model's inputs, in order, with the keyword or key that each has, if any."""
     args, kwargs = inputs
-    for name, part in [*((str(number), arg) for number, arg in enumerate(args)), *kwargs.items()]:
+    for name, part in [*(("", arg) for arg in args), *kwargs.items()]:
         parts = part.items() if isinstance(part, dict) else [(name, part)]
         for own, inner in parts:
             for tensor in _tree.tensors(inner):
@@ -535,8 +556,11 @@ def _is_apart(pair: _Pair, coarsest: torch.dtype) -> bool:
     return any(bool(((first - second).abs().nan_to_num() > tolerance * scale).any()) for first, second in pairs)
 
 
-def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Reduced, tuple[int, ...]]]:
-    """Yield how many values of one sample each mean of a loss is over, and the axes of these; picked samples aside."""
+def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Reduced, list[tuple[int, bool]]]]:
+    """Yield how many values of one sample each mean of a loss is over, with the sizes that it has and which it is over.
+
+    Means over picked samples are left out: they are each sample's own.
+    """
     size, axis = forward.batch_size, forward.batch_axis
     for step in (*path.picked, *path.reduced):
         place = samples_axis(step.sizes, size, axis)
@@ -544,8 +568,9 @@ def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Red
             return
         if step.kind == "mean" and place is not None:
             # Positions may be folded into the axis of samples.
-            sizes = tuple(step.sizes[other] // (size if other == place else 1) for other in step.axes)
-            yield prod(sizes), step, sizes
+            sizes = [length // (size if other == place else 1) for other, length in enumerate(step.sizes)]
+            axes = [(length, other in step.axes) for other, length in enumerate(sizes) if length > 1]
+            yield prod(length for length, is_reduced in axes if is_reduced), step, axes
 
 
 def _divisors(path: Path) -> Iterator[float]:
