@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import random
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -256,7 +257,9 @@ def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
 
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
-    with own_randomness(seed), _put_back(collate):
+    # What a function warns of one record is nothing that its user has asked for.
+    with own_randomness(seed), _put_back(collate), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return collate([_copied(record) for record in records])
 
 

@@ -62,7 +62,8 @@ _FOLLOWS: Final = (
 _TAKEN_IN: Final = (
     "the loss has a gradient at {count} padded position(s), which a record has only because a longer one is in the "
     "batch: its gradient depends on its company, and no bound holds. Leave them out, and average each record over its "
-    "own positions. {own}"
+    "own positions; where padding is on the left, a causal model predicts a record's first token at a padded position: "
+    "give that token the padding's label. {own}"
 )
 _DIVIDED: Final = (
     "the loss is {how}, which is as long as the longest record of the batch: each record's gradient depends on the "
