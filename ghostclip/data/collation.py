@@ -191,13 +191,13 @@ def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone:
         if axis is None and not all(listed):
             several = tensor.shape == beside.shape and tensor.dim() and tensor.shape[0] % 2 == 0
             if several and _rows_alike(tensor, beside) * 2 < tensor.shape[0]:
-                return name
+                return name or "batch"
             continue
         rows = listed if axis is None else (tensor.movedim(axis, 0), beside.movedim(axis, 0))
         # Records may come in another order, all of their values together.
         places = {(i, j) for i, j in places if _same(rows[0][i], rows[1][j])}
         if not places:
-            return name
+            return name or "batch"
     return ""
 
 
