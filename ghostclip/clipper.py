@@ -36,6 +36,7 @@ from ghostclip.clipping.two_passes import TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows
+from ghostclip.evidence.padding import Padded
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.planning.below import BlockPlanner, Cut
@@ -298,7 +299,7 @@ class GhostClipper:
     def _examine_losses(self, loss_B: Tensor) -> None:
         """Refuse losses of the samples that depend on other samples, before their backward."""
         forward = self._capture.forward
-        self._examiner.examine_losses(loss_B, forward)
+        self._examiner.examine_losses(self._capture, loss_B, forward)
         if forward.batch_size > 1:
             asks = self._evidence.asks_of_loss(loss_B, forward)
             if asks and (self._sharded is None or self._sharded.may_ask()):
@@ -572,6 +573,14 @@ class GhostClipper:
                 the sums are forgotten.
         """
         self._capture.note_inputs = note
+
+    def note_padding(self, padded: Sequence[Padded]) -> None:
+        """Let forwards be proved of the axes along which batches are padded to their longest record.
+
+        Args:
+            padded: The axes, of the loader's batches.
+        """
+        self._evidence.padding.declared = padded
 
     def note_copies(self, records_of: Callable[[int], int] | None) -> None:
         """Let forwards that are filled up with copies prove nothing, unless several records are among their samples.

@@ -264,7 +264,7 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
     Returns:
         The clipper.
     """
-    return GhostClipper(
+    clipper = GhostClipper(
         module,
         policy=_policy(request),
         strategy=strategy_of(request.grad_sample_mode),
@@ -278,6 +278,8 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
         sharded=sharded,
         sequences=request.sequences,
     )
+    clipper.note_padding(request.sampling.padded)
+    return clipper
 
 
 def _shares(request: Request, sharded: ShardedModel | None, level: str) -> Shares | None:

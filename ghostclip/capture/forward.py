@@ -101,6 +101,7 @@ class ForwardContext:
         proofs: Numbers of the first node of the graph that proofs made after it, and of the first one behind theirs.
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
         looked_up: Ids by which rows of tables were looked up, by parameter.
+        padded: Positions of its outputs that samples have only because others are longer, where that was looked at.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
@@ -138,6 +139,7 @@ class ForwardContext:
     proofs: tuple[int, int] = (0, 0)
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
+    padded: list[Any] = field(default_factory=list)
     ends_on_mesh: bool = False
     _recomputing: bool = False
     _counts: _Counts = _NO_COUNTS

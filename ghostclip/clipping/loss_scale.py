@@ -100,32 +100,44 @@ def remedy(reduction: str) -> str:
     """
     return (
         "Give one loss a sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
-        "(B, classes), F.cross_entropy(logits.transpose(1, 2), labels, reduction='none').mean(1) for (B, positions, "
-        "classes), or for a language model ghostclip.losses.token_losses(logits, labels); then "
+        "(B, classes); ghostclip.losses.token_losses(logits, labels) for a language model's (B, positions, classes), "
+        "which averages each sample over its own positions, with shift=False where each position has its own label; "
+        "losses of other kinds times each sample's own weights, (each * mask / mask.sum(1, keepdim=True)).sum(1); then "
         f"clipper.backward(losses), or losses.{reduction}().backward() in a plain loop."
     )
 
 
-def constants_of(losses_B: Tensor, *, axis: int) -> dict[tuple[Any, ...], float]:
-    """Return the constant factor of every way through losses of samples, all sizes of one sample taken out.
+def ways_of(losses_B: Tensor) -> dict[tuple[Any, ...], list[Path]]:
+    """Return the ways through losses of samples; none of a loss of very many terms.
 
     Args:
         losses_B: Losses of samples, shape ``(B,)``.
+
+    Returns:
+        By what tells them again in the next step.
+    """
+    # Reading a number is no operation of the training, which somebody may count.
+    with suppress(RecursionError), _torch.dispatch_modes_off():
+        return grouped(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
+    return {}
+
+
+def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int) -> float:
+    """Return the constant factor of ways to the same values of losses, all sizes of one sample taken out.
+
+    Args:
+        ways: The ways, whose factors add up.
+        batch_size: B.
         axis: The expected batch axis.
 
     Returns:
-        Factors with their signs, by what tells a way again in the next step.
+        The factor with its sign.
 
     Raises:
         LossReductionError: All were multiplied by one tensor, as a GradScaler does it, or chosen by one condition; or
             by a number that looks like a count of the batch. It may follow other samples, and clipping cannot undo it.
     """
-    ways, size = dict[tuple[Any, ...], list[Path]](), len(losses_B)
-    # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
-    # Reading a number is no operation of the training, which somebody may count.
-    with suppress(RecursionError), _torch.dispatch_modes_off():
-        ways = grouped(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
-    return {key: sum(_of_way(path, size, axis) for path in alike) for key, alike in ways.items()}
+    return sum(_of_way(path, batch_size, axis) for path in ways)
 
 
 def _of_way(path: Path, batch_size: int, axis: int) -> float:

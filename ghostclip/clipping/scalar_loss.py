@@ -13,6 +13,7 @@ Privacy:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,17 @@ from ghostclip.capture.batch_axis import WHOLE, RowMap
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
-from ghostclip.clipping.loss_scale import ANY, SCHEDULES, Scale, constants_of, differ, picks_samples, remedy, scale_of
+from ghostclip.clipping.loss_scale import (
+    ANY,
+    SCHEDULES,
+    Scale,
+    constant_of,
+    differ,
+    picks_samples,
+    remedy,
+    scale_of,
+    ways_of,
+)
 from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES, Number, Path, Reduced, grouped, paths
@@ -115,20 +126,24 @@ class LossExaminer:
             self._agree(
                 key, [self._scale(path, forward, _now(path, seen.row_map, forward), roots, grads) for path in ways]
             )
+        self._evidence.refuse_padding(capture, roots, chain.from_iterable(found.values()), forward)
 
-    def examine_losses(self, losses_B: Tensor, forward: ForwardContext) -> None:
+    def examine_losses(self, capture: CaptureContext, losses_B: Tensor, forward: ForwardContext) -> None:
         """Refuse losses of samples that have a factor in common which is another one than in earlier steps.
 
         Args:
+            capture: Whose forward they come from.
             losses_B: Losses of samples, shape ``(B,)``.
-            forward: The forward that they come from.
+            forward: The forward.
 
         Raises:
-            LossReductionError: They have, or one that may have been computed from other samples.
+            LossReductionError: They have, or one that may follow other samples; or they take padding in.
         """
         if losses_B.grad_fn is None or forward.is_dummy:
             return
-        for key, constant in constants_of(losses_B, axis=forward.batch_axis).items():
+        found, size = ways_of(losses_B), forward.batch_size
+        for key, alike in found.items():
+            constant = constant_of(alike, batch_size=size, axis=forward.batch_axis)
             before = self._constants.setdefault(key, constant)
             if differ(before, constant):
                 message = (
@@ -137,6 +152,8 @@ class LossExaminer:
                     f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
                 )
                 raise LossReductionError(message)
+        if size > 1:
+            self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
 
     def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
         """Compare the factors of ways to the same values with those of earlier steps."""

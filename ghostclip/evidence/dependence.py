@@ -316,6 +316,34 @@ def _first_mixed(base: _Events, changed: _Events, *, replaced: _Replaced) -> tup
     return None
 
 
+def first_apart(
+    model: nn.Module,
+    run: Callable[[Any], object],
+    batches: tuple[Any, Any],
+    apart: Callable[[Tensor, Tensor], bool | None],
+) -> str:
+    """Say where runs on two batches come apart first, as what they hold is compared.
+
+    Args:
+        model: As for `dependence_start`.
+        run: As there.
+        batches: The two.
+        apart: Compares a value of the first run with that of the second one.
+
+    Returns:
+        For the middle of a sentence; '' where no module shows it.
+    """
+    base, other = (_trace(model, run, batch) for batch in batches)
+    # What is run is the model's forward, whose own hooks tell nothing.
+    base.setdefault(("", False, 0), _Event("", model, False, []))
+    for key, event in base.items():
+        tensors = other[key].tensors if key in other else []
+        if len(tensors) == len(event.tensors) and any(map(apart, event.tensors, tensors)):
+            shape = tuple(event.tensors[0].shape)
+            return _start(event, list(base.values()), shape, _Replaced(0, 0, 0)).describe()
+    return ""
+
+
 def _undone(event: _Event, later: Sequence[_Event], mixed: Sequence[tuple[int, ...] | None]) -> bool:
     """Return whether a module around an event returns rows in order: routed rows of experts only look mixed."""
     seen = {event.path} if event.is_output else set()

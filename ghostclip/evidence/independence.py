@@ -40,7 +40,7 @@ from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Un
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
 # which the same kernels see, and for fewer.
-_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FEWER_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 # Elements that are compared at a time.
 _COMPARED: Final = 1 << 18
@@ -222,7 +222,7 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
     """
 
     def look(before: Randomness, coarsest: torch.dtype) -> str:
-        asked, plain = batch, _plainly(run)
+        asked, plain = batch, plainly(run)
         if batch.has_lists:
             asked = replace(batch, by_place=_go_by_place(model, plain, batch, before, coarsest))
         if asked.outputs and _is_independent(plain, asked, unchecked, before, coarsest):
@@ -230,16 +230,16 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
         _refuse_another_course(model, run, asked, before, coarsest)
         return _look(plain, asked, unchecked, before, coarsest)
 
-    changed, raised = _tried(model, batch, look, passing=GhostClipError)
+    changed, raised = tried(model, batch, look, passing=GhostClipError)
     if raised:
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     if changed:
         raise SampleMixingError(_refusal(model, changed))
     if not batch.again:
-        _refuse_behind_gates(model, _plainly(run), batch, unchecked)
+        _refuse_behind_gates(model, plainly(run), batch, unchecked)
 
 
-def _tried(
+def tried(
     model: nn.Module,
     batch: Batch,
     look: Callable[[Randomness, torch.dtype], T],
@@ -285,7 +285,7 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
     Raises:
         SampleMixingError: They do.
     """
-    every, plain = range(batch.size), _plainly(run)
+    every, plain = range(batch.size), plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
         found = []
@@ -296,11 +296,11 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
             if not state.changed():
                 return ()
             found.append(plain(batch.inputs))
-        differ = _Outputs(batch, batch.size, every, every, _TOLERANCE, coarsest).differ(*found)
+        differ = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(*found)
         return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
 
     refusal = _REMEMBERED.format(model=type(model).__name__)
-    _settle(_tried(model, batch, look), refusal, unchecked, REMEMBERED, "after another batch")
+    _settle(tried(model, batch, look), refusal, unchecked, REMEMBERED, "after another batch")
 
 
 def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -311,7 +311,7 @@ def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Un
             return _differ_behind(gates, run, batch, before, coarsest)
 
     refusal = _BEHIND_GATES.format(model=type(model).__name__)
-    _settle(_tried(model, batch, look), refusal, unchecked, BEHIND, "with other parameters")
+    _settle(tried(model, batch, look), refusal, unchecked, BEHIND, "with other parameters")
 
 
 def _settle(
@@ -339,12 +339,12 @@ def _differ_behind(
         moved = _rows_of(run(batch.copied(first)), second, batch)
     before.restore()
     base = run(batch.inputs)
-    differ = [_alone(batch, second, _TOLERANCE, coarsest).differ(base, moved)]
+    differ = [_alone(batch, second, TOLERANCE, coarsest).differ(base, moved)]
     del moved
     base = _rows_of(base, first, batch)
     before.restore()
     whole = run(batch.copied(second))
-    differ.append(_alone(batch, first, _TOLERANCE, coarsest).differ(whole, base))
+    differ.append(_alone(batch, first, TOLERANCE, coarsest).differ(whole, base))
     return [
         found and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
         for found, samples in zip(differ, (first, second), strict=True)
@@ -364,7 +364,7 @@ def _rows_of(outputs: list[Tensor], samples: Sequence[int], batch: Batch) -> lis
     return found
 
 
-def _plainly(run: Run) -> Run:
+def plainly(run: Run) -> Run:
     """Return a run without dropout, whose outputs keep no graph."""
 
     def plain(inputs: Any) -> list[Tensor]:
@@ -383,7 +383,7 @@ def _refuse_another_course(model: nn.Module, run: Run, batch: Batch, before: Ran
     again = [output.detach() for output in run(batch.inputs)]
     own = [output.detach() for output in batch.outputs]
     every = range(batch.size)
-    if not before.drawn() and _Outputs(batch, batch.size, every, every, _TOLERANCE, coarsest).differ(own, again):
+    if not before.drawn() and _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(own, again):
         message = (
             f"{type(model).__name__}: the forward gave other outputs when it was run again on the same batch, although "
             "it draws no random numbers and what its modules hold was put back. It follows something outside (a global "
@@ -403,7 +403,7 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     for samples in batch.replaced:
         other, rest = batch.copied(samples), batch.others(samples)
         before.restore()
-        differ.append(_Outputs(batch, batch.size, rest, rest, _TOLERANCE, coarsest).differ(base, run(other)))
+        differ.append(_Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(other)))
         if not differ[-1]:
             continue
         if not (drawn and _meets_other_numbers(run, batch, other, before)):
@@ -449,7 +449,7 @@ def _go_by_place(model: nn.Module, run: Run, batch: Batch, before: Randomness, c
             found = run(batch.with_lists(samples))
         except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
             return None
-        return _Outputs(batch, batch.size, kept, places, _TOLERANCE, coarsest).differ(base, found)
+        return _Outputs(batch, batch.size, kept, places, TOLERANCE, coarsest).differ(base, found)
 
     moved = [differ(batch.copies(samples), rest, rest) for samples in sets for rest in [batch.others(samples)]]
     order = [*batch.drawn, *batch.others(batch.drawn)]
@@ -470,7 +470,7 @@ def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Random
     base = [output.detach() for output in batch.outputs]
     for samples in batch.replaced:
         rest = batch.others(samples)
-        outputs = _Outputs(batch, batch.size, rest, rest, _TOLERANCE, coarsest)
+        outputs = _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest)
         if outputs.differ(base, run(batch.copied(samples))) is not False:
             return False
     if before.drawn():
@@ -528,7 +528,7 @@ def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
         A key of the tolerances.
     """
     devices = {tensor.device.type for tensor in tensors}
-    used = {tensor.dtype for tensor in tensors if tensor.dtype in _TOLERANCE}
+    used = {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCE}
     used |= {torch.get_autocast_dtype(kind) for kind in devices if kind != "meta" and torch.is_autocast_enabled(kind)}
     return max(used, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 

@@ -6,16 +6,19 @@ are looked at. Everything is put back, and the user's own forward comes last: wh
 is of that one. Only a forward that meets something new unawares is looked at afterwards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch, _tree
+from ghostclip.capture import backward_entry
 from ghostclip.capture.bags import as_flat
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_WAYS
@@ -23,7 +26,7 @@ from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.gathering import on_any
 from ghostclip.capture.growth import Grown, compared, shapes_of
-from ghostclip.capture.nodes import edge_of
+from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
 from ghostclip.errors import GhostClipError, LossReductionError
@@ -32,16 +35,18 @@ from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
+from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.node_hooks import refuse_node_hooks
-from ghostclip.evidence.output_rows import note
+from ghostclip.evidence.output_rows import Unheard, note
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
     refuse_backwards_of_the_batch,
     refuse_means_without_scale,
     without_scale,
 )
+from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import Probe, Start, ask, starts
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, Write
@@ -57,6 +62,7 @@ class Evidence:
         probes: Whether any is asked for.
         unchecked: What could not be asked.
         loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
+        padding: What is known of axes that are as long as the longest sample of a batch.
         records_of: Returns how many of a forward's samples are no copies of others; None where none are.
         hands_on: Whether outputs go to another part of the model, which takes their rows for samples as they lie.
     """
@@ -73,6 +79,7 @@ class Evidence:
         self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
         self.unchecked = Unchecked()
         self.loss_sizes: Sizes = {}
+        self.padding = Padding()
         self.records_of: Callable[[int], int] | None = None
         self.hands_on = False
         self._loss_ways: set[Any] = set()
@@ -81,9 +88,10 @@ class Evidence:
         self._watch: StateWatch | None = None
         # Whether the forward that runs was one to ask about as it began.
         self._asked = False
+        # Whether it is run for a look at it.
+        self._looks = False
         self._state: ModuleState | None = None
-        # Of a forward that was rehearsed: how the rows of which outputs map to samples.
-        self._rehearsed: list[tuple[int, RowMap]] | None = None
+        self._rehearsed: _Rehearsed | None = None
         self._versions: list[int] = []
         self._drew = True
         # Whether forwards leave something in the modules, which later ones may follow.
@@ -94,6 +102,7 @@ class Evidence:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
         self.unchecked.renew()
         self.loss_sizes.clear()
+        self.padding.renew()
         self._loss_ways.clear()
         if self._watch is not None:
             self._watch.renew()
@@ -186,6 +195,31 @@ class Evidence:
         finally:
             state.restore()
 
+    def refuse_padding(
+        self, capture: CaptureContext, roots: Sequence[Any], found: Iterable[Path], forward: ForwardContext
+    ) -> None:
+        """Refuse a loss that takes padding in, or divides by a length that follows the batch.
+
+        Args:
+            capture: Whose model it is.
+            roots: Where the backward starts.
+            found: The ways through the loss.
+            forward: Whose outputs it is made of.
+
+        Raises:
+            LossReductionError: It does.
+        """
+
+        def gradients(edges: Sequence[Edge]) -> Sequence[Tensor | None]:
+            given = [torch.ones_like(root) for root in roots]
+            with capture.listening(Unheard()), backward_entry.unseen():
+                ends: list[Any] = [GradientEdge(*edge) for edge in edges]
+                return torch.autograd.grad(roots, ends, given, retain_graph=True, allow_unused=True)
+
+        if self.probes:
+            with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
+                self.padding.refuse_losses(found, forward, gradients)
+
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs.
 
@@ -227,16 +261,20 @@ class Evidence:
         if self.probes and capture.gathering is not None:
             inputs = _tree.tensors((call.args, call.kwargs))
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
+        if self.probes and not forward.is_dummy:
+            self.padding.begin((call.args, call.kwargs), forward)
         asks = self.asks(capture)
         self._asked, watch = asks, self._watched(capture)
-        self._state = state = _state_of(capture, call, outside=asks) if asks or self._remembers else None
+        # In these it runs more often than the user has it run.
+        self._looks = looks = asks or (capture.gathering is None and self.probes and self.padding.is_pending())
+        self._state = state = _state_of(capture, call, outside=looks) if looks or self._remembers else None
         if watch is not None:
             watch.begin(proves=asks)
         self._randomness = Randomness(_used(capture, call)) if asks else None
         self._versions, self._rehearsed = _versions_of(call), None
-        if asks:
+        if looks and not forward.is_dummy:
             with _unseen(capture, call, state):
-                if not capture.sites.layouts:
+                if asks and not capture.sites.layouts:
                     forward.grown = self._grown(capture, call)
                     if watch is not None:
                         watch.undo()
@@ -260,7 +298,8 @@ class Evidence:
                 except Exception:  # noqa: BLE001 - the user's code, which is about to run
                     return
                 again = partial(_copied_call, call)
-                self._rehearsed = self._weigh(capture, call, output, self._written(capture), again=again)[1]
+                output, rows = self._weigh(capture, call, output, self._written(capture), again=again)
+                self._rehearsed = _Rehearsed.of(output, rows, capture.forward)
                 forward.grown, self._asked = capture.forward.grown, False
         finally:
             capture.forward = forward
@@ -280,12 +319,12 @@ class Evidence:
         rehearsed, self._rehearsed = self._rehearsed, None
         writes = self._written(capture)
         if rehearsed is not None and not (capture.forward.met or writes):
-            note(_moved_to(_parts_of(output), rehearsed))
+            rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
             return output
         # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
         self._drew |= _versions_of(call) != self._versions
-        with _unseen(capture, call) if self.asks(capture) or writes else nullcontext():
+        with _unseen(capture, call) if self.asks(capture) or writes or self._looks else nullcontext():
             return self._weigh(capture, call, output, writes, again=lambda: call)[0]
 
     def _weigh(
@@ -337,6 +376,7 @@ class Evidence:
             self.unchecked.tell()
             begins = [] if probe is None else probe.begun
             note(begins)
+        self._refuse_padding(capture, call, output, probe, state=state)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         if writes and self._watch is not None:
@@ -513,6 +553,28 @@ class Evidence:
         with capture.substitution.unwatched():
             refuse_backwards_of_the_batch(capture, run, batch, self.unchecked, alone=own)
 
+    def _refuse_padding(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, state: ModuleState | None
+    ) -> None:
+        """Refuse a model whose outputs for a sample follow how far it was padded."""
+        forward = capture.forward
+        # Ranks that gather parameters together would run the model differently often.
+        if not self.probes or forward.is_dummy or capture.gathering is not None:
+            return
+        if not (self.padding.is_pending() or self.asks(capture)):
+            return
+        parts = _parts_of(output)
+        batch, axes = self._batch(capture, call, parts, probe, outputs=parts), capture.sites.outputs
+        if probe is None and len(axes) == len(parts):
+            batch = replace(batch, maps=[RowMap("axis", axis) if axis >= 0 else None for axis in axes])
+
+        def run(given: Any) -> list[Tensor]:
+            _begin_anew(state)
+            return _parts_of(capture.run(call.module, *_copied(given)))
+
+        with capture.substitution.unwatched():
+            self.padding.refuse(capture.model, run, batch, forward, self.unchecked)
+
     def _batch(
         self,
         capture: CaptureContext,
@@ -600,9 +662,31 @@ def _has_iterators(call: ModuleCall) -> bool:
     return any(isinstance(leaf, Iterator) for leaf in _tree.leaves((call.args, dict(call.kwargs))))
 
 
-def _moved_to(parts: Sequence[Tensor], rows: Sequence[tuple[int, RowMap]]) -> list[Start]:
-    """Return what a rehearsal has shown of its outputs for those of the forward itself."""
-    return [Start(GradientSource.of(parts[number]), row_map) for number, row_map in rows if number < len(parts)]
+@dataclass(frozen=True)
+class _Rehearsed:
+    """What the rehearsal of a forward has shown, for the forward itself.
+
+    Attributes:
+        rows: How the rows of which of its output tensors map to samples.
+        padded: Positions of which of them samples have only because others are longer.
+    """
+
+    rows: Sequence[tuple[int, RowMap]]
+    padded: Sequence[tuple[int, Any]]
+
+    @classmethod
+    def of(cls, output: Any, rows: Sequence[tuple[int, RowMap]], forward: ForwardContext) -> "_Rehearsed":
+        """Return what was shown of the output of a rehearsal."""
+        edges = [edge_of(part) for part in _parts_of(output)]
+        return cls(rows, [(edges.index(one.edge), one) for one in forward.padded if one.edge in edges])
+
+    def hand_on(self, output: Any, forward: ForwardContext) -> None:
+        """Note it at the output of the forward itself."""
+        parts = _parts_of(output)
+        note([Start(GradientSource.of(parts[number]), row_map) for number, row_map in self.rows if number < len(parts)])
+        forward.padded = [
+            replace(one, edge=edge_of(parts[number])) for number, one in self.padded if number < len(parts)
+        ]
 
 
 def _begin_anew(state: ModuleState | None) -> None:

@@ -14,6 +14,7 @@ FEWER: Final = "batch independence (samples left out)"
 BEHIND: Final = "batch independence (behind closed gates)"
 REMEMBERED: Final = "batch independence (of the batch before)"
 BACKWARDS: Final = "batch independence (of gradients)"
+PADDING: Final = "batch independence (padding cut off)"
 LOSSES: Final = "losses of one sample each"
 _ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"

@@ -17,7 +17,6 @@ from ghostclip.data.accepted import checked_batch_size, dataset_length, record_s
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.integrations.training.arguments import PrivacyArguments
-from ghostclip.integrations.training.collation import require_apart
 from ghostclip.optim import release_of
 from ghostclip.privacy.budget import Budget
 
@@ -64,7 +63,7 @@ class HostTraining:
             The private loader; the same one for the same training.
 
         Raises:
-            DataError: If it is no loader, its collate function mixes records, or a draw is larger than the data.
+            DataError: If it is no loader, or a draw is larger than the data.
             InvalidOptionError: If its sampling cannot be replaced, or batches of a private loader are accumulated.
         """
         if isinstance(loader, DPDataLoader):
@@ -83,7 +82,6 @@ class HostTraining:
         dealt = type(record_sampler(loader)) is DistributedSampler
         each = checked_batch_size(loader) // (ranks if dealt else 1)
         records, expected = dataset_length(loader.dataset), each * ranks * accumulated
-        require_apart(loader.dataset, loader.collate_fn)
         if expected > records:
             raise DataError(
                 f"{place}: batch_size={each} × {accumulated} accumulated × {ranks} process(es) = {expected}, of "

@@ -29,7 +29,10 @@ def own_randomness(seed: int | None = None) -> Iterator[None]:
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed)
-            torch.manual_seed(seed)
+            # Not `torch.manual_seed`, which notes where it was called from for devices that are not in use.
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed(seed)
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,11 +18,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler, refuse_wrapped
+from ghostclip.data.collation import padding_of
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.physical_loader import splittable_batches
 from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.evidence.padding import Padded
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.charges import Charge, cost_of
@@ -43,6 +45,8 @@ class Sampling(Protocol):
     """The object that holds the position in the data; None where nothing does."""
     replicas: int
     """Ranks that share each batch."""
+    padded: Sequence[Padded]
+    """Axes of a batch along which its collate function pads records to the length of their company."""
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account; changes nothing.
@@ -89,6 +93,8 @@ class EventSampling:
     Args:
         loader: The private loader, or how the user says that batches are sampled.
     """
+
+    padded: Sequence[Padded] = ()
 
     def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
         self.event = loader.event
@@ -164,6 +170,7 @@ class ShuffledSampling:
     """
 
     events_per_epoch = 1
+    padded: Sequence[Padded] = ()
 
     def __init__(
         self, loader: _StoppableLoader | DPDataLoader, passes: _CountedPasses | _Epochs, expected_batch_size: float
@@ -260,8 +267,18 @@ def sampling_for(
         The sampling, with the private loader.
 
     Raises:
-        DataError: If the loader cannot be sampled from as asked.
+        DataError: If the loader cannot be sampled from as asked, or its collate function does not keep records apart.
     """
+    sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before)
+    if isinstance(sampling.loader, DataLoader):
+        sampling.padded = padding_of(sampling.loader.dataset, sampling.loader.collate_fn)
+    return sampling
+
+
+def _sampling_for(
+    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: Sampling | None
+) -> Sampling:
+    """Decide the same, without a look at what is in a batch."""
     if isinstance(loader, DeclaredSampling):
         return EventSampling(loader)
     # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
@@ -271,7 +288,7 @@ def sampling_for(
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "
             "records; use a PrivacyEngine of its own for other records.",
-            stacklevel=4,
+            stacklevel=5,
         )
     if isinstance(loader, DPDataLoader) and loader.event.kind == "shuffled":
         return ShuffledSampling(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
@@ -282,7 +299,7 @@ def sampling_for(
     warnings.warn(
         "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
         "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
-        stacklevel=4,
+        stacklevel=5,
     )
     return sampling
 

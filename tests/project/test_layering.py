@@ -115,6 +115,7 @@ ORDERED = {
         "slopes",
         "output_rows",
         "own_backwards",
+        "padding",
         "prover",
         "losses",
     ],

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ghostclip.data import BatchMemoryManager, DPDataLoader
+from ghostclip.data.collation import unlike_pair
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError
 from ghostclip.integrations._host import HostTraining
-from ghostclip.integrations.training.collation import unlike_pair
 from ghostclip.language.trials import without_trace
 from ghostclip.optim import DPOptimizer
 

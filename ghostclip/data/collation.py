@@ -1,0 +1,367 @@
+"""Proof that a collate function keeps records apart, and what it pads: a few records are collated in other company.
+
+Nothing is left behind: the global random generators, those of the data set and of the function, and what these count
+in plain numbers and lists are put back.
+
+Shape letter: n records.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import random
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ghostclip.errors import DataError
+from ghostclip.evidence.padding import Padded
+from ghostclip.language.trials import own_randomness
+
+logger = logging.getLogger(__name__)
+
+# Records that are read, and seconds after which no further one is; states of the random generators that are tried.
+_TRIED: Final = 32
+_PATIENCE: Final = 0.5
+_SEEDS: Final = 8
+# Records that are read in any case, as far as there are so many; and where reading them is quick.
+_LEAST: Final = 4
+_COMPANY: Final = 8
+# Entries of a list or a dict up to which it is put back; objects of objects that are looked into.
+_KEPT: Final = 4096
+_INSIDE: Final = 4
+
+# Between the keys of a name.
+_WITHIN: Final = "."
+
+Collate = Callable[[list[Any]], Any]
+_Batch = dict[str, Tensor]
+
+
+def padding_of(dataset: Dataset[Any], collate: Collate) -> tuple[Padded, ...]:
+    """Refuse a collate function that mixes records (mixup, CutMix), joins them (padding-free), or centres a batch.
+
+    The longest of a few records is collated with one other and with another; its rows have to come out alike.
+
+    Args:
+        dataset: Where the records are read from.
+        collate: The function.
+
+    Returns:
+        The axes along which it pads a record to the length of its company.
+
+    Raises:
+        DataError: If it does not keep records apart.
+    """
+    records: Any = dataset
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(records) < 3:
+        return ()
+    # Data sets that augment draw random numbers too.
+    with own_randomness(), _put_back(dataset, collate):
+        try:
+            return _padding_in(_Company(records, collate))
+        except DataError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what records or functions need elsewhere is no reason to refuse them
+            logger.warning(
+                "not checked whether collate_fn %s keeps records apart: %s for two records.",
+                _name(collate),
+                type(error).__name__,
+            )
+            return ()
+
+
+def unlike_pair(dataset: Any, collate: Collate) -> tuple[Any, bool]:
+    """Return a batch of two records, of different lengths if the collate function lets batches differ in length.
+
+    Args:
+        dataset: Where the records are read from.
+        collate: The function.
+
+    Returns:
+        The batch (of one record where there is only one), and whether they do differ.
+    """
+    with own_randomness():
+        first = dataset[0]
+        shapes = _shapes(_tensors(_collated(collate, [first], 0)))
+        numbers = range(1, min(len(dataset), _TRIED))
+        other = next((n for n in numbers if _shapes(_tensors(_collated(collate, [dataset[n]], 0))) != shapes), None)
+        chosen = [first] if len(dataset) == 1 else [first, dataset[1 if other is None else other]]
+        return _collated(collate, chosen, 0), other is not None
+
+
+class _Company:
+    """Some records, the longest of them first, and what a collate function makes of them.
+
+    Attributes:
+        records: The records; all of one length only where none of another length was found.
+        alone: The first one, and the last one, collated alone.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._collate, begun = collate, time.monotonic()
+        found: list[tuple[int, Any, _Batch]] = []
+        for number in range(min(len(dataset), _TRIED)):
+            lengths = len({size for size, _, _ in found})
+            slow = time.monotonic() - begun > _PATIENCE
+            if (len(found) >= _LEAST and slow) or (len(found) >= _COMPANY and lengths > 1):
+                break
+            record = dataset[number]
+            batch = _tensors(_collated(collate, [record], 0))
+            found.append((sum(tensor.numel() for tensor in batch.values()), record, batch))
+        found.sort(key=lambda one: -one[0])
+        self.records = [record for _, record, _ in found]
+        self.alone = found[0][2], found[-1][2]
+
+    def of(self, *places: int, seed: int = 0) -> _Batch:
+        """Return the tensors of a batch of some of the records."""
+        return _tensors(_collated(self._collate, [self.records[place] for place in places], seed))
+
+    def name(self) -> str:
+        """Return what the collate function is called."""
+        return _name(self._collate)
+
+
+def _name(collate: Any) -> str:
+    # Trainer puts a collator of its own around, which removes columns.
+    for attribute in ("wrapped", "data_collator"):
+        collate = getattr(collate, attribute, collate)
+    return getattr(collate, "__name__", type(collate).__name__)
+
+
+def _padding_in(company: _Company) -> tuple[Padded, ...]:
+    longest, shortest = company.alone
+    pair = company.of(0, 1)
+    axes = {name: _axis_of_records(longest.get(name), tensor) for name, tensor in pair.items()}
+    kept = {name for name, axis in axes.items() if axis is not None}
+    apart = kept | {name for name in pair if name not in longest or _listed(name, pair, longest)}
+    _refuse_joined(pair, apart, company)
+    count = len(company.records) - 1
+    for seed in range(_SEEDS):
+        places = 1 + seed % count, 1 + (seed + 1 + seed // count) % count
+        one, other = (company.of(0, place, seed=seed) for place in places)
+        if any(name in other and tensor.shape != other[name].shape for name, tensor in one.items() if name in kept):
+            continue
+        mixed = _mixed_in(one, other, axes, longest)
+        if mixed:
+            raise DataError(
+                f"collate_fn {company.name()}: what becomes of a record in {mixed!r} depends on the record beside it "
+                "(mixup, CutMix, normalisation over the batch), so that no bound holds for either. Use a collate "
+                "function that treats records one by one."
+            )
+    last = len(company.records) - 1
+    return tuple(_padded(shortest, company.of(last, 0), axes))
+
+
+def _axis_of_records(one: Tensor | None, pair: Tensor) -> int | None:
+    """Return the axis that has one entry for a record, and two for two; None where rows are several for each."""
+    if one is None or one.dim() != pair.dim():
+        return None
+    return next((axis for axis in range(pair.dim()) if (one.shape[axis], pair.shape[axis]) == (1, 2)), None)
+
+
+def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> None:
+    """Refuse two records in an odd number of rows, where no part of the batch shows that they are apart."""
+    rows = [tensor.shape[0] for name, tensor in pair.items() if tensor.dim() > 1 and name not in apart]
+    shown = any(tensor.dim() > 1 and name in apart for name, tensor in pair.items())
+    if rows and not shown and not any(count % 2 == 0 for count in rows):
+        raise DataError(
+            f"collate_fn {company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
+            "one record (padding-free, packing). Use a collator that pads: as many rows for each record."
+        )
+
+
+def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone: _Batch) -> str:
+    """Return where the rows of the record that two batches share are not alike; '' where they are."""
+    places = {(i, j) for i in range(2) for j in range(2)}
+    for name, tensor in one.items():
+        axis, beside = axes.get(name), other.get(name)
+        listed = _listed(name, one, alone), _listed(name, other, alone)
+        if name not in alone or beside is None:
+            continue
+        if axis is None and not all(listed):
+            several = tensor.shape == beside.shape and tensor.dim() and tensor.shape[0] % 2 == 0
+            if several and _rows_alike(tensor, beside) * 2 < tensor.shape[0]:
+                return name or "batch"
+            continue
+        rows = listed if axis is None else (tensor.movedim(axis, 0), beside.movedim(axis, 0))
+        # Records may come in another order, all of their values together.
+        places = {(i, j) for i, j in places if _same(rows[0][i], rows[1][j])}
+        if not places:
+            return name or "batch"
+    return ""
+
+
+def _listed(name: str, pair: _Batch, alone: _Batch) -> list[Tensor]:
+    """Return the values of two records where a batch is a list of them; empty where it is none."""
+    parts = name.split(_WITHIN)
+    for place, part in enumerate(parts):
+        second = _WITHIN.join([*parts[:place], "1", *parts[place + 1 :]])
+        if part == "0" and second in pair and second not in alone:
+            return [pair[name], pair[second]]
+    return []
+
+
+def _rows_alike(one: Tensor, other: Tensor) -> int:
+    return sum(_same(one[row], other[row]) for row in range(one.shape[0]))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape == other.shape and (one.is_floating_point() or one.is_complex()):
+        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.equal(one, other)
+
+
+def _padded(short: _Batch, beside: _Batch, axes: Mapping[str, int | None]) -> Iterator[Padded]:
+    """Yield the axes that a record has longer beside a longer one, each with the number that fills it up, if any."""
+    for name, tensor in beside.items():
+        before, records = short.get(name), axes.get(name)
+        if records is None or before is None or before.dim() != tensor.dim():
+            continue
+        key, dims, is_float = name.rpartition(_WITHIN)[2], tensor.dim(), tensor.is_floating_point()
+        for axis in range(dims):
+            if axis != records and tensor.shape[axis] > before.shape[axis]:
+                one, other = (batch.movedim((records, axis), (0, -1)) for batch in (before, tensor))
+                value, leading = _filled(one[0], other)
+                yield Padded(key, dims, axis, value, leading=leading, is_float=is_float)
+
+
+def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
+    """Return the number that fills a record up, and whether in front of it; None for what cannot be told.
+
+    Args:
+        alone: The record, positions last.
+        beside: It and a longer one.
+
+    Returns:
+        Both.
+    """
+    length = alone.shape[-1]
+    for row in beside:
+        for leading in (False, True):
+            more = row.shape[-1] - length
+            kept, added = (row[..., more:], row[..., :more]) if leading else (row[..., :length], row[..., length:])
+            if length and _same(kept, alone):
+                first = added.flatten()[0]
+                return (float(first) if bool((added == first).all()) else None), leading
+    return None, None
+
+
+def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
+    # What a function warns of one record is nothing that its user has asked for.
+    with own_randomness(seed), _put_back(collate), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return collate([_copied(record) for record in records])
+
+
+def _copied(record: Any) -> Any:
+    """Return a copy of a record, which a collate function may change; the record itself where it has none."""
+    try:
+        return copy.deepcopy(record)
+    except Exception:  # noqa: BLE001 - records may hold what cannot be copied (files)
+        return dict(record) if isinstance(record, Mapping) else record
+
+
+def _tensors(batch: Any, name: str = "", depth: int = 0) -> _Batch:
+    """Return the tensors, arrays and numbers of a batch by where they are."""
+    if isinstance(batch, Tensor):
+        return {name: batch} if not batch.is_sparse and not batch.is_nested else {}
+    if isinstance(batch, np.ndarray):
+        return {name: torch.from_numpy(batch)} if batch.dtype.kind in "biuf" and batch.dtype != np.uint16 else {}
+    if isinstance(batch, (bool, int, float)):
+        return {name: torch.tensor(batch)}
+    if depth > _INSIDE:
+        return {}
+    items: Any = ()
+    if isinstance(batch, Mapping):
+        items = batch.items()
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        items = enumerate(batch)
+    elif dataclasses.is_dataclass(batch) or hasattr(batch, "__dict__"):
+        items = vars(batch).items() if hasattr(batch, "__dict__") else ()
+    return {
+        place: tensor
+        for key, value in items
+        for place, tensor in _tensors(value, f"{name}{_WITHIN}{key}" if name else str(key), depth + 1).items()
+    }
+
+
+def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in batch.items()}
+
+
+@contextmanager
+def _put_back(*owners: Any) -> Iterator[None]:
+    """Yield, then put back what objects keep in plain numbers, small containers and random generators."""
+    states = [(one, *_state_of(one)) for one in _reached(owners)]
+    try:
+        yield
+    finally:
+        for one, before, write in states:
+            write(one, before)
+
+
+def _reached(owners: Sequence[Any]) -> list[Any]:
+    """Return objects, and those that they hold as attributes or have closed over, whose state can be put back."""
+    found: dict[int, Any] = {}
+    pending = [(one, 0) for one in owners]
+    while pending:
+        one, depth = pending.pop()
+        if id(one) in found or depth > _INSIDE or isinstance(one, (Tensor, np.ndarray, torch.nn.Module, type)):
+            continue
+        if _state_of(one) is not None:
+            found[id(one)] = one
+        cells = [cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_filled(cell)]
+        held = list(vars(one).values()) if hasattr(one, "__dict__") else []
+        bound = [getattr(one, name) for name in ("__self__", "func") if hasattr(one, name)]
+        pending += [(part, depth + 1) for part in [*cells, *held, *bound]]
+    return list(found.values())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _state_of(one: Any) -> Any:
+    """Return what an object holds now, and what writes that into it; None where nothing of it is kept."""
+    if isinstance(one, torch.Generator):
+        return one.get_state(), lambda kept, state: kept.set_state(state)
+    if isinstance(one, np.random.Generator):
+        return copy.deepcopy(one.bit_generator.state), lambda kept, state: setattr(kept.bit_generator, "state", state)
+    if isinstance(one, np.random.RandomState):
+        return one.get_state(), lambda kept, state: kept.set_state(state)
+    if isinstance(one, random.Random):
+        return one.getstate(), lambda kept, state: kept.setstate(state)
+    if isinstance(one, (list, set, dict)):
+        return (one.copy(), _rewrite) if len(one) <= _KEPT else None
+    plain = (bool, int, float, str, type(None))
+    if hasattr(one, "__dict__") and not isinstance(one, type(random)):
+        return {name: value for name, value in vars(one).items() if isinstance(value, plain)}, _reassign
+    return None
+
+
+def _rewrite(one: Any, before: Any) -> None:
+    held = [list(found.items()) if isinstance(found, dict) else [(part,) for part in found] for found in (one, before)]
+    # By identity: what tensors hold is not compared.
+    if [tuple(map(id, parts)) for parts in held[0]] != [tuple(map(id, parts)) for parts in held[1]]:
+        one.clear()
+        one.extend(before) if isinstance(one, list) else one.update(before)
+
+
+def _reassign(one: Any, before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if vars(one).get(name) is not value:
+            vars(one)[name] = value

@@ -1,0 +1,584 @@
+"""Axes as long as the longest record of a batch: what one record gives must not follow how far it was padded.
+
+An axis is known to follow the batch where the collate function pads along it, or where an earlier forward had another
+length there. Records that end (or begin) in padding are then run twice, as they are and with the padding cut off, as if
+longer records had not been drawn: every output that remains must be the same. A loss of such outputs must have no
+gradient at padded positions, and no mean over that axis, which divides by the longest record's length.
+
+What counts as padding. One value (one column) at the end of several records that hardly occurs elsewhere, or the one
+that the collate function was seen to add. Padding that looks like data, as noise, cannot be told from it.
+
+Shape letters: B samples, L positions, F features.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import isfinite, prod
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _tree
+from ghostclip.capture.batch_axis import RowMap, samples_axis
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import Edge, edge_of
+from ghostclip.capture.packed import packed_inputs
+from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.evidence.dependence import batch_axis_of, first_apart
+from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Batch, Run, plainly, tried
+from ghostclip.evidence.linear_paths import Path, Reduced, looks_plain
+from ghostclip.evidence.randomness import Randomness
+from ghostclip.evidence.unchecked import PADDING, Unchecked
+
+# Forwards after which an axis that never ended in padding is looked at in proved forwards alone.
+_PATIENCE: Final = 64
+# Lengths of padding that are tried until the model runs without it, and ways through a loss that are looked at.
+_CUTS: Final = 4
+_WAYS: Final = 16
+# Forwards that prove an axis, beside the scheduled ones: which output a record's padding reaches may depend on it.
+_PROOFS: Final = 3
+# A value that so many entries at the ends have, a run of it included, and hardly any other one, is padding.
+_ENTRIES: Final = {True: 2, False: 3}
+_RUN: Final = {True: 1, False: 2}
+_ELSEWHERE: Final = 1
+_OWN: Final = (
+    "For classes: ghostclip.losses.token_losses(logits, labels, ignore_index=the padding's label), shift=False if "
+    "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), "
+    "with each position's loss (B, positions), and a mask that is 1 at a record's own positions and 0 at padding. Or "
+    "pad all records to one fixed length."
+)
+_FOLLOWS: Final = (
+    "{model}: outputs of a record changed when {count} {side} padded position(s) were cut off that it has only because "
+    "a longer record is in the batch (axis {axis} of an input of shape {shape}), so that its gradient depends on its "
+    "company and no bound holds.{place} Give the model the records' mask and use it: attention masks; a mean over a "
+    "record's own positions ((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)); the last own position in place "
+    "of h[:, -1]; positions counted from the mask (mask.cumsum(1) - 1); zeros at padding before each convolution; "
+    "packed sequences. Or pad all records to one fixed length."
+)
+_TAKEN_IN: Final = (
+    "the loss has a gradient at {count} padded position(s), which a record has only because a longer one is in the "
+    "batch: its gradient depends on its company, and no bound holds. Leave them out, and average each record over its "
+    "own positions; where padding is on the left, a causal model predicts a record's first token at a padded position: "
+    "give that token the padding's label. {own}"
+)
+_DIVIDED: Final = (
+    "the loss is {how}, which is as long as the longest record of the batch: each record's gradient depends on the "
+    "others' lengths, and no bound holds. Average each record over its own positions. {own}"
+)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An axis of a batch along which a collate function pads.
+
+    Attributes:
+        name: The key, or the place, of the tensor in the batch.
+        dims: How many axes it has.
+        axis: The one.
+        value: The number that fills it up; None where it is not one.
+        leading: Whether in front of a record; None where that is not known.
+        is_float: Whether it holds floating-point numbers.
+    """
+
+    name: str
+    dims: int
+    axis: int
+    value: float | None
+    leading: bool | None
+    is_float: bool
+
+
+class _Place(NamedTuple):
+    """An axis of one of the inputs."""
+
+    leaf: int
+    dims: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Padding at one end of the records, along inputs of one length.
+
+    Attributes:
+        places: The axes.
+        length: L.
+        leading: Whether records begin with it.
+        run_B: Padded positions of each record.
+    """
+
+    places: tuple[_Place, ...]
+    length: int
+    leading: bool
+    run_B: list[int]
+
+
+@dataclass(frozen=True)
+class _Beyond:
+    """Positions of an output that records have only in company.
+
+    Attributes:
+        edge: The output.
+        row_map: How its rows map to samples.
+        axis: The axis of positions, with samples first.
+        count: How many positions.
+        length: Of how many.
+        leading: Whether the first ones.
+        samples: The records.
+    """
+
+    edge: Edge
+    row_map: RowMap
+    axis: int
+    count: int
+    length: int
+    leading: bool
+    samples: Sequence[int]
+
+    def reached_by(self, grad: Tensor, batch_size: int) -> bool:
+        """Return whether a gradient of the output is anything but zero there."""
+        rows = _by_sample(grad, self.row_map, batch_size)
+        assert rows is not None, "it was split when the forward ended"
+        found = rows[list(self.samples)].narrow(self.axis, 0 if self.leading else self.length - self.count, self.count)
+        return bool((found.nan_to_num(nan=0.0) != 0).any())
+
+
+class Padding:
+    """What is known of the axes of a model's inputs that follow the batch, and what was proved of them."""
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self.declared: Sequence[Padded] = ()
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
+        self._following: set[_Place] = set()
+        self._proofs: Counter[_Place] = Counter()
+        self._values: dict[tuple[_Place, bool], set[float]] = {}
+        self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._lengths: tuple[int, ...] = ()
+        self._waited = 0
+
+    def renew(self) -> None:
+        """Prove anew: the model was changed."""
+        self._proofs.clear()
+        self._waited = 0
+
+    def begin(self, inputs: Any, forward: ForwardContext) -> None:
+        """Note the lengths that a forward's inputs have.
+
+        Args:
+            inputs: Positional and keyword inputs.
+            forward: The forward.
+        """
+        size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
+        for number, tensor in enumerate(_tree.tensors(inputs)):
+            shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
+            if samples is None:
+                continue
+            before = self._shapes.setdefault((number, len(shape)), shape)
+            for axis, length in enumerate(shape):
+                if axis == samples:
+                    continue
+                lengths.append(length)
+                if length != before[axis]:
+                    self._following.add(_Place(number, len(shape), axis))
+        self._lengths = tuple(lengths)
+
+    def is_pending(self) -> bool:
+        """Return whether some axis is known to follow the batch of which nothing was proved yet."""
+        places = self._following or self._proofs
+        known = any(self._proofs[place] < _PROOFS for place in places) if places else bool(self.declared)
+        return known and self._waited < _PATIENCE
+
+    def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
+        """Refuse a model whose outputs for a record change when its padding is cut off.
+
+        Args:
+            model: The model, for its dtypes and to say where.
+            run: Runs it on inputs and returns its output tensors.
+            batch: What the forward was called with, and its outputs.
+            forward: The forward, in which the outputs' padded positions are noted.
+            unchecked: Told what could not run, and why.
+
+        Raises:
+            SampleMixingError: They do.
+        """
+        places = self._places(batch)
+        if not places or next(iter(packed_inputs(batch.inputs)), None) is not None:
+            return
+        self._waited += 1
+        forward.padded = []
+        for length in sorted({shape for _, shape in places}):
+            chosen = tuple(place for place, shape in places if shape == length)
+            for leading in (False, True):
+                ends = self._ends(batch, chosen, length, leading=leading)
+                if ends is not None:
+                    self._refuse_one(model, plainly(run), batch, ends, forward, unchecked)
+
+    def _places(self, batch: Batch) -> list[tuple[_Place, int]]:
+        """Return the axes of the inputs that follow the batch, with their lengths."""
+        found = []
+        for number, (name, tensor) in enumerate(_named(batch.inputs)):
+            samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
+            for axis, length in enumerate(tensor.shape):
+                place = _Place(number, tensor.dim(), axis)
+                follows = place in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
+                if samples is not None and axis != samples and follows:
+                    found.append((place, length))
+        return found
+
+    def _declared_of(self, name: str, tensor: Tensor) -> list[Padded]:
+        """Return the axes of the loader's tensor of this name; of all that look like it where none has the name."""
+        alike = [
+            one for one in self.declared if one.dims == tensor.dim() and one.is_float == tensor.is_floating_point()
+        ]
+        named = [one for one in alike if one.name == name]
+        return named or alike
+
+    def _ends(self, batch: Batch, places: tuple[_Place, ...], length: int, *, leading: bool) -> _Ends | None:
+        """Return the padding at one end of the records; None where there is none."""
+        tensors = list(_named(batch.inputs))
+        columns: dict[_Place, _Column] = {}
+        for place in places:
+            name, tensor = tensors[place.leaf]
+            if sum(other.leaf == place.leaf for other in places) > 1:
+                # A mask for each pair of positions.
+                continue
+            known = {end: self._known(name, tensor, place, leading=end) for end in (False, True)}
+            if known[not leading] and not known[leading]:
+                return None
+            samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
+            assert samples is not None, "such axes lie beside one for samples"
+            rows_BLF = tensor.detach().movedim((samples, place.axis), (0, 1)).reshape(batch.size, length, -1)
+            columns[place] = _Column(rows_BLF.flip(1) if leading else rows_BLF, known[leading])
+        decided = [column for column in columns.values() if column.values]
+        masked = any(column.is_flags for column in decided)
+        runs = [run_B for column in columns.values() if (run_B := column.runs(masked=masked)) is not None]
+        run_B = [min(found) for found in zip(*runs, strict=True)]
+        if not decided or not any(0 < run < length for run in run_B):
+            return None
+        for place, column in columns.items():
+            self._values.setdefault((place, leading), set()).update(column.values)
+        return _Ends(places, length, leading, run_B)
+
+    def _known(self, name: str, tensor: Tensor, place: _Place, *, leading: bool) -> set[float]:
+        """Return the values that are known to be padding at one end of an input."""
+        declared = (one for one in self._declared_of(name, tensor) if one.leading is leading)
+        return {one.value for one in declared if one.value is not None} | self._values.get((place, leading), set())
+
+    def _refuse_one(
+        self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
+    ) -> None:
+        raised, proved, longest = "", False, min(range(batch.size), key=ends.run_B.__getitem__)
+        for count in sorted({run for run in ends.run_B if 0 < run < ends.length}, reverse=True)[:_CUTS]:
+            samples = [sample for sample, run in enumerate(ends.run_B) if run == count]
+            order = [samples[number % len(samples)] for number in range(batch.size)]
+            # One that is longer keeps the others' company, in the first place.
+            runs = batch.with_lists([longest, *order[1:]]), self._cut(batch.with_lists(order), ends, count, batch)
+            found, raised = tried(model, batch, partial(_found, run, runs, batch, ends))
+            if found is None:
+                continue
+            if found.drew:
+                unchecked.missed("random numbers are drawn", PADDING)
+                return
+            if found.differ:
+                raise SampleMixingError(self._refusal(model, run, runs, ends, count, batch))
+            proved = proved or bool(found.lost)
+            maps = batch.maps_of(batch.outputs)
+            for output, lost, row_map in zip(batch.outputs, found.lost, maps, strict=False):
+                own = row_map or batch.own_map(output)
+                if lost is not None and own is not None and output.grad_fn is not None:
+                    forward.padded.append(_Beyond(edge_of(output), own, *lost, ends.leading, samples))
+        if proved:
+            unchecked.ran(PADDING)
+            self._proofs.update(ends.places)
+            return
+        why = f"the model raised {raised} without padding" if raised else "no output has one row a sample"
+        unchecked.missed(why, PADDING)
+
+    def _cut(self, given: Any, ends: _Ends, count: int, batch: Batch) -> Any:
+        """Return inputs without some padded positions, along what follows the batch and masks of the same length."""
+        numbers = iter(range(len(_tree.leaves(given))))
+        own = {place.leaf for place in ends.places}
+        follows = {(place.leaf, place.axis) for place in ends.places}
+        others = {place.leaf for place in self._following}
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            number = next(numbers)
+            samples = batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis)
+            for axis, length in enumerate(leaf.shape):
+                shared = number not in own and number not in others and length == ends.length and axis != samples
+                if (number, axis) in follows or shared:
+                    leaf = leaf.narrow(axis, count if ends.leading else 0, length - count)
+            return leaf
+
+        return _tree.mapped(cut, given)
+
+    @staticmethod
+    def _refusal(model: nn.Module, run: Run, runs: tuple[Any, Any], ends: _Ends, count: int, batch: Batch) -> str:
+        """Say where outputs begin to follow padding, and what to do."""
+
+        def look(before: Randomness, coarsest: torch.dtype) -> str:
+            def apart(one: Tensor, two: Tensor) -> bool:
+                known = batch.own_map(one)
+                folded = RowMap("major") if one.dim() and one.shape[0] % batch.size == 0 else None
+                pair = _remaining(one, two, known or folded, batch.size, ends.leading)
+                return pair is not None and _is_apart(pair, coarsest)
+
+            before.restore()
+            return first_apart(model, run, runs, apart)
+
+        place, _ = tried(model, batch, look)
+        tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
+        return _FOLLOWS.format(
+            model=type(model).__name__,
+            count=count,
+            side="leading" if ends.leading else "trailing",
+            axis=ends.places[0].axis,
+            shape=tuple(tensor.shape),
+            place=f" It starts in {place}." if place else "",
+        )
+
+    # -- losses -------------------------------------------------------------------------------------------------
+
+    def refuse_losses(
+        self,
+        found: Iterable[Path],
+        forward: ForwardContext,
+        gradients: Callable[[Sequence[Edge]], Sequence[Tensor | None]],
+    ) -> None:
+        """Refuse a loss that takes padded positions in, or divides by a length that follows the batch.
+
+        Args:
+            found: The ways through it.
+            forward: Whose outputs it is made of.
+            gradients: Returns the loss's gradients at edges.
+
+        Raises:
+            LossReductionError: It does.
+
+        Cost:
+            Where nothing follows the batch, a few numbers are kept of the first loss of each form.
+        """
+        beyond = forward.padded
+        for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
+            if grad is not None and one.reached_by(grad, forward.batch_size):
+                raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
+        sizes = {length for one in beyond for length in (one.length, one.length - 1)}
+        for number, path in enumerate(islice(found, _WAYS)):
+            self._refuse_divisors((number, *path.key), path, forward, sizes)
+
+    def _refuse_divisors(self, key: Any, path: Path, forward: ForwardContext, sizes: set[int]) -> None:
+        lengths, before = self._seen.get(key, ((), ()))
+        if lengths == self._lengths and not sizes:
+            return
+        means, divisors = list(_inner_means(path, forward)), list(_divisors(path))
+        now = (*(float(count) for count, _, _ in means), *divisors)
+        if not lengths:
+            self._seen[key] = self._lengths, now
+        # What was another number when the inputs had other lengths follows them.
+        others = before if self._following and lengths != self._lengths and len(before) == len(now) else now
+        for (count, step, axes), other in zip(means, others, strict=False):
+            if count != other or _is_over(axes, sizes):
+                how = f"a mean over {count} positions of a tensor of shape {step.sizes}"
+                raise LossReductionError(_DIVIDED.format(how=how, own=_OWN))
+        for number, other in zip(divisors, others[len(means) :], strict=True):
+            is_length = any(length > 1 and min(abs(number - length), number % length) <= 1 for length in self._lengths)
+            if (number != other and is_length) or number in sizes:
+                raise LossReductionError(_DIVIDED.format(how=f"divided by {number:g}, a number of positions", own=_OWN))
+
+
+def _is_over(axes: Sequence[tuple[int, bool]], sizes: set[int]) -> bool:
+    """Return whether a mean is over the first axis that is as long as positions of outputs that follow the batch."""
+    return next((is_reduced for size, is_reduced in axes if size in sizes), False)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What cutting padding off changed.
+
+    Attributes:
+        drew: Random numbers were drawn: nothing can be told.
+        differ: Outputs changed.
+        lost: For each output along which axis, samples first, it lost how many positions of how many; None for none.
+    """
+
+    drew: bool = False
+    differ: bool = False
+    lost: Sequence[tuple[int, int, int] | None] = ()
+
+
+class _Column:
+    """What stands at the end of the records in one input.
+
+    Attributes:
+        values: Those that are padding there.
+        is_flags: The input holds zeros and ones alone, as masks do.
+    """
+
+    def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
+        """Look at records.
+
+        Args:
+            rows_BLF: The input; padding is looked for at the end.
+            known: Values that are known to be padding.
+        """
+        self._rows_BLF, self._known = rows_BLF, known
+        last_B1F = rows_BLF[:, -1:]
+        self._same_B = (rows_BLF == last_B1F).all(2).flip(1).long().cumprod(1).sum(1)
+        whole_B = self._same_B == rows_BLF.shape[1]
+        value_B, single_B = last_B1F[:, 0, 0], (last_B1F == last_B1F[..., :1]).all(2).squeeze(1)
+        self._is_float = rows_BLF.is_floating_point()
+        self.is_flags = not self._is_float and bool(((rows_BLF == 0) | (rows_BLF == 1)).all())
+        # Columns that were made from padding, by an embedding outside of the model.
+        padded_B = ~single_B & ~whole_B & (self._same_B > 1) & self._is_float
+        inside_BLF = rows_BLF[~whole_B]
+        self.values: set[float] = set()
+        for value in value_B[single_B].unique().tolist():
+            ends_B = single_B & (value_B == value)
+            run_N = self._same_B[ends_B & ~whole_B]
+            is_padding = value in known or self._is_padding(run_N, int((inside_BLF == value).sum()), value)
+            padded_B |= ends_B if is_padding else False
+            self.values |= {float(value)} if is_padding and len(run_N) else set()
+        self._run_B = torch.where(padded_B, self._same_B, 0)
+
+    def _is_padding(self, run_N: Tensor, entries: int, value: float) -> bool:
+        """Return whether a value is padding, by its runs at the ends and how many entries hold it in all."""
+        at_ends = int(run_N.sum()) * self._rows_BLF.shape[2]
+        if self.is_flags or not at_ends:
+            return value == 0 and not self._known and bool(at_ends) and entries == at_ends
+        enough = at_ends >= _ENTRIES[self._is_float] and int(run_N.max()) >= _RUN[self._is_float]
+        return enough and at_ends >= _ELSEWHERE * (entries - at_ends)
+
+    def runs(self, *, masked: bool) -> list[int] | None:
+        """Return how many positions at the end of each record may be padding; None where this input says nothing.
+
+        Args:
+            masked: Whether a mask decides which are.
+
+        Returns:
+            Numbers of positions.
+        """
+        if not (self.values or self._known or self.is_flags) and self._counts_places():
+            return None
+        lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
+        found: list[int] = (self._same_B if lenient else self._run_B).tolist()
+        return found
+
+    def _counts_places(self) -> bool:
+        """Return whether an input counts positions, says which segment they are of, or holds one value a record."""
+        rows = self._rows_BLF
+        if rows.shape[1] < 2 or bool((self._same_B == rows.shape[1]).all()):
+            return True
+        return not self._is_float and int(rows.long().diff(dim=1).abs().max()) <= 1
+
+
+def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Go through the tensors of a model's inputs, in order, with the keyword or key that each has, if any."""
+    args, kwargs = inputs
+    for name, part in [*(("", arg) for arg in args), *kwargs.items()]:
+        parts = part.items() if isinstance(part, dict) else [(name, part)]
+        for own, inner in parts:
+            for tensor in _tree.tensors(inner):
+                yield str(own), tensor
+
+
+def _found(
+    run: Run, runs: tuple[Any, Any], batch: Batch, ends: _Ends, before: Randomness, coarsest: torch.dtype
+) -> _Found:
+    """Run records with their padding and without it, and hold the outputs against each other."""
+    before.restore()
+    long = run(runs[0])
+    if before.drawn():
+        return _Found(drew=True)
+    short, lost, compared = run(runs[1]), list[Any](), False
+    if len(long) != len(short):
+        return _Found()
+    for one, two, known in zip(long, short, batch.maps_of(long), strict=True):
+        pair = _remaining(one, two, known or batch.own_map(one), batch.size, ends.leading)
+        if pair is not None and _is_apart(pair, coarsest):
+            return _Found(differ=True)
+        compared |= pair is not None
+        lost.append(None if pair is None else pair.lost)
+    return _Found(lost=lost if compared else ())
+
+
+class _Pair(NamedTuple):
+    """What remains of a value of the records where their padding was cut off, with how it was."""
+
+    one: Tensor
+    two: Tensor
+    lost: tuple[int, int, int] | None
+
+
+def _remaining(one: Tensor, two: Tensor, row_map: RowMap | None, batch_size: int, leading: bool) -> _Pair | None:  # noqa: FBT001 - which end
+    """Return a value of all records but the first at the positions that remain; None where that cannot be told."""
+    if row_map is None or one.dtype not in TOLERANCE or one.dtype != two.dtype or one.dim() != two.dim():
+        return None
+    long, short, lost = _by_sample(one, row_map, batch_size), _by_sample(two, row_map, batch_size), None
+    if long is None or short is None:
+        return None
+    for axis, kept in enumerate(short.shape):
+        less = long.shape[axis] - kept
+        if less < 0:
+            return None
+        if less:
+            lost = lost or (axis, less, long.shape[axis])
+            long = long.narrow(axis, less if leading else 0, kept)
+    first = 1 if batch_size > 1 else 0
+    return _Pair(long[first:], short[first:], lost)
+
+
+def _by_sample(value: Tensor, row_map: RowMap, batch_size: int) -> Tensor | None:
+    """Return a value with its samples first, positions beside them; None where rows lie otherwise."""
+    axis = row_map.axis
+    if row_map.kind not in ("axis", "major", "minor") or axis >= value.dim() or value.shape[axis] % batch_size:
+        return None
+    if row_map.kind == "axis":
+        return value.movedim(axis, 0) if value.shape[axis] == batch_size else None
+    if row_map.kind == "major":
+        return value.unflatten(axis, (batch_size, -1)).movedim(axis, 0)
+    return value.unflatten(axis, (-1, batch_size)).movedim(axis + 1, 0)
+
+
+def _is_apart(pair: _Pair, coarsest: torch.dtype) -> bool:
+    one, two, _ = pair
+    if not one.numel():
+        return False
+    kind = TOLERANCE if one.device.type == "cpu" else FEWER_TOLERANCE
+    tolerance, scale = max(kind[one.dtype], kind[coarsest]), float(two.abs().nan_to_num(posinf=0.0).max())
+    # A record at a time: logits may be the largest tensors of a step.
+    pairs = zip(one, two, strict=True)
+    return any(bool(((first - second).abs().nan_to_num() > tolerance * scale).any()) for first, second in pairs)
+
+
+def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Reduced, list[tuple[int, bool]]]]:
+    """Yield how many values of one sample each mean of a loss is over, with the sizes that it has and which it is over.
+
+    Means over picked samples are left out: they are each sample's own.
+    """
+    size, axis = forward.batch_size, forward.batch_axis
+    for step in (*path.picked, *path.reduced):
+        place = samples_axis(step.sizes, size, axis)
+        if step.kind == "picked" and (not step.axes or place in step.axes):
+            return
+        if step.kind == "mean" and place is not None:
+            # Positions may be folded into the axis of samples.
+            sizes = [length // (size if other == place else 1) for other, length in enumerate(step.sizes)]
+            axes = [(length, other in step.axes) for other, length in enumerate(sizes) if length > 1]
+            yield prod(length for length, is_reduced in axes if is_reduced), step, axes
+
+
+def _divisors(path: Path) -> Iterator[float]:
+    """Yield what a loss is divided by, as a number of Python, or multiplied by one over."""
+    for number in path.numbers:
+        if not isfinite(number.factor):
+            continue
+        whole = float(number.given) if number.divides else (1 / number.factor if 0 < number.factor < 1 else 0.0)
+        if number.plain and (number.divides or not looks_plain(number.factor)) and abs(whole - round(whole)) < 1e-6:
+            yield abs(whole)

@@ -1,0 +1,171 @@
+"""A record's gradient does not follow how far it is padded: what does is refused, and the remedies are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ghostclip
+from ghostclip.errors import LossReductionError, SampleMixingError
+from tests.evidence.padded import BODIES, LOSSES, POOLS, Program, follows_company, outcome_of
+
+_REFUSED_POOLS = ["mean", "sum", "over length", "last"]
+_EXACT_POOLS = ["own mean", "own max", "last own", "first"]
+_REFUSED_LOSSES = [
+    "mean(1)", "mean(1), ignoring", "masked mean(1)", "flat mean", "sum", "shifted, mean(1)", "squares", "own squares",
+    "over length", "over a tensor",
+]  # fmt: skip
+_EXACT_LOSSES = ["own sum", "own mean", "token_losses", "shifted", "largest"]
+_HOSTS = [("scalar", "hooks"), ("private", "bookkeeping"), ("private losses", "fast"), ("criterion", "ghost")]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _program(body="none", pool="each", loss="own mean", host="losses", strategy="bookkeeping", **changed):
+    options = {"number": 3, "left": False, "padding": "a token"} | changed
+    return Program(body=body, pool=pool, loss=loss, host=host, strategy=strategy, **options)
+
+
+def test_every_pool_and_loss_is_among_these():
+    assert {*_REFUSED_POOLS, *_EXACT_POOLS, "max", "each"} == set(POOLS)
+    assert {*_REFUSED_LOSSES, *_EXACT_LOSSES} == set(LOSSES)
+
+
+@pytest.mark.parametrize("pool", _REFUSED_POOLS)
+def test_pools_over_padding_are_refused(pool):
+    assert outcome_of(_program(pool=pool))[0] == "refused"
+
+
+@pytest.mark.parametrize("pool", _EXACT_POOLS)
+def test_pools_over_own_positions_are_exact(pool):
+    assert outcome_of(_program(pool=pool))[0] == "exact"
+
+
+@pytest.mark.parametrize("loss", _REFUSED_LOSSES)
+def test_losses_that_divide_by_the_length_or_take_padding_in_are_refused(loss):
+    assert outcome_of(_program(loss=loss))[0] == "refused"
+
+
+@pytest.mark.parametrize("loss", _EXACT_LOSSES)
+def test_losses_of_own_positions_are_exact(loss):
+    assert outcome_of(_program(loss=loss))[0] == "exact"
+
+
+@pytest.mark.parametrize(("host", "strategy"), _HOSTS)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "refused"])
+def test_hosts_and_strategies_see_the_same(exact, host, strategy):
+    """In a private loop before the first release, as the collate function shows what follows the batch."""
+    pool = _program(pool="own mean" if exact else "mean", host=host, strategy=strategy)
+    loss = _program(loss="token_losses" if exact else "masked mean(1)", host=host, strategy=strategy)
+    for program in (pool, loss) if exact or host != "criterion" else (pool,):
+        assert outcome_of(program) == (("exact", pytest.approx(0.0, abs=1e-9)) if exact else ("refused", 0.0))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies_are_exact_or_refused_by_what_they_do(body, left):
+    if left and body == "packed lstm":
+        pytest.skip("packed sequences begin with their own positions")
+    program = _program(body=body, left=left)
+    assert outcome_of(program)[0] == ("refused" if follows_company(program) else "exact")
+
+
+@pytest.mark.parametrize("number", range(300, 308))
+def test_random_programs_are_exact_or_refused(number):
+    assert outcome_of(Program.drawn(number))[0] != "silent"
+
+
+@pytest.mark.slow
+def test_three_hundred_random_programs_are_exact_or_refused():
+    outcomes = {number: outcome_of(Program.drawn(number))[0] for number in range(300)}
+    assert [number for number, outcome in outcomes.items() if outcome == "silent"] == []
+
+
+class _Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(30, 6), nn.Linear(6, 4)
+
+    def forward(self, ids, mask=None):
+        h = self.embedding(ids)
+        return self.head(h.mean(1) if mask is None else (h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+def _batch(lengths, *, value=0):
+    ids = torch.full((len(lengths), max(lengths)), value)
+    for row, length in zip(ids, lengths, strict=True):
+        row[:length] = torch.randint(1, 30, (length,))
+    return ids, (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+def test_the_place_and_the_remedy_are_named():
+    model = _Pooled()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        ids, _ = _batch([3, 7, 5])
+        clipper.backward(model(ids).square().sum(1))
+        ids, _ = _batch([2, 6, 4])
+        with pytest.raises(SampleMixingError, match=r"4 trailing padded.*It starts in .*_Pooled.*own positions"):
+            model(ids)
+
+
+def test_the_remedies_work():
+    """The lines that refusals name, as they stand there."""
+    model = _Pooled().double()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for lengths in ([3, 7, 5], [2, 6, 4], [5, 5, 5]):
+            ids, mask = _batch(lengths)
+            clipper.backward(model(ids, mask.double()).square().sum(1))
+    head = nn.Sequential(nn.Embedding(30, 6), nn.Linear(6, 4)).double()
+    with ghostclip.GhostClipper(head, max_grad_norm=1.0) as clipper:
+        for lengths in ([3, 7, 5], [2, 6, 4], [5, 5, 5]):
+            ids, mask = _batch(lengths)
+            each = functional.cross_entropy(head(ids).transpose(1, 2), ids % 4, reduction="none")
+            losses = (each * mask / mask.sum(1, keepdim=True)).sum(1)
+            clipper.backward(losses)
+            labels = (ids % 4).masked_fill(mask == 0, -100)
+            clipper.backward(ghostclip.losses.token_losses(head(ids), labels, shift=False))
+
+
+def test_means_over_features_may_be_as_long_as_a_batch():
+    """A mean over six features, beside lengths of six and others."""
+    model = nn.Sequential(nn.Embedding(30, 6), nn.Linear(6, 6)).double()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for lengths in ([3, 7, 5], [2, 6, 4], [5, 6, 6], [3, 4, 2], [7, 1, 6]):
+            ids, mask = _batch(lengths)
+            each = model(ids).square().mean(2)
+            clipper.backward((each * mask / mask.sum(1, keepdim=True)).sum(1))
+
+
+def test_borders_of_images_are_data():
+    """Images of one size whose borders are black, as digits are."""
+    images = torch.zeros(8, 1, 9, 9)
+    images[:, :, 3:6, 3:6] = torch.rand(8, 1, 3, 3)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(243, 4))
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for count in (8, 5, 7, 6):
+            clipper.backward(functional.cross_entropy(model(images[:count]), torch.arange(count) % 4, reduction="none"))
+
+
+def test_padding_to_a_fixed_length_is_data():
+    model = _Pooled()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for lengths in ([9, 7, 5], [9, 6, 4, 2], [9, 1]):
+            clipper.backward(model(_batch(lengths)[0]).square().mean(1))
+
+
+def test_batches_of_one_length_each_are_exact_without_a_mask():
+    """Batches whose records are of one length have no padding."""
+    model = _Pooled().double()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for length in (4, 6, 9, 5, 7):
+            clipper.backward(model(torch.randint(1, 30, (5, length))).square().mean(1))
+
+
+def test_lengths_that_divide_are_refused_when_they_change():
+    """Where nothing shows that the records are padded: a mean over positions has other divisors in other batches."""
+    model = nn.Sequential(nn.Linear(3, 4)).double()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        clipper.backward(model(torch.randn(4, 6, 3, dtype=torch.float64)).square().mean((1, 2)))
+        with pytest.raises(LossReductionError, match="a mean over 20 positions"):
+            clipper.backward(model(torch.randn(4, 5, 3, dtype=torch.float64)).square().mean((1, 2)))
