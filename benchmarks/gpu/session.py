@@ -163,6 +163,7 @@ class Session:
         began = time.monotonic()
         with ExitStack() as files:
             running = {step: self._start(step, files) for step in steps}
+            files.callback(lambda: [_end(process) for process in running.values()])
             while running:
                 time.sleep(POLL_SECONDS)
                 passed = time.monotonic() - began
@@ -225,6 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes: does everything run")
     parser.add_argument("--out", type=options.folder, required=True, help="folder for the files")
     given = parser.parse_args(arguments)
+    # A run that is ended from outside ends what it started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     given.out.mkdir(parents=True, exist_ok=True)
     rows = given.out.resolve() / "rows.jsonl"
     with tempfile.TemporaryDirectory() as folder:
