@@ -79,7 +79,7 @@ def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
     """
     shared = ("--device", str(device), "--rows", str(rows), *(["--quick"] if quick else []))
     few = ("-k", "linear_3d") if quick else ()
-    workers = ("-n", "1" if quick else "8")
+    workers = ("-n", "1" if quick else "14")
     tests = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--device", str(device), *workers)
     return [
         *([Step("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
