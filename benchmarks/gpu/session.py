@@ -5,7 +5,7 @@ What is not timed runs first, side by side: tests, agreement with float64, NCCL.
 found is in the folder as soon as it is there: a step that fails or is cut short stops no other.
 
     python -m benchmarks.gpu.session --out "$OUT"
-    python -m benchmarks.gpu.session --out /tmp/rehearsal --device cpu --quick --minutes 60
+    python -m benchmarks.gpu.session --out rehearsal --device cpu --quick --minutes 60
 """
 
 from __future__ import annotations
