@@ -98,5 +98,13 @@ class Gathering(Protocol):
 
 
 def on_any(gathering: Gathering | None, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
-    """Return whether something holds on any rank that shares samples with this one."""
+    """Return whether something holds on any rank that shares samples with this one; called on all of these.
+
+    Args:
+        gathering: The ranks, None where there is one alone.
+        holds: Whether it does on this rank.
+
+    Returns:
+        True if so.
+    """
     return holds if gathering is None else gathering.any_sharing(holds)
