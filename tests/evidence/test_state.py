@@ -107,7 +107,8 @@ def test_what_follows_the_batch_is_refused_at_once(what, strategy):
     model = _Writer(FROM_THE_BATCH[what])
     with pytest.raises(SampleMixingError, match=what.strip()):
         _train(model, strategy)
-    assert model.calls == 1
+    # Before the first forward of the user's has ended.
+    assert model.calls <= 1
 
 
 @pytest.mark.parametrize("condition", [_rarely, _where_large], ids=["by number", "by value"])

@@ -108,7 +108,7 @@ ORDERED = {
         "node_hooks",
         "randomness",
         "unchecked",
-        "buffers",
+        "state",
         "growth",
         "independence",
         "probe",
