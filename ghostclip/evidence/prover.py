@@ -49,7 +49,7 @@ from ghostclip.evidence.own_backwards import (
 from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import Probe, Start, ask, starts
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.evidence.state import Runs, StateWatch, Write
+from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
@@ -332,7 +332,7 @@ class Evidence:
         capture: CaptureContext,
         call: ModuleCall,
         output: Any,
-        writes: frozenset[Write],
+        writes: frozenset[StateWrite],
         *,
         again: Callable[[], ModuleCall],
     ) -> tuple[Any, list[tuple[int, RowMap]]]:
@@ -407,7 +407,7 @@ class Evidence:
             self._watch = StateWatch(capture.model, parameters=capture.gathering is None)
         return self._watch if self.probes else None
 
-    def _written(self, capture: CaptureContext) -> frozenset[Write]:
+    def _written(self, capture: CaptureContext) -> frozenset[StateWrite]:
         """Return what the user's forward wrote of the state, if that is to be proved."""
         watch = self._watched(capture)
         if watch is None:
@@ -419,7 +419,7 @@ class Evidence:
         return writes
 
     def _refuse_data(
-        self, capture: CaptureContext, call: ModuleCall, writes: frozenset[Write], state: ModuleState | None
+        self, capture: CaptureContext, call: ModuleCall, writes: frozenset[StateWrite], state: ModuleState | None
     ) -> None:
         """Refuse a model whose state follows the samples."""
         watch, forward = self._watched(capture), capture.forward

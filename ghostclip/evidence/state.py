@@ -42,7 +42,7 @@ _ADVICE: Final = (
 
 
 @dataclass(frozen=True)
-class Write:
+class StateWrite:
     """What became of one entry of the state.
 
     Attributes:
@@ -59,7 +59,7 @@ class Write:
 
 
 @dataclass
-class _Marks:
+class _StateMarks:
     """The state at one moment: its entries, how often each was changed, where each lies, and extra state."""
 
     entries: dict[str, Tensor]
@@ -120,11 +120,11 @@ class StateWatch:
         """
         self._model, self._parameters = model, parameters
         self._tables: _Tables | None = None
-        self._before: _Marks | None = None
+        self._before: _StateMarks | None = None
         self._copies: dict[str, Tensor] = {}
         # What the user's forward left, of entries that nobody has copied before.
         self._left: dict[str, Tensor] = {}
-        self._proved: set[frozenset[Write]] = {frozenset()}
+        self._proved: set[frozenset[StateWrite]] = {frozenset()}
         # Entries that forwards write and that a proof has passed.
         self._known: set[str] = set()
         self._kept: list[tuple[Tensor, Tensor, int]] = []
@@ -141,10 +141,10 @@ class StateWatch:
             self._tables = _Tables(self._model, parameters=self._parameters)
         return self._tables
 
-    def _marks(self) -> _Marks:
+    def _marks(self) -> _StateMarks:
         tables = self._current()
         extra = {name: _pickled(module) for name, module in tables.extra}
-        return _Marks(
+        return _StateMarks(
             tables.entries, _torch.versions(tables.tensors), list(map(_place, tables.tensors)), tables.where, extra
         )
 
@@ -181,13 +181,13 @@ class StateWatch:
                 _torch.write_uncounted_(entry, copy, version)
         self._before = self._marks()
 
-    def written(self) -> frozenset[Write]:
+    def written(self) -> frozenset[StateWrite]:
         """Return what has become of the state since the forward began; empty where nothing has."""
-        writes = frozenset[Write]() if self._before is None else self._since(self._before)
+        writes = frozenset[StateWrite]() if self._before is None else self._since(self._before)
         self._latest = frozenset([write.name for write in writes])
         return writes
 
-    def _since(self, before: _Marks) -> frozenset[Write]:
+    def _since(self, before: _StateMarks) -> frozenset[StateWrite]:
         now = self._marks()
         same = now.entries is before.entries and now.versions == before.versions and now.places == before.places
         held = {**now.entries, **self._current().hidden} if self._copies else {}
@@ -203,18 +203,20 @@ class StateWatch:
         for (name, entry), version, place in zip(now.entries.items(), now.versions, now.places, strict=True):
             times = self._times(name, then.get(name), (entry, version, place))
             if times is not None:
-                found.append(Write(name, times, tuple(entry.shape), self._step(name, entry)))
-        found += [Write(name, -1, None, None) for name in then.keys() - now.entries.keys()]
+                found.append(StateWrite(name, times, tuple(entry.shape), self._step(name, entry)))
+        found += [StateWrite(name, -1, None, None) for name in then.keys() - now.entries.keys()]
         found += [
-            Write(name, 0, tuple(held.shape), None)
+            StateWrite(name, 0, tuple(held.shape), None)
             for name, held in self._current().hidden.items()
             if self._has_changed(name, held)
         ]
-        found += [Write(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value]
+        found += [
+            StateWrite(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value
+        ]
         return frozenset(found)
 
     def _times(self, name: str, then: tuple[Tensor, int, int] | None, now: tuple[Tensor, int, int]) -> int | None:
-        """Return how often an entry was written, as `Write.times`; None where it was not."""
+        """Return how often an entry was written, as `StateWrite.times`; None where it was not."""
         if then is None or then[0] is not now[0]:
             return -1
         if then[1] != now[1]:
@@ -237,7 +239,7 @@ class StateWatch:
             return not _equal(entry, before)
         return tuple((entry.detach().long() - before.long()).flatten().tolist())
 
-    def is_new(self, writes: frozenset[Write]) -> bool:
+    def is_new(self, writes: frozenset[StateWrite]) -> bool:
         """Return whether a forward wrote in a way that nothing is proved of.
 
         Args:
@@ -248,12 +250,12 @@ class StateWatch:
         """
         return self._way(writes) not in self._proved
 
-    def _way(self, writes: frozenset[Write]) -> frozenset[Write]:
+    def _way(self, writes: frozenset[StateWrite]) -> frozenset[StateWrite]:
         """Return the writes without those of buffers that are looked at in proofs alone."""
         hidden = self._current().hidden
         return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
 
-    def keep(self, writes: frozenset[Write]) -> None:
+    def keep(self, writes: frozenset[StateWrite]) -> None:
         """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too.
 
         Args:
@@ -273,7 +275,7 @@ class StateWatch:
             if _torch.version(entry) != version or not _equal(entry, value):
                 _torch.write_uncounted_(entry, value, version)
 
-    def refuse_unshown(self, writes: frozenset[Write]) -> None:
+    def refuse_unshown(self, writes: frozenset[StateWrite]) -> None:
         """Refuse writes of a forward that cannot be run again.
 
         Args:
@@ -285,7 +287,7 @@ class StateWatch:
         for write in _in_order(writes):
             raise SampleMixingError(_unshown(self._model, write.name))
 
-    def prove(self, writes: frozenset[Write], runs: "Runs") -> None:
+    def prove(self, writes: frozenset[StateWrite], runs: "Runs") -> None:
         """Refuse writes that follow the samples: run the forward on others, from the state that it began with.
 
         Args:
@@ -306,7 +308,7 @@ class StateWatch:
             self._proved.add(self._way(writes))
             self._known |= {write.name for write in writes}
 
-    def _prove_from(self, start: int, writes: frozenset[Write], runs: "Runs") -> None:
+    def _prove_from(self, start: int, writes: frozenset[StateWrite], runs: "Runs") -> None:
         wanted = _in_order(writes)
         names = [write.name for write in wanted]
         found = [self._after(runs.base, start, wanted, runs)]
@@ -322,7 +324,9 @@ class StateWatch:
             if follows:
                 raise SampleMixingError(_from_the_batch(self._model, follows[0]))
 
-    def _after(self, inputs: Any, start: int, writes: Sequence[Write], runs: "Runs") -> tuple[dict[str, Any], set[str]]:
+    def _after(
+        self, inputs: Any, start: int, writes: Sequence[StateWrite], runs: "Runs"
+    ) -> tuple[dict[str, Any], set[str]]:
         """Run the forward once more; returns the content of the entries that it wrote, and the names of all written."""
         names = {write.name for write in writes}
         runs.begin()
@@ -493,7 +497,7 @@ def _moved(entry: Tensor, start: int) -> Tensor:
     return entry + start if not _is_continuous(entry) else entry * (1 + 0.5 * start) + start
 
 
-def _in_order(writes: frozenset[Write]) -> list[Write]:
+def _in_order(writes: frozenset[StateWrite]) -> list[StateWrite]:
     return sorted(writes, key=lambda write: write.name)
 
 
@@ -527,6 +531,6 @@ def _in_a_backward(model: nn.Module, name: str) -> str:
     place, entry = _describe(model, name)
     return (
         f"{place}: the backward writes the {entry} (in a hook, or a backward function of one's own), so that what is "
-        "left of private samples' gradients may be stored in the model without noise. Write it in the loop, after "
+        "left of private samples' gradients may be stored in the model without noise. StateWrite it in the loop, after "
         "step(), from the weights or the released gradients; keep statistics of a batch outside the model."
     )
