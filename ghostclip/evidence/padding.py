@@ -166,15 +166,15 @@ class Padding:
         self._proofs.clear()
         self._waited = 0
 
-    def begin(self, inputs: Any, forward: ForwardContext) -> None:
+    def begin(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
         """Note the lengths that a forward's inputs have.
 
         Args:
-            inputs: Positional and keyword inputs.
+            inputs: The tensors among them.
             forward: The forward.
         """
         size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
-        for number, tensor in enumerate(_tree.tensors(inputs)):
+        for number, tensor in enumerate(inputs):
             shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
             if samples is None:
                 continue

@@ -92,7 +92,8 @@ class Evidence:
         self._looks = False
         self._state: ModuleState | None = None
         self._rehearsed: _Rehearsed | None = None
-        self._versions: list[int] = []
+        # The tensors that the forward that runs was called with, and their versions.
+        self._given: list[tuple[Tensor, int]] = []
         self._drew = True
         # Whether forwards leave something in the modules, which later ones may follow.
         self._remembers = False
@@ -258,11 +259,12 @@ class Evidence:
         records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
         forward.proves = records > 1
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes, records=records)
+        inputs = _tree.tensors((call.args, call.kwargs))
+        self._given = [(tensor, _torch.version(tensor)) for tensor in inputs]
         if self.probes and capture.gathering is not None:
-            inputs = _tree.tensors((call.args, call.kwargs))
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
         if self.probes and not forward.is_dummy:
-            self.padding.begin((call.args, call.kwargs), forward)
+            self.padding.begin(inputs, forward)
         asks = self.asks(capture)
         self._asked, watch = asks, self._watched(capture)
         # In these it runs more often than the user has it run.
@@ -271,7 +273,7 @@ class Evidence:
         if watch is not None:
             watch.begin(proves=asks)
         self._randomness = Randomness(_used(capture, call)) if asks else None
-        self._versions, self._rehearsed = _versions_of(call), None
+        self._rehearsed = None
         if looks and not forward.is_dummy:
             with _unseen(capture, call, state):
                 if asks and not capture.sites.layouts:
@@ -316,14 +318,15 @@ class Evidence:
         Returns:
             The output of the last reading.
         """
-        rehearsed, self._rehearsed = self._rehearsed, None
+        rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
         writes = self._written(capture)
         if rehearsed is not None and not (capture.forward.met or writes):
             rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
             return output
-        # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
-        self._drew |= _versions_of(call) != self._versions
+        if self.asks(capture):
+            # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
+            self._drew |= any(_torch.version(tensor) != version for tensor, version in given)
         with _unseen(capture, call) if self.asks(capture) or writes or self._looks else nullcontext():
             return self._weigh(capture, call, output, writes, again=lambda: call)[0]
 
@@ -630,11 +633,6 @@ def _state_of(capture: CaptureContext, call: ModuleCall, *, outside: bool = True
     """Return what a call of a model may write to."""
     objects = [leaf for leaf in _tree.leaves((call.args, dict(call.kwargs))) if not isinstance(leaf, Tensor)]
     return ModuleState(capture.model, arguments=objects, outside=outside)
-
-
-def _versions_of(call: ModuleCall) -> list[int]:
-    """Return the versions of a call's tensors, which changes in place count up."""
-    return [_torch.version(tensor) for tensor in _tree.tensors((call.args, call.kwargs))]
 
 
 def _copied_call(call: ModuleCall) -> ModuleCall:

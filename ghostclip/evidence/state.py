@@ -34,6 +34,8 @@ _SMALL: Final = 1 << 16
 # Elements of an integer entry up to which its steps are told apart: a counter does not jump.
 _COUNTER: Final = 16
 _EXTRA: Final = "_extra_state"
+_NOTHING: Final[dict[str, bytes]] = {}
+_NO_COPIES: Final[dict[str, Tensor]] = {}
 
 _ADVICE: Final = (
     "Switch that off (running statistics, moving averages of codebooks, max_norm of an embedding), put the module in "
@@ -58,6 +60,9 @@ class StateWrite:
     step: Any
 
 
+_NO_WRITES: Final = frozenset[StateWrite]()
+
+
 @dataclass
 class _StateMarks:
     """The state at one moment: its entries, how often each was changed, where each lies, and extra state."""
@@ -76,7 +81,8 @@ class _Tables:
     def __init__(self, model: nn.Module, *, parameters: bool) -> None:
         named = list(model.named_modules())
         self._tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
-        self._sizes, self._held = list(map(len, self._tables)), self._content()
+        self._sizes = list(map(len, self._tables))
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         self.entries: dict[str, Tensor] = {}
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
@@ -91,6 +97,9 @@ class _Tables:
                 if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):
                     (self.hidden if key in hidden else self.entries)[name] = table[key]
         self.tensors = list(self.entries.values())
+        # What tells where each lies.
+        plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in self.tensors)
+        self.place: Callable[[Tensor], int] = Tensor.data_ptr if plain else _place
         self.small = {name: entry for name, entry in self.entries.items() if _is_small(entry)}
         # cuDNN moves the weights of a recurrent layer together where it finds them apart.
         self.flat = [f"{path}." for path, module in named if isinstance(module, nn.RNNBase)]
@@ -100,12 +109,10 @@ class _Tables:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
 
-    def _content(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
     def hold(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
-        return list(map(len, self._tables)) == self._sizes and all(map(is_, self._content(), self._held))
+        same = map(is_, chain.from_iterable(map(dict.values, self._tables)), self._held)
+        return list(map(len, self._tables)) == self._sizes and all(same)
 
 
 class StateWatch:
@@ -124,7 +131,7 @@ class StateWatch:
         self._copies: dict[str, Tensor] = {}
         # What the user's forward left, of entries that nobody has copied before.
         self._left: dict[str, Tensor] = {}
-        self._proved: set[frozenset[StateWrite]] = {frozenset()}
+        self._proved: set[frozenset[StateWrite]] = {_NO_WRITES}
         # Entries that forwards write and that a proof has passed.
         self._known: set[str] = set()
         self._kept: list[tuple[Tensor, Tensor, int]] = []
@@ -134,7 +141,7 @@ class StateWatch:
 
     def renew(self) -> None:
         """Take no way of writing for proved any longer."""
-        self._proved = {frozenset()}
+        self._proved = {_NO_WRITES}
 
     def _current(self) -> _Tables:
         if self._tables is None or not self._tables.hold():
@@ -143,10 +150,9 @@ class StateWatch:
 
     def _marks(self) -> _StateMarks:
         tables = self._current()
-        extra = {name: _pickled(module) for name, module in tables.extra}
-        return _StateMarks(
-            tables.entries, _torch.versions(tables.tensors), list(map(_place, tables.tensors)), tables.where, extra
-        )
+        extra = {name: _pickled(module) for name, module in tables.extra} if tables.extra else _NOTHING
+        places = list(map(tables.place, tables.tensors))
+        return _StateMarks(tables.entries, _torch.versions(tables.tensors), places, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------
 
@@ -161,7 +167,10 @@ class StateWatch:
 
     def _copied(self, *, proves: bool) -> dict[str, Tensor]:
         """Return copies of small buffers, and of what forwards write; for a proof of all that is not too large."""
-        tables = self._current()
+        tables = self._tables
+        assert tables is not None, "the state was marked"
+        if not (proves or self._known or tables.small):
+            return _NO_COPIES
         if not proves:
             known = {name: tables.entries[name] for name in self._known if name in tables.entries}
             held = {name: entry for name, entry in known.items() if entry.numel() <= _SMALL} | tables.small
@@ -183,16 +192,15 @@ class StateWatch:
 
     def written(self) -> frozenset[StateWrite]:
         """Return what has become of the state since the forward began; empty where nothing has."""
-        writes = frozenset[StateWrite]() if self._before is None else self._since(self._before)
-        self._latest = frozenset([write.name for write in writes])
+        writes = _NO_WRITES if self._before is None else self._since(self._before)
+        self._latest = frozenset([write.name for write in writes]) if writes else frozenset()
         return writes
 
     def _since(self, before: _StateMarks) -> frozenset[StateWrite]:
         now = self._marks()
         same = now.entries is before.entries and now.versions == before.versions and now.places == before.places
-        held = {**now.entries, **self._current().hidden} if self._copies else {}
-        if same and now.extra == before.extra and all(_equal(held[name], own) for name, own in self._copies.items()):
-            return frozenset()
+        if same and now.extra == before.extra and (not self._copies or self._hold_their_copies(now)):
+            return _NO_WRITES
         then = {
             name: (entry, version, place)
             for (name, entry), version, place in zip(
@@ -214,6 +222,10 @@ class StateWatch:
             StateWrite(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value
         ]
         return frozenset(found)
+
+    def _hold_their_copies(self, now: _StateMarks) -> bool:
+        held = {**now.entries, **self._current().hidden}
+        return all(_equal(held[name], own) for name, own in self._copies.items())
 
     def _times(self, name: str, then: tuple[Tensor, int, int] | None, now: tuple[Tensor, int, int]) -> int | None:
         """Return how often an entry was written, as `StateWrite.times`; None where it was not."""
@@ -248,7 +260,7 @@ class StateWatch:
         Returns:
             False where it wrote nothing.
         """
-        return self._way(writes) not in self._proved
+        return bool(writes) and self._way(writes) not in self._proved
 
     def _way(self, writes: frozenset[StateWrite]) -> frozenset[StateWrite]:
         """Return the writes without those of buffers that are looked at in proofs alone."""
