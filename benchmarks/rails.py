@@ -143,7 +143,7 @@ def compared(old: Mapping[str, Row], new: Mapping[str, Row]) -> dict[str, list[s
     for name in sorted({*old, *new}):
         before, now = old.get(name, {}), new.get(name, {})
         was, says = before.get("refused", ""), now.get("refused", "")
-        if "failed" in now or "failed" in before:
+        if before.get("failed") != now.get("failed"):
             kinds["failed"].append(f"{name}: {before.get('failed', 'ran')} | {now.get('failed', 'ran')}")
         elif says and not was:
             kinds["accepted, now refused"].append(f"{name}: {says}")

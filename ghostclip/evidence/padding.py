@@ -41,10 +41,10 @@ _CUTS: Final = 4
 _WAYS: Final = 16
 # Forwards that prove an axis, beside the scheduled ones: which output a record's padding reaches may depend on it.
 _PROOFS: Final = 3
-# A value that so many entries at the ends have, a run of it included, and hardly any other one, is padding.
+# A value that so many entries at the ends have, a run of it included, and at most a fourth as many others, is padding.
 _ENTRIES: Final = {True: 2, False: 3}
 _RUN: Final = {True: 1, False: 2}
-_ELSEWHERE: Final = 1
+_ELSEWHERE: Final = 4
 _OWN: Final = (
     "For classes: ghostclip.losses.token_losses(logits, labels, ignore_index=the padding's label), shift=False if "
     "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), "
