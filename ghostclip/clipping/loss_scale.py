@@ -144,13 +144,14 @@ def _of_way(path: Path, batch_size: int, axis: int) -> float:
     given = [number for number in path.numbers if not number.per_feature]
     if not given:
         return 1.0
-    tensors = [number for number in given if not number.plain]
-    if tensors and batch_size > 1:
-        raise LossReductionError(_common(tensors[0]))
+    plain = [number for number in given if number.plain]
+    # Of one sample alone a tensor may be the sample's own weight.
+    if len(plain) < len(given) and batch_size > 1:
+        raise LossReductionError(_common(next(number for number in given if not number.plain)))
     inner = _inner_sizes(path, batch_size, axis)
-    constant = _constant(number for number in given if not (number.divides and number.given in inner))
+    constant = _constant(number for number in plain if not (number.divides and number.given in inner))
     if batch_size > 1 and _looks_counted(abs(constant), batch_size):
-        raise LossReductionError(_counted(given))
+        raise LossReductionError(_counted(plain))
     return constant
 
 

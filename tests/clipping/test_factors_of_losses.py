@@ -125,6 +125,15 @@ def test_a_schedule_that_is_not_declared_is_told_the_line_that_does(form):
         attack.moved(lambda losses, step: _reduced(losses, form) * (0.1 + 0.1 * step), "mean")
 
 
+def test_weights_of_samples_are_no_factor_of_all():
+    """Also in a batch of one sample, where its weight is the only one."""
+    model, weights = nn.Linear(4, 3), torch.tensor([0.5, 2.0, 100.0])
+    x = torch.randn(3, 4)
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for rows in ([0, 1, 2], [1], [2], [0, 2]):
+            clipper.backward(model(x[rows]).square().sum(1) * weights[rows])
+
+
 def test_signs_of_terms():
     """What is subtracted in one step and added in the next one has another factor."""
     attack = _Attack()
