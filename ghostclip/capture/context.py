@@ -205,9 +205,10 @@ class CaptureContext:
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
-        if _torch.transform() is not None:
-            raise UnsupportedModelError(_transformed(call.module))
         self._compiler = eager.suspend()
+        if _torch.transform() is not None:
+            self._break_off()
+            raise UnsupportedModelError(_transformed(call.module))
         if in_backward():
             # Activation checkpointing runs a part of the latest forward again.
             self._start(call.args, call.kwargs)

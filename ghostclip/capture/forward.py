@@ -77,6 +77,7 @@ class ForwardContext:
         consumed: A backward has gone through it.
         examined: The loss whose backward is about to go through it was examined.
         unproven: A use came from a call site on which there is no evidence yet.
+        rehearsed: It was proved on a run of its own, before it ran.
         proves: Whether what was seen of it may be taken for proved: not where its samples are copies of one.
         inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
         noted: What the caller noted of its inputs.
@@ -117,6 +118,7 @@ class ForwardContext:
     examined: bool = False
     unproven: bool = False
     proves: bool = True
+    rehearsed: bool = False
     inputs: frozenset[int] = frozenset()
     noted: Any = None
     reordered: bool = False

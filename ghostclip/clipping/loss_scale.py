@@ -107,18 +107,19 @@ def remedy(reduction: str) -> str:
     )
 
 
-def ways_of(losses_B: Tensor) -> dict[tuple[Any, ...], list[Path]]:
+def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
     """Return the ways through losses of samples; none of a loss of very many terms.
 
     Args:
         losses_B: Losses of samples, shape ``(B,)``.
+        parameters: As for `grouped`.
 
     Returns:
         By what tells them again in the next step.
     """
     # Reading a number is no operation of the training, which somebody may count.
     with suppress(RecursionError), _torch.dispatch_modes_off():
-        return grouped(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
+        return grouped(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output), parameters)
     return {}
 
 

@@ -101,7 +101,7 @@ class LossExaminer:
         given = list(grads) or [None] * len(roots)
         begun = [self._begun(root, grad) for root, grad in zip(roots, given, strict=True)]
         try:
-            found = grouped(paths(begun, is_output))
+            found = grouped(paths(begun, is_output), frozenset(forward.use_counts))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
         refuse_changed_gradients(roots, forward)
@@ -141,7 +141,7 @@ class LossExaminer:
         """
         if losses_B.grad_fn is None or forward.is_dummy:
             return
-        found, size = ways_of(losses_B), forward.batch_size
+        found, size = ways_of(losses_B, frozenset(forward.use_counts)), forward.batch_size
         for key, alike in found.items():
             constant = constant_of(alike, batch_size=size, axis=forward.batch_axis)
             before = self._constants.setdefault(key, constant)

@@ -186,11 +186,12 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
             ]
 
 
-def grouped(found: Iterable[Path]) -> dict[tuple[Any, ...], list[Path]]:
+def grouped(found: Iterable[Path], parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
     """Put the ways of one form to the same values together, whose factors add up; those to no forward are nobody's.
 
     Args:
         found: Ways through one loss.
+        parameters: Names of those that the forward used: a loss of another head is another loss.
 
     Returns:
         The ways, by what tells them again in the next step: their form, and which of its values they lead to.
@@ -201,7 +202,7 @@ def grouped(found: Iterable[Path]) -> dict[tuple[Any, ...], list[Path]]:
         if any(map(leads_to_forward, path.ends)):
             numbers = counts.setdefault(path.key, {})
             number = numbers.setdefault(path.ends, len(numbers))
-            ways.setdefault((number, *path.key), []).append(path)
+            ways.setdefault((parameters, number, *path.key), []).append(path)
     return ways
 
 

@@ -284,6 +284,8 @@ class Evidence:
                     self._rehearse(capture, call)
             if watch is not None:
                 watch.undo()
+                if self._rehearsed is not None:
+                    watch.settle()
 
     def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Weigh the evidence on a forward before it runs, on a run of its own.
@@ -302,7 +304,7 @@ class Evidence:
                 again = partial(_copied_call, call)
                 output, rows = self._weigh(capture, call, output, self._written(capture), again=again)
                 self._rehearsed = _Rehearsed.of(output, rows, capture.forward)
-                forward.grown, self._asked = capture.forward.grown, False
+                forward.grown, forward.rehearsed, self._asked = capture.forward.grown, True, False
         finally:
             capture.forward = forward
             forward.begin_anew()
@@ -453,7 +455,7 @@ class Evidence:
         watch, forward = self._watched(capture), capture.forward
         if watch is None:
             return nullcontext()
-        return watch.backward(proves=forward.unproven, again=forward.runs_again)
+        return watch.backward(proves=forward.unproven and not forward.rehearsed, again=forward.runs_again)
 
     def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
         """Run a forward with one sample more; None where it cannot."""

@@ -166,7 +166,10 @@ class StateWatch:
         self._copies = self._copied(proves=proves)
 
     def _copied(self, *, proves: bool) -> dict[str, Tensor]:
-        """Return copies of small buffers, and of what forwards write; for a proof of all that is not too large."""
+        """Return copies of small buffers, and of what forwards write; for a proof of all that is not too large.
+
+        Those that are still right are kept.
+        """
         tables = self._tables
         assert tables is not None, "the state was marked"
         if not (proves or self._known or tables.small):
@@ -178,7 +181,15 @@ class StateWatch:
         own = {name: entry for name, entry in tables.entries.items() if isinstance(entry, nn.Parameter)}
         too_large = sum(entry.numel() for entry in own.values()) > _MOST_COPIED
         held = {**tables.entries, **tables.hidden}
-        return {name: held[name].detach().clone() for name in (held.keys() - own.keys() if too_large else held)}
+        names, kept = held.keys() - own.keys() if too_large else held, self._copies
+        return {
+            name: kept[name] if name in kept and _equal(held[name], kept[name]) else held[name].detach().clone()
+            for name in names
+        }
+
+    def settle(self) -> None:
+        """Copy no more than in other forwards: what was to be proved of the one that runs, a rehearsal has shown."""
+        self._copies = self._copied(proves=False)
 
     def undo(self) -> None:
         """Put back what a forward of our own has written before the user's, and was not put back as an attribute."""
