@@ -36,8 +36,8 @@ FEWEST_SECONDS = 5.0
 KEPT = 600_000
 # Who is in the tables: the two ways to fit in memory, and Opacus's three.
 IN_TABLES = ("bookkeeping", "ghost", "opacus-hooks", "opacus-fast", "opacus-ghost")
-# Tables, with the minutes that each is told and the cases of those that have more than fit. On an H100 no case of C and D
-# was timed in 0.5 and 0.9 minutes, and some of each other table: those two come first.
+# Tables, with the minutes that each is told and the cases of those that have more than fit. On an H100 no case of C and
+# D was timed in 0.5 and 0.9 minutes, and some of each other table: those two come first.
 TABLES: Sequence[tuple[str, float, Sequence[str]]] = (
     ("C", 1.2, ()),
     ("D", 1.5, ("gpt2", "roberta-large")),
