@@ -32,8 +32,8 @@ def _tasks() -> Iterator[Task]:
     yield from (small[name] for name in ("cnn", "mlp", "resnet", "lstm"))
 
 
-def _agree(job: Job) -> None:
-    wanted = [engine for engine in engines() if engine.name in STRATEGIES]
+def _agree(job: Job, *, compiled: bool) -> None:
+    wanted = [engine for engine in engines() if engine.name in STRATEGIES and (engine.name == "graph") == compiled]
     chosen = list(_tasks())[: 3 if job.quick else None]
     references: dict[str, Reference] = {}
     # The default on every model before the next one on any.
@@ -99,8 +99,10 @@ def main(given: list[str] | None = None) -> int:
         The exit status: 0.
     """
     job = started("benchmarks.gpu.agreement", __doc__, given=given)
-    _agree(job)
+    _agree(job, compiled=False)
     _bounded(job)
+    # Compiling takes as long as all the rest.
+    _agree(job, compiled=True)
     return 0
 
 

@@ -91,7 +91,7 @@ class Case:
         """
         promote = dtype == torch.float64 and "float32_inside" in self.tags
         cudnn = torch.backends.cudnn.enabled and "without_cudnn" not in self.tags
-        with PromoteToFloat64() if promote else contextlib.nullcontext(), torch.backends.cudnn.flags(enabled=cudnn):
+        with PromoteToFloat64() if promote else contextlib.nullcontext(), _cudnn(enabled=cudnn):
             yield
 
     def reference_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -176,3 +176,14 @@ def ids_case(
         loss,
         tags=frozenset(tags),
     )
+
+
+@contextlib.contextmanager
+def _cudnn(*, enabled: bool) -> Iterator[None]:
+    """Switch cuDNN alone; `cudnn.flags` reads TF32, too, which is an error once convolutions are told by their own."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before

@@ -15,6 +15,8 @@ EMPTY = [(0, 5, 4, 3), (2, 0, 4, 3)]
 NORMS = ["symmetric_gram", "outer_square"]
 # The largest error seen is 4e-7; a missing or doubled row changes a norm by 1e-2.
 TOLERANCE = 3e-6
+# Matrix units of an H100 truncate: 1e-5 of a sum of 4,200 products. A missing row changes that by 2e-4.
+TOLERANCE_OF_UNITS = 5e-5
 
 
 def _factors(size, dtype=torch.float32):
@@ -31,9 +33,9 @@ def _close(got, wanted, tolerance=TOLERANCE):
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
 
 
-def _covers(norm, exact, dtype=torch.float32):
+def _covers(norm, exact, dtype=torch.float32, tolerance=TOLERANCE):
     """The value is right, and the bound makes up for its rounding, or that of matrix units, without being much more."""
-    _close(norm.value_N, exact)
+    _close(norm.value_N, exact, tolerance)
     assert (norm.value_N.double() + norm.error_N.double() >= exact).all()
     assert (norm.error_N >= 0).all()
     assert (norm.error_N.double() <= (1e-5 if dtype == torch.float32 else 1e-3) * exact).all()
@@ -60,7 +62,7 @@ def test_sums_longer_than_a_chunk(fast, name):
     a, g = _factors((1, 600, 5, 3) if name == "outer_square" else (1, 5, 1100, 600))
     _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)))
     a, g = _factors((1, 4200, 5, 3) if name == "outer_square" else (1, 5, 4200, 60), torch.bfloat16)
-    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)), torch.bfloat16)
+    _covers(fast(name, a, g, 1), _gradients(a, g).square().sum((1, 2)), torch.bfloat16, TOLERANCE_OF_UNITS)
 
 
 @pytest.mark.parametrize("name", NORMS)
