@@ -314,6 +314,11 @@ class CaptureContext:
             self._decided_for = self.substitution.generation
             self._decisions.forget()
 
+    @property
+    def watches_blocks(self) -> bool:
+        """Whether repeated blocks are watched, as a memory budget below 1 asks for it."""
+        return self._blocks is not None
+
     def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]) -> None:
         """Watch the model's repeated blocks from now on, and keep the inputs alone of those that are chosen.
 

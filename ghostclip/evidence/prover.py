@@ -275,17 +275,23 @@ class Evidence:
         self._randomness = Randomness(_used(capture, call)) if asks else None
         self._rehearsed = None
         if looks and not forward.is_dummy:
-            with _unseen(capture, call, state):
-                if asks and not capture.sites.layouts:
-                    forward.grown = self._grown(capture, call)
-                    if watch is not None:
-                        watch.undo()
-                if capture.gathering is None and not _has_iterators(call):
-                    self._rehearse(capture, call)
-            if watch is not None:
-                watch.undo()
-                if self._rehearsed is not None:
-                    watch.settle()
+            self._look_before(capture, call, state, watch)
+
+    def _look_before(
+        self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None
+    ) -> None:
+        """Run a forward before the user does, with one sample more and as a rehearsal."""
+        with _unseen(capture, call, state):
+            if self._asked and not capture.sites.layouts:
+                capture.forward.grown = self._grown(capture, call)
+                if watch is not None:
+                    watch.undo()
+            if capture.gathering is None and not _has_iterators(call):
+                self._rehearse(capture, call)
+        if watch is not None:
+            watch.undo()
+            if self._rehearsed is not None:
+                watch.settle()
 
     def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Weigh the evidence on a forward before it runs, on a run of its own.
@@ -409,7 +415,8 @@ class Evidence:
     def _watched(self, capture: CaptureContext) -> StateWatch | None:
         """Return what watches the model's state; None where nothing is to be proved."""
         if self.probes and self._watch is None:
-            self._watch = StateWatch(capture.model, parameters=capture.gathering is None)
+            sparing = capture.watches_blocks
+            self._watch = StateWatch(capture.model, parameters=capture.gathering is None, sparing=sparing)
         return self._watch if self.probes else None
 
     def _written(self, capture: CaptureContext) -> frozenset[StateWrite]:
@@ -435,7 +442,7 @@ class Evidence:
             (call.args, dict(call.kwargs)),
             forward.batch_size,
             forward.batch_axis,
-            run=lambda given: capture.run(call.module, *_copied(given)),
+            run=lambda given: capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))),
             begin=lambda: _begin_anew(state),
             drew=self._drew,
             proves=forward.proves,
@@ -514,7 +521,7 @@ class Evidence:
         batch = self._batch(capture, call, parts, probe, outputs=() if drew or capture.gathering is not None else parts)
 
         def run(given: Any) -> list[Tensor]:
-            return _parts_of(capture.run(call.module, *_copied(given)))
+            return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
 
         def run_anew(given: Any) -> list[Tensor]:
             _begin_anew(state)
@@ -553,7 +560,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(state)
-            return _parts_of(capture.run(call.module, *_copied(given)))
+            return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
 
         with capture.substitution.unwatched():
             refuse_backwards_of_the_batch(capture, run, batch, self.unchecked, alone=own)
@@ -575,7 +582,7 @@ class Evidence:
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(state)
-            return _parts_of(capture.run(call.module, *_copied(given)))
+            return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
 
         with capture.substitution.unwatched():
             self.padding.refuse(capture.model, run, batch, forward, self.unchecked)
@@ -641,11 +648,22 @@ def _copied_call(call: ModuleCall) -> ModuleCall:
     return ModuleCall(call.module, *_copied((call.args, dict(call.kwargs))))
 
 
-def _copied(inputs: Any) -> Any:
-    """Return inputs whose tensors and arrays are copies, which a forward may change in place."""
+def _copied(inputs: Any, *, of: Any = None) -> Any:
+    """Return inputs whose tensors and arrays are copies, which a forward may change in place.
+
+    Args:
+        inputs: The inputs.
+        of: The user's, where some are copies already.
+
+    Returns:
+        New containers.
+    """
     copies: dict[int, Any] = {}
+    given = None if of is None else {id(leaf) for leaf in _tree.leaves(of)}
 
     def copy(leaf: Any) -> Any:
+        if given is not None and id(leaf) not in given:
+            return leaf
         if id(leaf) not in copies and isinstance(leaf, Tensor):
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         elif isinstance(leaf, np.ndarray):

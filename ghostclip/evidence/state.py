@@ -87,6 +87,7 @@ class _Tables:
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
         self.where: dict[str, tuple[dict[str, Any], str]] = {}
+        self.parameters: set[str] = set()
         for path, module in named:
             hidden = _torch.non_persistent(module)
             own, buffers = _torch.parameter_table(module), _torch.buffer_table(module)
@@ -94,6 +95,8 @@ class _Tables:
             for table, key in [(own_or_buffers, key) for own_or_buffers in both for key in own_or_buffers]:
                 name = f"{path}.{key}" if path else key
                 self.where[name] = table, key
+                if table is own:
+                    self.parameters.add(name)
                 if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):
                     (self.hidden if key in hidden else self.entries)[name] = table[key]
         self.tensors = list(self.entries.values())
@@ -118,14 +121,15 @@ class _Tables:
 class StateWatch:
     """Watches the state of one model around its forwards and backwards."""
 
-    def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, parameters: bool = True, sparing: bool = False) -> None:
         """Watch a model.
 
         Args:
             model: The model.
             parameters: Whether its parameters are there between forwards as well: not where ranks gather them.
+            sparing: Whether memory is too dear for copies of parameters, by which writes that nobody counts are found.
         """
-        self._model, self._parameters = model, parameters
+        self._model, self._parameters, self._sparing = model, parameters, sparing
         self._tables: _Tables | None = None
         self._before: _StateMarks | None = None
         self._copies: dict[str, Tensor] = {}
@@ -178,8 +182,8 @@ class StateWatch:
             known = {name: tables.entries[name] for name in self._known if name in tables.entries}
             held = {name: entry for name, entry in known.items() if entry.numel() <= _SMALL} | tables.small
             return {name: entry.detach().clone() for name, entry in held.items()}
-        own = {name: entry for name, entry in tables.entries.items() if isinstance(entry, nn.Parameter)}
-        too_large = sum(entry.numel() for entry in own.values()) > _MOST_COPIED
+        own = {name: entry for name, entry in tables.entries.items() if name in tables.parameters}
+        too_large = self._sparing or sum(entry.numel() for entry in own.values()) > _MOST_COPIED
         held = {**tables.entries, **tables.hidden}
         names, kept = held.keys() - own.keys() if too_large else held, self._copies
         return {
@@ -284,11 +288,11 @@ class StateWatch:
         Args:
             writes: Of `written`.
         """
-        entries = self._current().entries
+        entries, parameters = self._current().entries, self._current().parameters
         uncounted = {write.name for write in writes if write.times == 0}
         names = {write.name for write in writes} | self._known
         held = {name: entries[name] for name in names if name in entries}
-        own = [entry for name, entry in held.items() if isinstance(entry, nn.Parameter) or name in uncounted]
+        own = [entry for name, entry in held.items() if name in parameters or name in uncounted]
         self._kept = [(entry, entry.detach().clone(), _torch.version(entry)) for entry in own]
 
     def put_back(self) -> None:
