@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -36,6 +35,7 @@ _COUNTER: Final = 16
 _EXTRA: Final = "_extra_state"
 _NOTHING: Final[dict[str, bytes]] = {}
 _NO_COPIES: Final[dict[str, Tensor]] = {}
+_NOWHERE: Final[dict[str, int]] = {}
 
 _ADVICE: Final = (
     "Switch that off (running statistics, moving averages of codebooks, max_norm of an embedding), put the module in "
@@ -65,11 +65,11 @@ _NO_WRITES: Final = frozenset[StateWrite]()
 
 @dataclass
 class _StateMarks:
-    """The state at one moment: its entries, how often each was changed, where each lies, and extra state."""
+    """The state at one moment: its entries, how often each was changed, where buffers lie, and extra state."""
 
     entries: dict[str, Tensor]
     versions: list[int]
-    places: list[int]
+    places: dict[str, int]
     # Where entries lie, those that are None included.
     where: dict[str, tuple[dict[str, Any], str]]
     extra: dict[str, bytes]
@@ -81,8 +81,8 @@ class _Tables:
     def __init__(self, model: nn.Module, *, parameters: bool) -> None:
         named = list(model.named_modules())
         self._tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
-        self._sizes = list(map(len, self._tables))
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._full = list(filter(None, self._tables))
+        self._size, self._held = sum(map(len, self._tables)), self._content()
         self.entries: dict[str, Tensor] = {}
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
@@ -100,9 +100,7 @@ class _Tables:
                 if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):
                     (self.hidden if key in hidden else self.entries)[name] = table[key]
         self.tensors = list(self.entries.values())
-        # What tells where each lies.
-        plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in self.tensors)
-        self.place: Callable[[Tensor], int] = Tensor.data_ptr if plain else _place
+        self.buffers = [name for name in self.entries if name not in self.parameters]
         self.small = {name: entry for name, entry in self.entries.items() if _is_small(entry)}
         # cuDNN moves the weights of a recurrent layer together where it finds them apart.
         self.flat = [f"{path}." for path, module in named if isinstance(module, nn.RNNBase)]
@@ -112,10 +110,18 @@ class _Tables:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
 
+    def _content(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._full)))
+
     def hold(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
-        same = map(is_, chain.from_iterable(map(dict.values, self._tables)), self._held)
-        return list(map(len, self._tables)) == self._sizes and all(same)
+        if sum(map(len, self._tables)) != self._size:
+            return False
+        try:
+            # Objects that are the same are not compared, and tensors that are not say that they are no truth value.
+            return self._content() == self._held
+        except RuntimeError:
+            return False
 
 
 class StateWatch:
@@ -155,7 +161,7 @@ class StateWatch:
     def _marks(self) -> _StateMarks:
         tables = self._current()
         extra = {name: _pickled(module) for name, module in tables.extra} if tables.extra else _NOTHING
-        places = list(map(tables.place, tables.tensors))
+        places = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else _NOWHERE
         return _StateMarks(tables.entries, _torch.versions(tables.tensors), places, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------
@@ -217,14 +223,12 @@ class StateWatch:
         if same and now.extra == before.extra and (not self._copies or self._hold_their_copies(now)):
             return _NO_WRITES
         then = {
-            name: (entry, version, place)
-            for (name, entry), version, place in zip(
-                before.entries.items(), before.versions, before.places, strict=True
-            )
+            name: (entry, version, before.places.get(name, 0))
+            for (name, entry), version in zip(before.entries.items(), before.versions, strict=True)
         }
         found = []
-        for (name, entry), version, place in zip(now.entries.items(), now.versions, now.places, strict=True):
-            times = self._times(name, then.get(name), (entry, version, place))
+        for (name, entry), version in zip(now.entries.items(), now.versions, strict=True):
+            times = self._times(name, then.get(name), (entry, version, now.places.get(name, 0)))
             if times is not None:
                 found.append(StateWrite(name, times, tuple(entry.shape), self._step(name, entry)))
         found += [StateWrite(name, -1, None, None) for name in then.keys() - now.entries.keys()]
