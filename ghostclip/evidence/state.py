@@ -82,7 +82,9 @@ class _Tables:
         named = list(model.named_modules())
         self._tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
         self._full = list(filter(None, self._tables))
-        self._size, self._held = sum(map(len, self._tables)), self._content()
+        # Held, so that their numbers stay their own.
+        self._size, self._held = sum(map(len, self._tables)), list(self._content())
+        self._numbers = list(map(id, self._held))
         self.entries: dict[str, Tensor] = {}
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
@@ -110,18 +112,12 @@ class _Tables:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
 
-    def _content(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._full)))
+    def _content(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._full))
 
     def hold(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
-        if sum(map(len, self._tables)) != self._size:
-            return False
-        try:
-            # Objects that are the same are not compared, and tensors that are not say that they are no truth value.
-            return self._content() == self._held
-        except RuntimeError:
-            return False
+        return sum(map(len, self._tables)) == self._size and list(map(id, self._content())) == self._numbers
 
 
 class StateWatch:
