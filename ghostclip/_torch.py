@@ -665,8 +665,9 @@ def put_hook_last(module: nn.Module, number: int) -> None:
         module: The module.
         number: The hook's, which its handle has.
     """
-    if number in module._forward_hooks:
-        module._forward_hooks.move_to_end(number)
+    hooks: Any = module._forward_hooks
+    if number in hooks:
+        hooks.move_to_end(number)
 
 
 # Tables of hooks with the number of a hook that was taken out of each, and the hook.

@@ -4,7 +4,7 @@ Shapes: B samples, T positions (tokens) of each, V classes (vocabulary), N = B·
 state.
 """
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -106,8 +106,9 @@ def scheduled(loss: Tensor, factor: float) -> Tensor:
         ...     losses = reconstruction + ghostclip.losses.scheduled(divergence, step / 750)
     """
     product = loss * _validate.non_negative(factor, "factor")
-    if product.grad_fn is not None:
-        product.grad_fn.metadata[SCHEDULED] = True
+    node: Any = product.grad_fn
+    if node is not None:
+        node.metadata[SCHEDULED] = True
     return product
 
 
