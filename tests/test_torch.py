@@ -1330,3 +1330,39 @@ def test_what_parametrizations_have_cached_is_set_aside():
         with _torch.own_parametrization_cache():
             assert layer.weight is not kept
         assert layer.weight is kept
+
+
+def test_what_is_written_back_counts_as_no_change():
+    weight = torch.ones(2, requires_grad=True)
+    product, version = (2 * weight).square(), _torch.version(weight)
+    with torch.no_grad():
+        weight.add_(1)
+    _torch.write_uncounted_(weight, torch.ones(2), version)
+    assert _torch.version(weight) == version
+    product.sum().backward()
+    assert weight.grad.tolist() == [8.0, 8.0]
+
+
+def test_buffers_that_are_not_saved_are_told():
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(1))
+    module.register_buffer("own", torch.ones(1), persistent=False)
+    assert _torch.non_persistent(module) == {"own"}
+    assert list(module.state_dict()) == ["saved"]
+
+
+def test_a_hook_is_put_behind_those_that_came_later():
+    module, called = nn.Linear(2, 2), []
+    first = module.register_forward_hook(lambda *given: called.append("first"))
+    module.register_forward_hook(lambda *given: called.append("later"))
+    _torch.put_hook_last(module, first.id)
+    _torch.put_hook_last(module, -1)
+    module(torch.ones(1, 2))
+    assert called == ["later", "first"]
+
+
+def test_a_transform_is_told_while_it_runs():
+    told = []
+    torch.func.grad(lambda x: told.append(_torch.transform()) or x.sum())(torch.ones(2))
+    assert told[0] is not None
+    assert _torch.transform() is None
