@@ -199,7 +199,7 @@ class NamesDataset(Dataset):
 
 
 def padded_collate(batch, padding_idx=0):
-    x = pad_sequence([element[0] for element in batch], batch_first=True, padding_value=padding_idx)
+    x = pad_sequence([*(element[0] for element in batch), torch.ones({longest}).long()], batch_first=True)[:-1]
     y = torch.stack([element[1] for element in batch]).long()
     return x, y
 

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from ghostclip.errors import SampleMixingError
 from tests.compat import scripts
 
 TYPICAL = {
@@ -23,9 +24,14 @@ TYPICAL = {
 OURS_ONLY = {"mnist-per-layer"}
 
 
-def run(case: str, package: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Run a script as a module of its own; `{package}` and `{per_layer}` are replaced, nothing else."""
+# Names are padded to the longest one there is; Opacus's example pads to the longest of the batch.
+LONGEST = 8
+
+
+def run(case: str, package: str, monkeypatch: pytest.MonkeyPatch, *, longest: int = LONGEST) -> dict[str, object]:
+    """Run a script as a module of its own; what stands in braces is replaced, nothing else."""
     script = TYPICAL[case][0].replace("{package}", package).replace("{per_layer}", str(case == "mnist-per-layer"))
+    script = script.replace("{longest}", str(longest))
     module = types.ModuleType("script")
     # Opacus copies models by pickling them, which looks their classes up by name.
     monkeypatch.setitem(sys.modules, "script", module)
@@ -56,6 +62,12 @@ def test_script_runs_with_the_import_changed(case, monkeypatch):
     kept = {key.removeprefix("_module.") for key in theirs["state"]}
     # Opacus's recurrent layers list some parameters twice, once under the names of its cells.
     assert set(ours["state"]) == {key for key in kept if ".l0." not in key}
+
+
+def test_last_position_of_names_padded_to_the_batchs_longest_is_refused(monkeypatch):
+    """A record's gradient follows its company there, which Opacus does not notice."""
+    with pytest.raises(SampleMixingError, match="pad all records to one fixed length"):
+        run("char-lstm", "ghostclip.compat.opacus", monkeypatch, longest=1)
 
 
 @pytest.mark.filterwarnings("ignore:sample_rate")

@@ -29,7 +29,7 @@ MIXING = {
     "centred": lambda z, k: _each(z - k * z.mean(0)),
     "weighted by the mean": lambda z, k: _each(z) + k * _each(z) * _each(z).mean(),
     "a neighbour": lambda z, k: (z - k * z.roll(1, 0)).square().sum(1),
-    "a mask": lambda z, k: torch.where(torch.tensor(k > 0), _each(z) * _each(z).mean(), _each(z)),
+    "a mask": lambda z, k: torch.where(torch.full((len(z),), k > 0), _each(z) * _each(z).mean(), _each(z)),
     "a bound": lambda z, k: _each(z) * (1 + _each(z).mean().clamp(0, k)),
     "a hinge": lambda z, k: _each(z) + (z[:, 0] - z[:, 0].roll(1, 0).detach() - z[:, 0].roll(1, 0) * k - 90).relu(),
 }
