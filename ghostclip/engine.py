@@ -722,8 +722,8 @@ class PrivacyEngine:
             As `make_private`.
         """
         noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
-        others = earlier(request.module, self._account.released)
         private = assemble(request, noise)
+        others = earlier(request.module, self._account.released)
         if others:
             self._earlier += [one for one in others if one not in self._earlier]
             text = warning_of(request.module, others, _USUAL_DELTA if budget is None else budget.delta)
