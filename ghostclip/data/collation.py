@@ -108,6 +108,12 @@ class _Company:
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
+        """Read records until there are some of different lengths.
+
+        Args:
+            dataset: Where they are read from.
+            collate: The collate function.
+        """
         self._collate, begun = collate, time.monotonic()
         found: list[tuple[int, Any, _Batch]] = []
         for number in range(min(len(dataset), _TRIED)):

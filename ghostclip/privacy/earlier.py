@@ -31,6 +31,12 @@ class Released:
     """
 
     def __init__(self, accountant: Accountant, runs: dict[str, int]) -> None:
+        """Hold what an account counts.
+
+        Args:
+            accountant: The account's.
+            runs: The account's table of releases by run.
+        """
         self.accountant, self.runs = accountant, runs
 
     def holds(self, other: Released) -> bool:

@@ -29,7 +29,7 @@ def _gpt(dtype=torch.float32):
 
 def _losses(model, ids_BT):
     logits_BVT = model(ids_BT).transpose(1, 2)
-    return functional.cross_entropy(logits_BVT, ids_BT.roll(-1, 1), reduction="none").mean(1)
+    return functional.cross_entropy(logits_BVT, ids_BT.roll(-1, 1), reduction="none").sum(1)
 
 
 def _sums(model, ids, **options):
