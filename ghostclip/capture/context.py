@@ -315,6 +315,11 @@ class CaptureContext:
             self._decisions.forget()
 
     @property
+    def calls_samplers(self) -> bool:
+        """Whether modules have samplers of the user's, which take their calls over."""
+        return any_samplers(self._watch.kinds)
+
+    @property
     def watches_blocks(self) -> bool:
         """Whether repeated blocks are watched, as a memory budget below 1 asks for it."""
         return self._blocks is not None

@@ -286,7 +286,7 @@ class Evidence:
                 capture.forward.grown = self._grown(capture, call)
                 if watch is not None:
                     watch.undo()
-            if capture.gathering is None and not _has_iterators(call):
+            if capture.gathering is None and not (capture.calls_samplers or _has_iterators(call)):
                 self._rehearse(capture, call)
         if watch is not None:
             watch.undo()

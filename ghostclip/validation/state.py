@@ -23,13 +23,13 @@ def preserved(model: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    tensors = list(model.parameters())
+    tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    places = {tensor.device for tensor in (*tensors, *model.buffers())}
+    places = {tensor.device for tensor in tensors}
     devices = sorted(place.index or 0 for place in places if place.type == "cuda")
     with restored(model), torch.random.fork_rng(devices=devices):
         try:
