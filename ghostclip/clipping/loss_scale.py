@@ -108,7 +108,7 @@ def remedy(reduction: str) -> str:
 
 
 def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
-    """Return the ways through losses of samples; none of a loss of very many terms.
+    """Return the ways through losses of samples.
 
     Args:
         losses_B: Losses of samples, shape ``(B,)``.
@@ -117,10 +117,12 @@ def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...
     Returns:
         By what tells them again in the next step.
     """
+    found: list[Path] = []
+    # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
     # Reading a number is no operation of the training, which somebody may count.
     with suppress(RecursionError), _torch.dispatch_modes_off():
-        return grouped(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output), parameters)
-    return {}
+        found.extend(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
+    return grouped(found, parameters)
 
 
 def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int) -> float:

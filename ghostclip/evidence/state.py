@@ -558,6 +558,6 @@ def _in_a_backward(model: nn.Module, name: str) -> str:
     place, entry = _describe(model, name)
     return (
         f"{place}: the backward writes the {entry} (in a hook, or a backward function of one's own), so that what is "
-        "left of private samples' gradients may be stored in the model without noise. StateWrite it in the loop, after "
+        "left of private samples' gradients may be stored in the model without noise. Write it in the loop, after "
         "step(), from the weights or the released gradients; keep statistics of a batch outside the model."
     )
