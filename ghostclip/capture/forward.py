@@ -103,6 +103,7 @@ class ForwardContext:
         met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
         looked_up: Ids by which rows of tables were looked up, by parameter.
         padded: Positions of its outputs that samples have only because others are longer, where that was looked at.
+        has_float16: It may compute with numbers of float16.
         ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
     """
 
@@ -142,6 +143,7 @@ class ForwardContext:
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     padded: list[Any] = field(default_factory=list)
+    has_float16: bool = False
     ends_on_mesh: bool = False
     _recomputing: bool = False
     _counts: _Counts = _NO_COUNTS
@@ -227,6 +229,7 @@ class ForwardContext:
             noted=self.noted,
             proves=self.proves,
             unproven=self.unproven,
+            has_float16=self.has_float16,
         )
 
     @contextmanager

@@ -10,12 +10,15 @@ none.
 
 Which samples. A sample that follows another one is seen if the other is replaced, or left out, and itself is not. The
 first proof, and that of a new way, replaces the first half of the batch, the second half, and one of every two
-neighbours, drawn anew; then the others of each two are left out. Later proofs replace the drawn half and its
-complement. So any two samples of different halves of the batch, and the neighbours 2k and 2k + 1, are told apart for
-certain, any other two with probability 1/2 in each proof, independently: a model that makes n separate pairs follow
-each other passes k proofs with probability 2^(-nk). All pairs for certain would take about log2(B) runs. What is left
-alone moves to other places of the batch, so that what follows a sample's place is seen, too; in later proofs it is the
-second half, whose places are others as shares of the batch as well.
+neighbours, drawn anew; later proofs replace the drawn half and its complement. So any two samples of different halves
+of the batch, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with probability 1/2 in each
+proof, independently: a model that makes n separate pairs follow each other passes k proofs with probability 2^(-nk).
+All pairs for certain would take about log2(B) runs; what gradients show is asked of all pairs (see
+`ghostclip.evidence.probe`). Some of the drawn ones are left alone: they move to other places of the batch, so that what
+follows a sample's place is seen, too; in later proofs it is the second half, whose places are others as shares of the
+batch as well.
+
+What lies behind closed gates is looked at in a few samples alone.
 """
 
 import random
@@ -42,6 +45,10 @@ from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Un
 # which the same kernels see, and for fewer.
 TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FEWER_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+# So many samples show what lies behind a gate.
+_FEW: Final = 4
+# Row maps that know no sample by its number.
+_BY_SIZE: Final = frozenset({"axis", "major", "minor"})
 # Elements that are compared at a time.
 _COMPARED: Final = 1 << 18
 
@@ -112,7 +119,7 @@ class Batch:
         """The samples that are looked at alone: beside lists that go by places, and stay whole, the first ones."""
         if self.by_place:
             return list(range((self.size + 1) // 2))
-        return list(range(self.size // 2, self.size)) if self.again else self.drawn
+        return list(range(self.size // 2, self.size)) if self.again else self.drawn[: max(_FEW // 2, self.size // 4)]
 
     @property
     def has_lists(self) -> bool:
@@ -153,6 +160,18 @@ class Batch:
         """
         place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
         return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
+
+    def few(self) -> "Batch":
+        """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
+        if self.size <= _FEW or self.has_lists:
+            return self
+        order = list(range(_FEW))
+        known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
+        return replace(self, inputs=self._of_samples(order), size=_FEW, maps=known, outputs=())
+
+    def whole(self) -> Any:
+        """Return copies of the inputs, which a forward may change."""
+        return self._of_samples(range(self.size))
 
     def alone(self) -> Any:
         """Return the inputs of the samples that are looked at alone."""
@@ -306,12 +325,16 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
 def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
     """Refuse a model that mixes samples behind a gate that is closed as yet."""
 
-    def look(before: Randomness, coarsest: torch.dtype) -> list[bool | None]:
+    def look(asked: Batch, before: Randomness, coarsest: torch.dtype) -> list[bool | None]:
         with OpenGates(model) as gates:
-            return _differ_behind(gates, run, batch, before, coarsest)
+            return _differ_behind(gates, run, asked, before, coarsest)
 
-    refusal = _BEHIND_GATES.format(model=type(model).__name__)
-    _settle(tried(model, batch, look), refusal, unchecked, BEHIND, "with other parameters")
+    few = batch.few()
+    found = tried(model, batch, partial(look, few))
+    if few is not batch and (found[1] or None in (found[0] or ())):
+        # It does not run on fewer samples, or shows nothing.
+        found = tried(model, batch, partial(look, batch))
+    _settle(found, _BEHIND_GATES.format(model=type(model).__name__), unchecked, BEHIND, "with other parameters")
 
 
 def _settle(
@@ -338,7 +361,7 @@ def _differ_behind(
         before.restore()
         moved = _rows_of(run(batch.copied(first)), second, batch)
     before.restore()
-    base = run(batch.inputs)
+    base = run(batch.whole())
     differ = [_alone(batch, second, TOLERANCE, coarsest).differ(base, moved)]
     del moved
     base = _rows_of(base, first, batch)

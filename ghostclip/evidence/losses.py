@@ -21,8 +21,8 @@ from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
-from ghostclip.evidence.own_backwards import loss_has_own_backwards
-from ghostclip.evidence.probe import Probe, Start, ask, sample_sets, sets_in_company
+from ghostclip.evidence.own_backwards import is_linear, loss_has_own_backwards
+from ghostclip.evidence.probe import Probe, Start, Weights, ask, sample_sets, weightings
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.slopes import apart_at_any_slope, is_entrywise
 from ghostclip.evidence.unchecked import LOSSES
@@ -81,8 +81,8 @@ def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) ->
     size = capture.forward.batch_size
     begun = [Start(GradientSource.of(losses), RowMap("axis", 0))]
     # A backward function that follows the batch (g / g.norm()) shows in company alone; torch's own follow no batch.
-    company = [set(range(size))] if loss_has_own_backwards([losses], capture.forward) else []
-    if not _keeps_apart(capture, begun, [{size // 2}, *company], size):
+    company = [dict.fromkeys(range(size), 1.0)] if loss_has_own_backwards([losses], capture.forward) else []
+    if not _keeps_apart(capture, begun, [{size // 2: 1.0}, *company], size):
         raise SampleMixingError(MIXED.format(""))
     if capture.forward.proves:
         evidence.unchecked.ran(LOSSES)
@@ -129,7 +129,6 @@ class LossRows:
             advice: What to do about a loss that is refused.
         """
         self._evidence, self._capture, self._forward, self._advice = evidence, capture, forward, advice
-        self._sets = sets_in_company(forward.batch_size)
 
     def of(self, ends: Sequence[Ends]) -> list[tuple[RowMap, int | None]]:
         """Prove that each of some values belongs to one sample, and tell to which.
@@ -165,7 +164,7 @@ class LossRows:
         gathering = self._capture.gathering
         if not self._evidence.probes or not (gathering is None or gathering.may_ask()):
             return True
-        return _keeps_apart(self._capture, begun, self._sets, self._forward.batch_size)
+        return _keeps_apart(self._capture, begun, None, self._forward.batch_size)
 
     def _of_one(self, end: Ends) -> tuple[RowMap, int | None]:
         tried = False
@@ -199,7 +198,7 @@ class LossRows:
     def _any_fits(self, end: Ends) -> bool:
         size = self._forward.batch_size
         maps = _maps_of(end, self._forward)
-        return any(_keeps_apart(self._capture, _starts(end, [row_map]), self._sets, size) for row_map in maps)
+        return any(_keeps_apart(self._capture, _starts(end, [row_map]), None, size) for row_map in maps)
 
 
 def _beneath(edge: Edge) -> Edge:
@@ -241,26 +240,40 @@ def _picks_among_samples(ends: Ends, forward: ForwardContext) -> str:
     return ""
 
 
-def _keeps_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set[int]], batch_size: int) -> bool:
-    """Return whether gradients from each set of samples leave zeros in all other samples' rows."""
+def _keeps_apart(
+    capture: CaptureContext, begun: list[Start], weights: Sequence[Weights] | None, batch_size: int
+) -> bool:
+    """Return whether gradients from samples leave zeros in all other samples' rows, and move none.
+
+    Args:
+        capture: Whose forward the loss comes from.
+        begun: Values of the loss.
+        weights: What samples are multiplied by in each backward; None for what tells any two apart.
+        batch_size: B.
+    """
     # Ranks that share samples go through the model equally often, whatever each of them finds.
-    ends = reached(begun) if capture.gathering is None else None
+    ends, forward = reached(begun) if capture.gathering is None else None, capture.forward
+    roots = [start.edge.source for start in begun]
+    linear = is_linear(roots, capture, forward) and not loss_has_own_backwards(roots, forward)
+    asked = weightings(batch_size, linear=linear) if weights is None else weights
     if ends is None:
-        apart = _keeps_layers_apart(capture, begun, sets, batch_size)
+        apart = _keeps_layers_apart(capture, begun, asked, batch_size, linear=linear)
     else:
         with capture.listening(Unheard()):
-            apart = keeps_apart(begun, ends, sets, batch_size=batch_size)
-    axis = capture.forward.batch_axis
-    return apart and apart_at_any_slope(begun, sets, is_output, batch_size=batch_size, axis=axis)
+            apart = keeps_apart(begun, ends, asked, batch_size=batch_size, linear=linear)
+    sets = sample_sets(batch_size) if weights is None else [set(one) for one in weights]
+    return apart and apart_at_any_slope(begun, sets, is_output, batch_size=batch_size, axis=forward.batch_axis)
 
 
-def _keeps_layers_apart(capture: CaptureContext, begun: list[Start], sets: Sequence[set[int]], batch_size: int) -> bool:
+def _keeps_layers_apart(
+    capture: CaptureContext, begun: list[Start], weights: Sequence[Weights], batch_size: int, *, linear: bool
+) -> bool:
     """Return the same of rows in the layers: what a loss was computed from is not known to be the model's outputs."""
     states = capture.sites.states()
-    probe = Probe(set(), capture.describe_module)
+    probe = Probe({}, capture.describe_module, linear)
     with capture.listening(probe):
         anywhere = partial(on_any, capture.gathering)
-        ask(probe, begun, batch_size=batch_size, run=capture.run_backward, sets=sets, on_any=anywhere)
+        ask(probe, begun, batch_size=batch_size, run=capture.run_backward, weights=weights, on_any=anywhere)
     # What layers' rows are was decided by the model's own outputs.
     capture.sites.restore(states)
     return not (probe.failures or probe.unsteady)

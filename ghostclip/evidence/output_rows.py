@@ -16,7 +16,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_origin import METADATA_KEY
-from ghostclip.evidence.probe import Company, Start, repeated, roots_of, touches_others
+from ghostclip.evidence.probe import Company, Start, Weights, repeated, roots_of, touches_others
 
 # On the node of a proved output: how its rows map to samples, by the number of the node's output.
 _KEY: Final = "ghostclip_rows"
@@ -74,43 +74,46 @@ def reached(begun: Sequence[Start]) -> dict[Edge, RowMap] | None:
     return found
 
 
-def keeps_apart(begun: Sequence[Start], ends: dict[Edge, RowMap], sets: Sequence[set[int]], *, batch_size: int) -> bool:
-    """Return whether each set of samples leaves zeros in the other samples' rows of proved outputs, moving none.
+def keeps_apart(
+    begun: Sequence[Start], ends: dict[Edge, RowMap], weights: Sequence[Weights], *, batch_size: int, linear: bool
+) -> bool:
+    """Return whether samples leave zeros in the other samples' rows of proved outputs, and move none of these.
 
     Args:
         begun: Values of a loss, and how their rows map to samples.
         ends: The outputs, as `reached` finds them.
-        sets: Sets of samples that are asked about one after the other.
+        weights: What samples are multiplied by in each backward.
         batch_size: B.
+        linear: Whether all of the backward is torch's.
 
     Returns:
         False where some sample's values touch another sample's row, or another one's gradient changes with them; hooks
         between, and on the outputs, have run.
 
     Cost:
-        For each set a backward from the values to the outputs; three where gradients differ.
+        For each of them a backward from the values to the outputs; three where gradients differ.
     """
-    company = Company()
-    if not all(_keeps_apart(begun, ends, samples, company, batch_size) for samples in sets):
+    company = Company(linear=linear)
+    if not all(_keeps_apart(begun, ends, chosen, company, batch_size) for chosen in weights):
         return False
     if company.differing():
-        for samples in repeated(sets, batch_size):
-            _keeps_apart(begun, ends, samples, company, batch_size)
+        for chosen in repeated(weights, batch_size):
+            _keeps_apart(begun, ends, chosen, company, batch_size)
     return not company.differing()
 
 
 def _keeps_apart(
-    begun: Sequence[Start], ends: dict[Edge, RowMap], samples: set[int], company: Company, batch_size: int
+    begun: Sequence[Start], ends: dict[Edge, RowMap], weights: Weights, company: Company, batch_size: int
 ) -> bool:
-    """Return whether a set of samples leaves zeros in the other samples' rows; what arrives is compared in company."""
+    """Return whether samples leave zeros in the other samples' rows; what arrives is compared in company."""
     edges: list[Any] = [GradientEdge(*edge) for edge in ends]
-    roots, given = roots_of(begun, batch_size, samples)
+    roots, given = roots_of(begun, batch_size, weights)
     with backward_entry.unseen():
         grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
     for place, (grad, row_map) in enumerate(zip(grads, ends.values(), strict=True)):
         if grad is None:
             continue
-        if touches_others(row_map, grad, grad.dim(), samples, batch_size):
+        if touches_others(row_map, grad, grad.dim(), weights, batch_size):
             return False
-        company.take(place, row_map, row_map.split(grad, grad.dim(), batch_size), samples)
+        company.take(place, row_map, row_map.split(grad, grad.dim(), batch_size), weights)
     return True

@@ -79,6 +79,22 @@ def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     return any(_is_own(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
 
 
+def is_linear(roots: Sequence[Any], capture: CaptureContext, forward: ForwardContext) -> bool:
+    """Return whether gradients of a forward's layers follow the scale of what they come from, to the bit.
+
+    Args:
+        roots: Where backwards start.
+        capture: Whose forward it is.
+        forward: The forward.
+
+    Returns:
+        False where a backward goes through code that is not torch's, on any rank that runs it together with this one;
+        and where there are numbers of float16, which end too soon.
+    """
+    own = forward.has_float16 or has_own_backwards(roots, forward)
+    return not on_any(capture.gathering, own)
+
+
 def loss_has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     """Return the same of the backward from a loss to a model's outputs.
 
@@ -110,8 +126,9 @@ def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
     """
     size = capture.forward.batch_size
     roots = [start.edge.source for start in begun]
+    every = dict.fromkeys(range(size), 1.0)
     grads: list[Tensor | None] = [
-        cotangent(start, batch_size=size, samples=set(range(size)), seed=seed) for seed, start in enumerate(begun)
+        cotangent(start, batch_size=size, weights=every, seed=seed) for seed, start in enumerate(begun)
     ]
     return _unscaled(capture, lambda power: _heard(capture, roots, grads, power))
 

@@ -122,7 +122,8 @@ class _Beyond:
     """Positions of an output that records have only in company.
 
     Attributes:
-        edge: The output.
+        number: Which of the outputs.
+        edge: Its place in the graph, where it is at hand.
         row_map: How its rows map to samples.
         axis: The axis of positions, with samples first.
         count: How many positions.
@@ -131,7 +132,8 @@ class _Beyond:
         samples: The records.
     """
 
-    edge: Edge
+    number: int
+    edge: Edge | None
     row_map: RowMap
     axis: int
     count: int
@@ -288,10 +290,11 @@ class Padding:
                 raise SampleMixingError(self._refusal(model, run, runs, ends, count, batch))
             proved = proved or bool(found.lost)
             maps = batch.maps_of(batch.outputs)
-            for output, lost, row_map in zip(batch.outputs, found.lost, maps, strict=False):
-                own = row_map or batch.own_map(output)
-                if lost is not None and own is not None and output.grad_fn is not None:
-                    forward.padded.append(_Beyond(edge_of(output), own, *lost, ends.leading, samples))
+            for number, (output, lost, row_map) in enumerate(zip(batch.outputs, found.lost, maps, strict=False)):
+                own, edge = row_map or batch.own_map(output), edge_of(output)
+                if lost is not None and own is not None:
+                    known = None if edge[0] is None else edge
+                    forward.padded.append(_Beyond(number, known, own, *lost, ends.leading, samples))
         if proved:
             unchecked.ran(PADDING)
             self._proofs.update(ends.places)
@@ -365,7 +368,7 @@ class Padding:
         Cost:
             Where nothing follows the batch, a few numbers are kept of the first loss of each form.
         """
-        beyond = forward.padded
+        beyond = [one for one in forward.padded if one.edge is not None]
         for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
             if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))

@@ -1,21 +1,21 @@
 """Evidence for which rows are whose: the gradient of some samples alone.
 
-A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs. It is asked of
-sets that tell any two samples apart, each way round: no reordering of the batch looks right to all of them, and no
-sample can follow another unseen. That decides between the row maps that the sizes allow, and it proves that samples do
-not mix: where no map explains the zeros, the model is refused.
+A backward that starts from some samples' outputs leaves exact zeros in every row that is not theirs, and gradients
+that are multiplied by powers of two, a sample by a sample, arrive multiplied by as much: to the bit, where all
+backwards are torch's, which are linear. Two backwards tell 32 samples apart, each way round, three tell 1024: no
+reordering of the batch looks right to all of them, and no sample can follow another unseen. That decides between the
+row maps that the sizes allow, and it proves that samples do not mix: where no map explains what came, the model is
+refused.
 
-Why so many backwards, on all samples. Write down for every sample in which sets it is. Sample i is seen to follow j if
-some set holds i without j; that must hold for every two, so that none of these words may contain another. Sperner
-(1928): among n sets there are at most C(n, n // 2) such words, so that fewer sets leave two samples that are not told
-apart. As many are enough for row maps, too: a row of sample i that a map gives to f(i) is explained by all sets only if
-f(i) is in every set that holds i, and then f(i) = i. A backward from fewer samples than the forward had costs as much,
-and a forward of fewer is another one: axes of other sizes, rows that lie elsewhere, a branch that the batch's size
-decides. What it proves would have to be trusted for the batch itself.
+Backward functions of one's own need not be linear, and sixteen bits of float16 end too soon for other scales: there
+samples are taken or left out, nothing else, in sets of which for any two samples some holds the one without the other.
+Sperner (1928): n sets do that for C(n, n // 2) samples at most. A backward from fewer samples than the forward had
+costs as much, and a forward of fewer is another one: axes of other sizes, rows that lie elsewhere, a branch that the
+batch's size decides. What it proves would have to be trusted for the batch itself.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, count, islice
@@ -40,15 +40,24 @@ _FULL_BYTES: Final = 4
 # How far the same gradient may be from itself, relative to the largest: atomic additions come in any order.
 _STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
 _COARSE: Final = 5e-2
+# The same where torch's backwards alone were given powers of two: nothing but such additions differs.
+_STEADY_IF_LINEAR: Final = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5}
+_COARSE_IF_LINEAR: Final = 1e-2
+# Powers of two from 1 on that samples' gradients are multiplied by, and zero.
+_SCALES: Final = (0.0, *(2.0**power for power in range(31)))
 # How often what differs is run again, and how many times the noise that this shows a difference must be to count.
 REPEATS: Final = 2
 OUTSTANDING: Final = 8.0
 # So many samples show noise in two runs; of fewer, more are needed.
 _ENOUGH: Final = 12
+# The share of what is so small that digits are missing in anything smaller: no gradient is told from such ones.
+_TINIEST: Final = 1e-6
 # Elements that are looked at together.
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
 _DRAWING: Final = frozenset({"cpu", "cuda"})
+# How much a sample's gradient is multiplied by; one that is left out has none.
+Weights = Mapping[int, float]
 # Drawn without a copy in 32 bits.
 _DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -74,39 +83,49 @@ class Company:
     a difference counts only where it stands out of what the same backward differs by when it is run again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, linear: bool = False) -> None:
+        """Compare nothing yet.
+
+        Args:
+            linear: Whether all backwards are torch's.
+        """
+        self._linear = linear
         self._seen: dict[Any, tuple[Tensor, Tensor]] = {}
         self._once: dict[Any, Tensor] = {}
         # Where gradients differed: by how much at most, and by how much those of the same backward.
         self._off: dict[Any, Tensor] = {}
         self._noise: dict[Any, Tensor] = {}
 
-    def take(self, place: Any, row_map: RowMap, rows_B: Tensor, samples: set[int]) -> None:
+    def take(self, place: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
         """Compare the extremes and the norm of each sample's rows with those that came before.
 
         Args:
             place: Where the gradient arrived.
             row_map: How its rows map to samples; one that knows none says nothing.
             rows_B: The gradient, split by samples.
-            samples: Those that it came from.
+            weights: What each of the samples that it came from was multiplied by.
         """
         if row_map.kind == "whole":
             return
-        now_B3 = torch.stack([*_extremes(rows_B), _norms(rows_B)], dim=1)
-        chosen_B = torch.zeros(len(rows_B), dtype=torch.bool, device=rows_B.device)
-        chosen_B[list(samples)] = True
-        once_B3 = self._once.setdefault((place, frozenset(samples)), now_B3)
+        weight_B = torch.zeros(len(rows_B))
+        weight_B[list(weights)] = torch.tensor(list(weights.values()))
+        weight_B = weight_B.to(rows_B.device)
+        chosen_B = weight_B > 0
+        now_B3 = torch.stack([*_extremes(rows_B), _norms(rows_B)], dim=1) / weight_B.where(chosen_B, 1).unsqueeze(1)
+        once_B3 = self._once.setdefault((place, tuple(weights.items())), now_B3)
         if once_B3 is not now_B3:
             noise_3 = noise_of(once_B3[chosen_B], now_B3[chosen_B])
             self._noise[place] = torch.maximum(noise_3, self._noise.get(place, noise_3))
         before = self._seen.get(place)
         values_B3, known_B = (torch.zeros_like(now_B3), torch.zeros_like(chosen_B)) if before is None else before
-        both_B1 = (chosen_B & known_B).unsqueeze(1)
-        off_3 = torch.where(both_B1, now_B3 - values_B3, 0).nan_to_num(nan=0.0).abs().amax(0)
-        most, least, norm = torch.where(both_B1, now_B3, 0).nan_to_num(posinf=0.0, neginf=0.0).abs().amax(0)
+        both_B3 = (chosen_B & known_B).unsqueeze(1) & now_B3.isfinite() & values_B3.isfinite()
+        off_3 = torch.where(both_B3, now_B3 - values_B3, 0).abs().amax(0)
+        most, least, norm = torch.where(both_B3, now_B3, 0).abs().amax(0)
         largest = torch.maximum(most, least)
         scale_3 = torch.stack([largest, largest, norm])
-        off_3 = torch.where(off_3 > _STEADY.get(rows_B.dtype, _COARSE) * scale_3, off_3, 0)
+        steady, coarse = (_STEADY_IF_LINEAR, _COARSE_IF_LINEAR) if self._linear else (_STEADY, _COARSE)
+        least_3 = steady.get(rows_B.dtype, coarse) * scale_3 + torch.finfo(rows_B.dtype).tiny / _TINIEST
+        off_3 = torch.where(off_3 > least_3, off_3, 0)
         if bool(off_3.any()):
             self._off[place] = torch.maximum(off_3, self._off.get(place, off_3))
         self._seen[place] = torch.where(chosen_B.unsqueeze(1), now_B3, values_B3), known_B | chosen_B
@@ -146,20 +165,26 @@ class Probe:
     """Receives the gradients of some samples' outputs and judges every call site, once for every set of samples.
 
     Attributes:
-        samples: The samples of the backward that runs.
+        weights: What the samples of the backward that runs are multiplied by.
         describe_module: Names the module that owns a parameter.
         failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
+        linear: Whether all backwards are torch's, so that gradients follow their scale.
         begun: Where its backwards begin.
     """
 
-    samples: set[int]
+    weights: Weights
     describe_module: Callable[[str], str]
+    linear: bool = False
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
     _uses: dict[Any, ParamUse] = field(default_factory=dict)
-    _company: Company = field(default_factory=Company)
+    _company: Company = field(init=False)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin to compare."""
+        self._company = Company(linear=self.linear)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Judge the row maps of one use.
@@ -185,7 +210,7 @@ class Probe:
             rows = able[0].split(grad, use.num_batch_dims, use.forward.batch_size)
             place = use.forward, use.site, able[0].key
             self._uses[place] = use
-            self._company.take(place, able[0], rows, self.samples)
+            self._company.take(place, able[0], rows, self.weights)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
@@ -199,7 +224,7 @@ class Probe:
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""
         key = (use.site, row_map.key)
-        if key not in self._rejected and not _explains(row_map, use, grad, self.samples):
+        if key not in self._rejected and not _explains(row_map, use, grad, self.weights):
             self._rejected.add(key)
         return key in self._rejected
 
@@ -258,11 +283,13 @@ class Probe:
             raise SampleMixingError(message)
 
 
-def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: set[int]) -> bool:
+def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: Collection[int]) -> bool:
     return not touches_others(row_map, grad, use.num_batch_dims, samples, use.forward.batch_size)
 
 
-def touches_others(row_map: RowMap, grad: Tensor, num_batch_dims: int, samples: set[int], batch_size: int) -> bool:
+def touches_others(
+    row_map: RowMap, grad: Tensor, num_batch_dims: int, samples: Collection[int], batch_size: int
+) -> bool:
     """Return whether a gradient of some samples' values has anything but zeros in rows of others.
 
     Args:
@@ -334,17 +361,30 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     return [chosen for chosen in digits if chosen]
 
 
-def sets_in_company(batch_size: int) -> list[set[int]]:
-    """Return `sample_sets` with which each sample is seen in several companies, as `Company` compares them.
+def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
+    """Return what samples' gradients are multiplied by in backwards that show each sample in several companies.
 
     Args:
         batch_size: B, at least 2.
+        linear: Whether all backwards are torch's.
 
     Returns:
-        The sets; of two or three samples, each of which is a set by itself, all of them as well.
+        In the first ones some samples are left out. Where backwards are linear, any two samples are multiplied by
+        different numbers in one of them, the last one aside, which takes all samples as they are. Elsewhere
+        `sample_sets`; of two or three samples, each of which is a set by itself, all of them as well.
     """
-    sets = sample_sets(batch_size)
-    return sets if any(len(chosen) > 1 for chosen in sets) else [*sets, set(range(batch_size))]
+    every = dict.fromkeys(range(batch_size), 1.0)
+    if not linear:
+        sets = sample_sets(batch_size)
+        found = [dict.fromkeys(sorted(chosen), 1.0) for chosen in sets]
+        return found if any(len(chosen) > 1 for chosen in sets) else [*found, every]
+    digits = next(digits for digits in count(1) if len(_SCALES) ** digits >= batch_size)
+    base = next(base for base in count(2) if base**digits >= batch_size)
+    drawn = [
+        {sample: _SCALES[scale] for sample in range(batch_size) if (scale := sample // base**place % base)}
+        for place in range(digits)
+    ]
+    return [*drawn, every]
 
 
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
@@ -436,13 +476,13 @@ class _Begin(torch.autograd.Function):
         return None, ctx.form()
 
 
-def cotangent(start: Start, *, batch_size: int, samples: set[int], seed: int = 0) -> Tensor:
+def cotangent(start: Start, *, batch_size: int, weights: Weights, seed: int = 0) -> Tensor:
     """Return the gradient that starts a backward from some samples' rows of an output.
 
     Args:
         start: The output and how its rows map to samples.
         batch_size: B.
-        samples: The samples.
+        weights: What each of the samples is multiplied by.
         seed: Another one for every output.
 
     Returns:
@@ -455,7 +495,9 @@ def cotangent(start: Start, *, batch_size: int, samples: set[int], seed: int = 0
     generator = torch.Generator(device).manual_seed(seed)
     rows = place.shape[axis] if place.shape else 1
     sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
-    chosen_n = torch.isin(sample_n, torch.tensor(sorted(samples), device=place.device))
+    weight_B = torch.zeros(batch_size)
+    weight_B[list(weights)] = torch.tensor(list(weights.values()))
+    chosen_n = weight_B.to(device=place.device, dtype=place.dtype)[sample_n]
     chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
     if place.dtype.itemsize < _FULL_BYTES:
         return _random(math.prod(place.shape), place, generator).view(place.shape).mul_(chosen)
@@ -480,7 +522,7 @@ def ask(
     *,
     batch_size: int,
     run: Callable[..., bool | None],
-    sets: Sequence[set[int]] | None = None,
+    weights: Sequence[Weights],
     on_any: Callable[[bool], bool] = bool,
 ) -> None:
     """Run the backwards that bring a probe its evidence.
@@ -490,42 +532,42 @@ def ask(
         begun: The model's outputs and how their rows map to samples.
         batch_size: B.
         run: Runs one backward; says None when it must be called again.
-        sets: The sets of samples to ask about; by default those that tell any two apart, in several companies.
+        weights: What samples are multiplied by in each of them.
         on_any: Says whether something holds on any rank that runs the same backwards.
     """
-    asked = sets_in_company(batch_size) if sets is None else sets
-    for samples in asked:
-        _ask(probe, begun, batch_size, run, samples)
+    for chosen in weights:
+        _ask(probe, begun, batch_size, run, chosen)
     if on_any(not probe.failures and bool(probe.unsteady)):
-        for samples in repeated(asked, batch_size):
-            _ask(probe, begun, batch_size, run, samples)
+        for chosen in repeated(weights, batch_size):
+            _ask(probe, begun, batch_size, run, chosen)
 
 
 def _ask(
-    probe: Probe, begun: Sequence[Start], batch_size: int, run: Callable[..., bool | None], samples: set[int]
+    probe: Probe, begun: Sequence[Start], batch_size: int, run: Callable[..., bool | None], weights: Weights
 ) -> None:
-    probe.samples = samples
-    roots, grads = roots_of(begun, batch_size, samples)
+    probe.weights = weights
+    roots, grads = roots_of(begun, batch_size, weights)
     if run(roots, grads) is None:
         run(roots, grads)
 
 
-def repeated(sets: Sequence[set[int]], batch_size: int) -> list[set[int]]:
-    """Return the sets to ask about once more where gradients differed, all samples among them.
+def repeated(weights: Sequence[Weights], batch_size: int) -> list[Weights]:
+    """Return what to ask once more where gradients differed, of all samples as well.
 
     Half of the samples beside another half may have as large a norm; all of them have a larger one.
 
     Args:
-        sets: Those that were asked about.
+        weights: What was asked.
         batch_size: B.
 
     Returns:
         Each of them `REPEATS` times, more often in a small batch.
     """
-    return [*sets, set(range(batch_size))] * max(REPEATS, _ENOUGH // batch_size)
+    every = dict.fromkeys(range(batch_size), 1.0)
+    return [*(one for one in weights if one != every), every] * max(REPEATS, _ENOUGH // batch_size)
 
 
-def roots_of(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tuple[list[Any], list[Tensor | None]]:
+def roots_of(begun: Sequence[Start], batch_size: int, weights: Weights) -> tuple[list[Any], list[Tensor | None]]:
     """Return where a backward from some samples' rows begins, and the gradients that it is given there.
 
     A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
@@ -534,14 +576,14 @@ def roots_of(begun: Sequence[Start], batch_size: int, samples: set[int]) -> tupl
     Args:
         begun: Values of the graph and how their rows map to samples.
         batch_size: B.
-        samples: The samples.
+        weights: What each of the samples is multiplied by.
 
     Returns:
         Tensors or edges of the graph, and a gradient for each of them, None where it is formed later.
     """
     roots, grads = list[Any](), list[Tensor | None]()
     for seed, start in enumerate(begun):
-        form = partial(cotangent, start, batch_size=batch_size, samples=samples, seed=seed)
+        form = partial(cotangent, start, batch_size=batch_size, weights=weights, seed=seed)
         tensor = start.edge.tensor
         if tensor is None:
             roots.append(start.edge.source)

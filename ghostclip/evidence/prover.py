@@ -6,7 +6,7 @@ are looked at. Everything is put back, and the user's own forward comes last: wh
 is of that one. Only a forward that meets something new unawares is looked at afterwards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.growth import grown
-from ghostclip.evidence.independence import Batch, refuse_dependence, refuse_memory
+from ghostclip.evidence.independence import Batch, Run, refuse_dependence, refuse_memory
 from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs
 from ghostclip.evidence.module_state import ModuleState
@@ -42,12 +42,13 @@ from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.output_rows import Unheard, note
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
+    is_linear,
     refuse_backwards_of_the_batch,
     refuse_means_without_scale,
     without_scale,
 )
 from ghostclip.evidence.padding import Padding
-from ghostclip.evidence.probe import Probe, Start, ask, starts
+from ghostclip.evidence.probe import Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
@@ -266,6 +267,7 @@ class Evidence:
         if self.probes and not forward.is_dummy:
             self.padding.begin(inputs, forward)
         asks = self.asks(capture)
+        forward.has_float16 = asks and _has_float16(_used(capture, call))
         self._asked, watch = asks, self._watched(capture)
         # In these it runs more often than the user has it run.
         self._looks = looks = asks or (capture.gathering is None and self.probes and self.padding.is_pending())
@@ -299,18 +301,23 @@ class Evidence:
         One that raises is left to the user's own run, which raises as well, or is looked at afterwards.
         """
         forward = capture.forward
+
+        def read() -> Any:
+            try:
+                return capture.rehearse(_copied_call(call))
+            except GhostClipError:
+                raise
+            except Exception as error:
+                raise _UsersError from error
+
         try:
             with capture.rehearsing():
-                try:
-                    output = capture.rehearse(_copied_call(call))
-                except GhostClipError:
-                    raise
-                except Exception:  # noqa: BLE001 - the user's code, which is about to run
-                    return
-                again = partial(_copied_call, call)
-                output, rows = self._weigh(capture, call, output, self._written(capture), again=again)
-                self._rehearsed = _Rehearsed.of(output, rows, capture.forward)
+                _, rows = self._weigh(capture, call, read, again=lambda: _copied_call(call), aside=True)
+                self._rehearsed = _Rehearsed(rows, capture.forward.padded)
                 forward.grown, forward.rehearsed, self._asked = capture.forward.grown, True, False
+        except _UsersError:
+            # The user's code is about to run.
+            return
         finally:
             capture.forward = forward
             forward.begin_anew()
@@ -336,33 +343,39 @@ class Evidence:
             # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
             self._drew |= any(_torch.version(tensor) != version for tensor, version in given)
         with _unseen(capture, call) if self.asks(capture) or writes or self._looks else nullcontext():
-            return self._weigh(capture, call, output, writes, again=lambda: call)[0]
+            output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
+        _Rehearsed(rows, capture.forward.padded).hand_on(output, capture.forward)
+        return output
 
     def _weigh(
         self,
         capture: CaptureContext,
         call: ModuleCall,
-        output: Any,
-        writes: frozenset[StateWrite],
+        read: Callable[[], Any],
         *,
         again: Callable[[], ModuleCall],
-    ) -> tuple[Any, list[tuple[int, RowMap]]]:
+        writes: frozenset[StateWrite] | None = None,
+        aside: bool = False,
+    ) -> tuple[Any, dict[int, RowMap]]:
         """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
 
         Args:
             capture: Whose latest forward it is.
             call: What ran.
-            output: What it returned.
-            writes: What it wrote of the model's state, if that is to be proved.
+            read: Returns what it returned.
             again: Returns what is to be called to read it once more.
+            writes: What it wrote of the model's state, if that is to be proved; None where nobody has looked yet.
+            aside: Whether nobody but this takes the output: its graph is let go as soon as it is not needed.
 
         Returns:
             The output of the last reading, and how the rows of which of its tensors map to samples.
         """
+        output = read()
+        writes = self._written(capture) if writes is None else writes
         randomness, state, self._randomness, self._state = self._randomness, self._state, None, None
         self._remembers = self._remembers or (state is not None and state.changed_inside())
         # One that is asked about only now is taken to draw what the others drew.
-        self._drew = drew = self._drew if randomness is None else randomness.drawn()
+        self._drew = self._drew if randomness is None else randomness.drawn()
         forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
@@ -378,23 +391,27 @@ class Evidence:
                 probe = self._probed(capture, parts)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
+        starts = () if probe is None else probe.begun
+        maps = {id(start.edge.tensor): start.row_map for start in starts}
+        rows = {number: maps[id(part)] for number, part in enumerate(parts) if id(part) in maps}
+        asks = self.asks(capture) and (self._asked or capture.forward.met)
+        own = asks and self._look_at_backwards(capture, parts, starts)
+        looked_at, parts = None if probe is None else rows, parts or _parts_of(output)
+        if aside:
+            parts, output, probe, starts = [part.detach() for part in parts], None, None, ()
         if writes:
             self._refuse_data(capture, call, writes, state)
-        begins: Sequence[Start] = ()
-        if self.asks(capture) and (self._asked or capture.forward.met):
-            self._refuse_dependence(capture, call, parts, probe, drew=drew, state=state)
-            self._refuse_own_backwards(capture, call, parts, probe, state=state)
+        if asks:
+            self._refuse_dependence(capture, call, parts, rows, state=state)
+            self._refuse_own_backwards(capture, call, parts, rows, own=own, state=state)
             self.unchecked.tell()
-            begins = [] if probe is None else probe.begun
-            note(begins)
-        self._refuse_padding(capture, call, output, probe, state=state)
+        self._refuse_padding(capture, call, parts, looked_at, state=state)
         if self.asks(capture) or not self.probes:
             capture.forward.prove()
         if writes and self._watch is not None:
             self._watch.put_back()
         forward.proofs = begun, _torch.next_order()
-        known = {id(start.edge.tensor): start.row_map for start in begins}
-        return output, [(number, known[id(part)]) for number, part in enumerate(parts) if id(part) in known]
+        return output, rows if asks else {}
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
         """Refuse a model whose gradients of one sample's outputs lead to other samples."""
@@ -476,7 +493,12 @@ class Evidence:
             return _parts_of(capture.run(own, *_copied((args, kwargs))))
 
         forward = capture.forward
-        with capture.substitution.unwatched(), Exchanges() as exchanges:
+        exchanges = Exchanges()
+        # Without other ranks there is nothing to exchange, and every operation would be looked at.
+        watched = (
+            exchanges if torch.distributed.is_available() and torch.distributed.is_initialized() else nullcontext()
+        )
+        with capture.substitution.unwatched(), watched:
             found = grown(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
         if not self._may_exchange:
             exchanges.refuse(capture.model)
@@ -507,9 +529,8 @@ class Evidence:
         capture: CaptureContext,
         call: ModuleCall,
         parts: list[Tensor],
-        probe: Probe | None,
+        rows: Mapping[int, RowMap],
         *,
-        drew: bool,
         state: ModuleState | None,
     ) -> None:
         """Refuse a model whose outputs for one sample change with the others."""
@@ -518,55 +539,57 @@ class Evidence:
             return
         forward = capture.forward
         # Ranks that share samples run the model equally often, whatever each of them finds.
-        batch = self._batch(capture, call, parts, probe, outputs=() if drew or capture.gathering is not None else parts)
-
-        def run(given: Any) -> list[Tensor]:
-            return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
-
-        def run_anew(given: Any) -> list[Tensor]:
-            _begin_anew(state)
-            return run(given)
+        batch = self._batch(
+            capture, call, parts, rows, outputs=() if self._drew or capture.gathering is not None else parts
+        )
 
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             # Copies of one sample may be refused, and show nothing for others.
             unchecked = self.unchecked if forward.proves else Unchecked()
-            refuse_dependence(capture.model, run_anew, batch, unchecked)
+            refuse_dependence(capture.model, self._run_anew(capture, call, state), batch, unchecked)
             if self._remembers or state is None or state.changed():
                 # What was met in a forward that nobody was to ask about may begin to remember there.
+                run = self._run_anew(capture, call, None)
                 refuse_memory(capture.model, state or _state_of(capture, call), run, batch, unchecked)
+
+    def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
+        """Return whether outputs have backwards that are not torch's; note whether these follow their scale."""
+        trained, self._without_scale = [part for part in parts if part.requires_grad], ""
+        own = capture.forward.proves and bool(trained) and has_own_backwards(trained, capture.forward)
+        if own and starts:
+            self._without_scale = without_scale(capture, starts)
+        return own
 
     def _refuse_own_backwards(
         self,
         capture: CaptureContext,
         call: ModuleCall,
         parts: list[Tensor],
-        probe: Probe | None,
+        rows: Mapping[int, RowMap],
         *,
+        own: bool,
         state: ModuleState | None,
     ) -> None:
         """Refuse a model whose own backward functions, hooks or detached values make gradients follow the batch."""
-        trained, self._without_scale = [part for part in parts if part.requires_grad], ""
-        if not (capture.forward.proves and trained):
-            return
-        own = has_own_backwards(trained, capture.forward)
-        if own and probe is not None:
-            self._without_scale = without_scale(capture, probe.begun)
-        if not (own or capture.forward.around.rows.detaches):
+        if not capture.forward.proves or not (own or capture.forward.around.rows.detaches):
             return
         if capture.gathering is not None or _has_packed((call.args, call.kwargs)):
             self.unchecked.missed("samples cannot be exchanged", BACKWARDS)
             return
-        batch = self._batch(capture, call, parts, probe)
-
-        def run(given: Any) -> list[Tensor]:
-            _begin_anew(state)
-            return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
-
+        batch = self._batch(capture, call, parts, rows)
         with capture.substitution.unwatched():
-            refuse_backwards_of_the_batch(capture, run, batch, self.unchecked, alone=own)
+            refuse_backwards_of_the_batch(
+                capture, self._run_anew(capture, call, state), batch, self.unchecked, alone=own
+            )
 
     def _refuse_padding(
-        self, capture: CaptureContext, call: ModuleCall, output: Any, probe: Probe | None, *, state: ModuleState | None
+        self,
+        capture: CaptureContext,
+        call: ModuleCall,
+        parts: list[Tensor],
+        rows: Mapping[int, RowMap] | None,
+        *,
+        state: ModuleState | None,
     ) -> None:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
         forward = capture.forward
@@ -575,39 +598,43 @@ class Evidence:
             return
         if not (self.padding.is_pending() or self.asks(capture)):
             return
-        parts = _parts_of(output)
-        batch, axes = self._batch(capture, call, parts, probe, outputs=parts), capture.sites.outputs
-        if probe is None and len(axes) == len(parts):
+        batch, axes = self._batch(capture, call, parts, rows or {}, outputs=parts), capture.sites.outputs
+        if rows is None and len(axes) == len(parts):
             batch = replace(batch, maps=[RowMap("axis", axis) if axis >= 0 else None for axis in axes])
+        with capture.substitution.unwatched():
+            self.padding.refuse(capture.model, self._run_anew(capture, call, state), batch, forward, self.unchecked)
+
+    @staticmethod
+    def _run_anew(capture: CaptureContext, call: ModuleCall, state: ModuleState | None) -> Run:
+        """Return what runs a forward on other inputs, from what the model held before it."""
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(state)
             return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
 
-        with capture.substitution.unwatched():
-            self.padding.refuse(capture.model, run, batch, forward, self.unchecked)
+        return run
 
     def _batch(
         self,
         capture: CaptureContext,
         call: ModuleCall,
         parts: list[Tensor],
-        probe: Probe | None,
+        rows: Mapping[int, RowMap],
         *,
         outputs: Sequence[Tensor] = (),
     ) -> Batch:
         """Return what the latest forward was called with, for runs on other batches."""
         forward = capture.forward
-        known = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
+        known = dict(rows)
         if self.hands_on:
-            rows = RowMap("axis", forward.batch_axis)
-            known |= {id(found): rows for found in parts if _has_samples(found, forward)}
+            as_they_lie = RowMap("axis", forward.batch_axis)
+            known |= {number: as_they_lie for number, found in enumerate(parts) if _has_samples(found, forward)}
         return Batch(
             (call.args, dict(call.kwargs)),
             forward.batch_size,
             forward.batch_axis,
             gathered=forward.gathered,
-            maps=[known.get(id(found)) for found in parts],
+            maps=[known.get(number) for number in range(len(parts))],
             outputs=outputs,
             seed=self.unchecked.forwards,
             again=self.unchecked.is_scheduled_again and not forward.met,
@@ -680,31 +707,32 @@ def _has_iterators(call: ModuleCall) -> bool:
     return any(isinstance(leaf, Iterator) for leaf in _tree.leaves((call.args, dict(call.kwargs))))
 
 
+class _UsersError(Exception):
+    """A forward of the user's raised something of its own."""
+
+
 @dataclass(frozen=True)
 class _Rehearsed:
-    """What the rehearsal of a forward has shown, for the forward itself.
+    """What was shown of a forward, for its outputs.
 
     Attributes:
         rows: How the rows of which of its output tensors map to samples.
         padded: Positions of which of them samples have only because others are longer.
     """
 
-    rows: Sequence[tuple[int, RowMap]]
-    padded: Sequence[tuple[int, Any]]
-
-    @classmethod
-    def of(cls, output: Any, rows: Sequence[tuple[int, RowMap]], forward: ForwardContext) -> "_Rehearsed":
-        """Return what was shown of the output of a rehearsal."""
-        edges = [edge_of(part) for part in _parts_of(output)]
-        return cls(rows, [(edges.index(one.edge), one) for one in forward.padded if one.edge in edges])
+    rows: Mapping[int, RowMap]
+    padded: Sequence[Any]
 
     def hand_on(self, output: Any, forward: ForwardContext) -> None:
-        """Note it at the output of the forward itself."""
+        """Note it at the outputs."""
+        if not (self.rows or self.padded):
+            return
         parts = _parts_of(output)
-        note([Start(GradientSource.of(parts[number]), row_map) for number, row_map in self.rows if number < len(parts)])
-        forward.padded = [
-            replace(one, edge=edge_of(parts[number])) for number, one in self.padded if number < len(parts)
-        ]
+        note(
+            [Start(GradientSource.of(parts[number]), rows) for number, rows in self.rows.items() if number < len(parts)]
+        )
+        trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
+        forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
 
 
 def _begin_anew(state: ModuleState | None) -> None:
@@ -726,6 +754,18 @@ def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]
 def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
     """Return tensors on every device that a forward uses."""
     return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
+
+
+def _has_float16(tensors: Iterable[Tensor]) -> bool:
+    """Return whether tensors, or what autocast makes of them, are of float16."""
+    kinds = set[str]()
+    for tensor in tensors:
+        kinds.add(tensor.device.type)
+        if tensor.dtype is torch.float16:
+            return True
+    return any(
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16 for kind in kinds - {"meta"}
+    )
 
 
 def _has_samples(output: Tensor, forward: ForwardContext) -> bool:
@@ -754,8 +794,9 @@ def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | No
     forward, sites = capture.forward, capture.sites
     first: Probe | None = None
     states = sites.states()
+    linear = is_linear([output for output in outputs if output.requires_grad], capture, forward)
     for begun in starts(outputs, forward=forward, known=sites.outputs):
-        probe = Probe(set(), capture.describe_module, begun=begun)
+        probe = Probe({}, capture.describe_module, linear, begun=begun)
         if first is not None:
             # Forget what a wrong reading of the outputs seemed to show.
             sites.restore(states)
@@ -765,6 +806,7 @@ def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | No
                 begun,
                 batch_size=forward.batch_size,
                 run=capture.run_backward,
+                weights=weightings(forward.batch_size, linear=linear),
                 on_any=partial(on_any, capture.gathering),
             )
         if not probe.failures:

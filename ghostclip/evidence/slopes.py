@@ -163,7 +163,10 @@ def _followed(
         arrived[node][place] = grad if before is None else before + grad
 
     for seed, start in enumerate(begun):
-        arrive(edge_of(start.edge.source), cotangent(start, batch_size=batch_size, samples=samples, seed=seed))
+        arrive(
+            edge_of(start.edge.source),
+            cotangent(start, batch_size=batch_size, weights=dict.fromkeys(samples, 1.0), seed=seed),
+        )
     for _ in range(_MAX_NODES):
         if not pending:
             return ends

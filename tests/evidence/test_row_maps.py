@@ -31,9 +31,9 @@ def _rows(*touched):
 )
 def test_a_map_that_an_earlier_set_contradicts_is_not_chosen_later(first, second, chosen):
     use = SimpleNamespace(node=None, site=_Site(), maps=[MAJOR, MINOR], num_batch_dims=1, forward=_Forward())
-    probe = Probe({0}, str)
+    probe = Probe({0: 1.0}, str)
     probe.receive(use, _rows(*first))
-    probe.samples = {1}
+    probe.weights = {1: 1.0}
     probe.receive(use, _rows(*second))
     assert bool(probe.failures) == (chosen is None)
     assert chosen is None or use.site.chosen[0] == chosen
