@@ -21,7 +21,6 @@ _SUBMODULES = frozenset(
         "distributed",
         "grad_sample",
         "layers",
-        "legacy",
         "lightning",
         "optimizers",
         "privacy_engine",
