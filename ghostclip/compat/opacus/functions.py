@@ -331,15 +331,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-e", "--epochs", type=int, required=True, help="passes over the data")
     parser.add_argument("-d", "--delta", type=float, default=1e-5, help="δ (default: %(default)s)")
     parser.add_argument("-a", "--alphas", type=float, nargs="+", help="Rényi orders to search; a wide range by default")
-    given = parser.parse_args(arguments)
+    plan = parser.parse_args(arguments)
     try:
-        epsilon, alpha = compute_dp_sgd_privacy(**vars(given))
+        epsilon, alpha = compute_dp_sgd_privacy(**vars(plan))
     except GhostClipError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(
-        f"DP-SGD with sampling rate {given.sample_rate:g}, noise multiplier {given.noise_multiplier:g} and "
-        f"{steps_of(given.sample_rate, given.epochs)} steps is (ε, δ) = ({epsilon:.4g}, {given.delta:g})-private, "
+        f"DP-SGD with sampling rate {plan.sample_rate:g}, noise multiplier {plan.noise_multiplier:g} and "
+        f"{steps_of(plan.sample_rate, plan.epochs)} steps is (ε, δ) = ({epsilon:.4g}, {plan.delta:g})-private, "
         f"proved at order α = {alpha:g}.\n"
     )
     return 0

@@ -23,8 +23,8 @@ def options_of(function: Callable[..., Any], *names: str, required: bool = False
     Returns:
         The parameters.
     """
-    given = inspect.signature(function).parameters
-    return [given[name].replace(default=Parameter.empty) if required else given[name] for name in names]
+    parameters = inspect.signature(function).parameters
+    return [parameters[name].replace(default=Parameter.empty) if required else parameters[name] for name in names]
 
 
 def defaults(values: Mapping[str, Any]) -> list[Parameter]:
@@ -52,18 +52,18 @@ def takes(*options: Parameter) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def spelled_out(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
-        *own, last = signature.parameters.values()
-        signature = signature.replace(parameters=[*own, *(option.replace(kind=own[-1].kind) for option in options)])
+        *first, last = signature.parameters.values()
+        signature = signature.replace(parameters=[*first, *(option.replace(kind=first[-1].kind) for option in options)])
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             try:
-                given = signature.bind(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{function.__qualname__}() {error}") from None
-            given.apply_defaults()
-            values = {option.name: given.arguments.pop(option.name) for option in options}
-            return function(**given.arguments, **{last.name: values})
+            bound.apply_defaults()
+            values = {option.name: bound.arguments.pop(option.name) for option in options}
+            return function(**bound.arguments, **{last.name: values})
 
         called.__signature__ = signature  # type: ignore[attr-defined]
         called.__annotations__ = {**called.__annotations__, **{option.name: option.annotation for option in options}}

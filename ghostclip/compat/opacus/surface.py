@@ -187,15 +187,17 @@ class SurfaceFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Give a module its names."""
-        name, own = module.__name__.removeprefix(f"{PACKAGE}."), vars(module)
-        own.update(__getattr__=partial(missing, module.__name__), __dir__=lambda: sorted({*own, *submodules(name)}))
+        name, namespace = module.__name__.removeprefix(f"{PACKAGE}."), vars(module)
+        namespace.update(
+            __getattr__=partial(missing, module.__name__), __dir__=lambda: sorted({*namespace, *submodules(name)})
+        )
         rows = [row for other, row in MODULES.items() if row[0] == "^" and other.rpartition(".")[0] == name]
         names: dict[str, Any] = {}
         for part in [part for row in (MODULES.get(name), *rows) if row for part in row.lstrip("^").split("; ")]:
             home, _, listed = part.partition(": ")
             source = importlib.import_module(home if home.startswith(".") else f"ghostclip.{home}", PACKAGE)
             names |= {entry.partition("=")[0]: getattr(source, entry.rpartition("=")[2]) for entry in listed.split()}
-        own.update(names, __all__=sorted(names), __doc__=f"Opacus's `{name}`: {', '.join(names)}.")
+        namespace.update(names, __all__=sorted(names), __doc__=f"Opacus's `{name}`: {', '.join(names)}.")
 
     def get_code(self, fullname: str) -> CodeType:
         """Return what `python -m` runs: the module's `main`."""

@@ -56,8 +56,8 @@ _WRAPPING = options_of(GradSampleModule, "batch_first", "loss_reduction", "stric
 def _attached(m: nn.Module, strategy: Any, bound: float, wrap: dict) -> GhostClipper:
     if wrap["strict"]:
         ModuleValidator.validate(m, strict=True)
-    told = {name: wrap[name] for name in ("batch_first", "loss_reduction")}
-    return GhostClipper(m, max_grad_norm=bound, strategy=strategy, **told)
+    options = {name: wrap[name] for name in ("batch_first", "loss_reduction")}
+    return GhostClipper(m, max_grad_norm=bound, strategy=strategy, **options)
 
 
 def _takes_two_passes(facade: ClipperHandle) -> bool:
@@ -341,9 +341,9 @@ def common_clipper(module: Any, optimizer: Any, loss_reduction: str) -> GhostCli
             "optimizer: it is not the private optimizer of this module. Make it from the module's parameters after the "
             "module was wrapped."
         )
-    told = optimizer.clipper.loss_reduction
-    if choice(loss_reduction, "loss_reduction", ("mean", "sum")) != told:
-        raise InvalidOptionError(f"loss_reduction={loss_reduction!r}: the module was told {told!r}; use one.")
+    declared = optimizer.clipper.loss_reduction
+    if choice(loss_reduction, "loss_reduction", ("mean", "sum")) != declared:
+        raise InvalidOptionError(f"loss_reduction={loss_reduction!r}: the module was told {declared!r}; use one.")
     return optimizer.clipper
 
 
