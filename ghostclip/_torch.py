@@ -1066,22 +1066,6 @@ def running_wrapper() -> Any:
     return DistributedDataParallel._get_active_ddp_module()
 
 
-# ---------------------------------------------------------------- schedulers of learning rates
-
-# On a `step` whose calls a scheduler counts; without it the scheduler warns.
-_COUNTED: Final = "_wrapped_by_lr_sched"
-
-
-def is_counted(step: Callable[..., Any]) -> bool:
-    """Return whether a scheduler counts the calls of an optimizer's method: ``_wrapped_by_lr_sched``."""
-    return hasattr(step, _COUNTED)
-
-
-def mark_counted(step: Callable[..., Any]) -> None:
-    """Tell schedulers that the calls of a function are counted: ``_wrapped_by_lr_sched``."""
-    setattr(step, _COUNTED, True)
-
-
 # ---------------------------------------------------------------- the compiler
 
 

@@ -987,28 +987,6 @@ def test_memory_is_told_from_other_memory():
     assert _torch.memory_of(x) != _torch.memory_of(kept) == before
 
 
-# ---------------------------------------------------------------- schedulers of learning rates
-
-
-def test_schedulers_mark_the_step_that_they_count(recwarn):
-    first, second = (torch.optim.SGD([_leaf(1)], lr=1.0) for _ in range(2))
-    assert not _torch.is_counted(first.step)
-    schedule = torch.optim.lr_scheduler.StepLR(first, 1)
-    assert _torch.is_counted(first.step)
-    # A step in its place that carries the mark is no reason for a warning.
-    counted = first.step
-
-    def step() -> None:
-        counted()
-
-    _torch.mark_counted(step)
-    first.step = step
-    first.step()
-    schedule.step()
-    assert not recwarn.list
-    assert not _torch.is_counted(second.step)
-
-
 # ---------------------------------------------------------------- the compiler
 
 

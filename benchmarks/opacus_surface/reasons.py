@@ -1,7 +1,7 @@
 """Why a name of Opacus is not the same here: the one list of reasons.
 
 Every name that differs in form, or has no counterpart, must match one entry; a test asserts it, and that no entry is
-idle. Names that are refused when they are imported bring their reason with them (`ghostclip.compat.opacus._refused`).
+idle. Names that are refused when they are imported bring their reason with them (`ghostclip.compat.opacus.surface`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from ghostclip.compat.opacus._refused import PATTERNS, REFUSED
+from ghostclip.compat.opacus.surface import REFUSED
 
 _NAMED = "options are named, so that a misspelt one is an error; Opacus's `**kwargs` swallow it"
 _FACTORY = "a name for the one private optimizer, with another clip policy or noise source"
@@ -28,7 +28,7 @@ class Reason(NamedTuple):
 
 
 REASONS: Final[tuple[Reason, ...]] = (
-    *(Reason(name, True, why) for name, why in (*REFUSED.items(), *PATTERNS)),
+    *(Reason(name, True, why) for name, why in REFUSED.items()),
     Reason("accountants.accountant.T_state_dict", True, "a type variable of Opacus's own annotations"),
     Reason("accountants.accountant.IAccountant.get_epsilon", False, _NAMED),
     Reason("accountants.gdp.GaussianAccountant.get_epsilon", False, "an estimate, so `estimate=True` must be said"),

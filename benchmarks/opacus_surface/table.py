@@ -88,8 +88,7 @@ def markdown(given: Mapping[str, Any]) -> str:
         f"`{given['command']}`, {given['date']}, Opacus {given['opacus']}: {total} public names (modules, classes, "
         f"their public members, functions, values; Opacus's own tests left out): {shares}. *Same* means that every "
         "call that Opacus takes is taken here, with the same defaults.\n",
-        "Change `opacus` to `ghostclip.compat.opacus` in the imports; `from ghostclip.compat.opacus.legacy import "
-        "PrivacyEngine` is the engine of Opacus 0.x.\n",
+        "Change `opacus` to `ghostclip.compat.opacus` in the imports.\n",
         "## What does something else on purpose\n",
         "| | Opacus | ghostclip | shown by |",
         "|---|---|---|---|",

@@ -149,7 +149,7 @@ class WrappedOptimizer(Optimizer):
         if name == "virtual_step":
             raise AttributeError(
                 f"{type(self).__name__} has no virtual_step (Opacus 0.x): cut large batches with "
-                "ghostclip.BatchMemoryManager, or take the engine of ghostclip.compat.opacus.legacy."
+                "ghostclip.BatchMemoryManager."
             )
         return getattr(self.original_optimizer, name)
 

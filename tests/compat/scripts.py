@@ -292,33 +292,3 @@ epsilon = privacy_engine.get_epsilon(1e-3)
 steps = len(privacy_engine.accountant) if "{package}" != "opacus" else privacy_engine.accountant.history[0][2]
 state = model.state_dict()
 """
-
-FIRST_GENERATION = """
-import torch
-import torch.nn as nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from {package}.legacy import PrivacyEngine
-from {package}.utils.uniform_sampler import UniformWithReplacementSampler
-
-torch.manual_seed(6)
-dataset = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
-loader = DataLoader(dataset, batch_sampler=UniformWithReplacementSampler(num_samples=60, sample_rate=0.2))
-model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-privacy_engine = PrivacyEngine(
-    model, sample_rate=0.2, alphas=[1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64)),
-    noise_multiplier=1.0, max_grad_norm=1.0,
-)
-privacy_engine.attach(optimizer)
-criterion = nn.CrossEntropyLoss()
-for x, y in loader:
-    optimizer.zero_grad()
-    criterion(model(x), y).backward()
-    optimizer.step()
-scheduler.step()
-epsilon, best_alpha = optimizer.privacy_engine.get_privacy_spent(1e-3)
-steps = privacy_engine.steps
-state = model.state_dict()
-"""

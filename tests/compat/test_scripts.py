@@ -68,15 +68,3 @@ def test_last_position_of_names_padded_to_the_batchs_longest_is_refused(monkeypa
     """A record's gradient follows its company there, which Opacus does not notice."""
     with pytest.raises(SampleMixingError, match="pad all records to one fixed length"):
         run("char-lstm", "ghostclip.compat.opacus", monkeypatch, longest=1)
-
-
-@pytest.mark.filterwarnings("ignore:sample_rate")
-def test_script_of_the_first_generation_runs():
-    names: dict[str, object] = {}
-    exec(
-        compile(scripts.FIRST_GENERATION.replace("{package}", "ghostclip.compat.opacus"), "<first generation>", "exec"),
-        names,
-    )
-    assert names["steps"] == 5
-    assert names["best_alpha"] > 1
-    assert list(names["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]

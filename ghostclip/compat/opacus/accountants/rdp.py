@@ -1,5 +1,0 @@
-"""The Rényi accountant."""
-
-from ghostclip.accounting import RDPAccountant
-
-__all__ = ["RDPAccountant"]

@@ -1,0 +1,345 @@
+"""Functions of Opacus that scripts call by themselves: accounting, norms and sums, questions about modules, a program.
+
+The central limit theorem gives a sampled training its μ. What follows from that μ can lie far below the true ε, so
+nothing here turns steps into an ε by it; `ghostclip.accounting.GaussianAccountant(estimate=True)` does.
+
+Shape letters: A orders, B samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip._validate import non_negative, positive, positive_int, probability
+from ghostclip.accounting import GaussianAccountant, RDPAccountant, epsilon_from_rdp, rdp_curve
+from ghostclip.accounting.history import checked_noise_multiplier, checked_sample_rate
+from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.validation.layer_check import STRATEGIES
+
+# ---------------------------------------------------------------- accounting
+
+
+def compute_mu_poisson(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
+    """Estimate the μ of a number of steps on Poisson samples: q·√(T·(e^{1/σ²} - 1)).
+
+    Privacy:
+        No bound; see the module.
+
+    Args:
+        steps: T.
+        noise_multiplier: σ.
+        sample_rate: q.
+
+    Returns:
+        μ.
+
+    Reference:
+        Bu, Dong, Long, Su 2020, Corollary 2.
+    """
+    count, estimate = positive_int(steps, "steps"), GaussianAccountant(estimate=True)
+    estimate.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    return math.sqrt(count) * estimate.mu
+
+
+def delta_eps_mu(*, eps: float, mu: float) -> float:
+    """Return the exact δ of a μ-Gaussian mechanism: Φ(μ/2 - ε/μ) - e^ε·Φ(-μ/2 - ε/μ).
+
+    Args:
+        eps: ε ≥ 0.
+        mu: μ > 0.
+
+    Returns:
+        δ in [0, 1].
+
+    Reference:
+        Balle and Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 1.
+    """
+    # Imported when it is used: scipy.special takes long to load.
+    from scipy.special import log_ndtr, ndtr
+
+    eps, mu = non_negative(eps, "eps"), positive(mu, "mu")
+    # e^ε overflows before Φ vanishes; their product does not.
+    return max(0.0, float(ndtr(mu / 2 - eps / mu) - math.exp(eps + float(log_ndtr(-mu / 2 - eps / mu)))))
+
+
+def eps_from_mu(*, mu: float, delta: float) -> float:
+    """Return the ε of a μ-Gaussian mechanism, exact up to rounding.
+
+    Args:
+        mu: μ > 0.
+        delta: δ in (0, 1).
+
+    Returns:
+        ε ≥ 0.
+    """
+    from scipy.optimize import brentq
+
+    delta = probability(delta, "delta")
+    if delta_eps_mu(eps=0.0, mu=mu) <= delta:
+        return 0.0
+    high = 1.0
+    while delta_eps_mu(eps=high, mu=mu) > delta:
+        high *= 2
+    return float(brentq(lambda eps: delta_eps_mu(eps=eps, mu=mu) - delta, 0.0, high, xtol=1e-12))
+
+
+def compute_rdp(
+    *, q: float, noise_multiplier: float, steps: int, orders: Sequence[float] | float
+) -> list[float] | float:
+    """Return the Rényi divergence of a number of equal steps; the same bounds as `RDPAccountant`'s.
+
+    Args:
+        q: Probability with which each record joins a batch.
+        noise_multiplier: σ.
+        steps: Number of steps.
+        orders: α > 1, one or several.
+
+    Returns:
+        The divergence at each order; a number for a number.
+
+    Raises:
+        InvalidOptionError: If a value is out of range.
+    """
+    count, sigma, rate = (
+        positive_int(steps, "steps"),
+        checked_noise_multiplier(noise_multiplier),
+        checked_sample_rate(q),
+    )
+    rdp_A = count * rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=_checked(orders))
+    return [float(value) for value in rdp_A] if isinstance(orders, Sequence) else float(rdp_A[0])
+
+
+def get_privacy_spent(
+    *, orders: Sequence[float] | float, rdp: Sequence[float] | float, delta: float
+) -> tuple[float, float]:
+    """Return the smallest ε that a Rényi curve proves, and the order that proves it.
+
+    Args:
+        orders: α > 1, one or several.
+        rdp: The divergence at each of them.
+        delta: δ in (0, 1).
+
+    Returns:
+        (ε, α).
+
+    Raises:
+        InvalidOptionError: If the two differ in number, or a value is out of range.
+    """
+    orders_A, rdp_A = _checked(orders), np.asarray(rdp, dtype=np.float64).ravel()
+    if rdp_A.shape != orders_A.shape or not np.all(rdp_A >= 0):
+        raise InvalidOptionError(f"rdp={rdp!r}: give one divergence of at least 0 for each of {orders_A.size} orders.")
+    epsilon, best = epsilon_from_rdp(orders_A, rdp_A, delta=probability(delta, "delta"))
+    return epsilon, float(orders_A[best])
+
+
+def _checked(orders: Sequence[float] | float) -> np.ndarray:
+    orders_A = np.asarray(orders, dtype=np.float64).ravel()
+    if not orders_A.size or not np.all(np.isfinite(orders_A) & (orders_A > 1)):
+        raise InvalidOptionError(f"orders={orders!r}: give finite orders greater than 1.")
+    return orders_A
+
+
+# ---------------------------------------------------------------- norms and sums of per-sample gradients
+
+
+def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool = True) -> list[Tensor]:
+    """Return the norm of every sample's gradient.
+
+    Args:
+        named_params: (name, per-sample gradient `[B, ...]`) of each parameter.
+        flat: Over all parameters together, or of each by itself.
+
+    Returns:
+        One tensor `[B]`, or one for each parameter; float32 at least.
+    """
+    norms = [calc_sample_norms_one_layer(grad_sample) for _, grad_sample in named_params]
+    return [torch.stack(norms).norm(dim=0)] if flat else norms
+
+
+def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
+    """Return the norms `[B]`, in float32 at least, of every sample's gradient `[B, ...]` of one parameter."""
+    wide = param.to(torch.promote_types(param.dtype, torch.float32))
+    return wide.reshape(len(param), -1 if param.numel() else 0).norm(dim=1)
+
+
+def sum_over_all_but_batch_and_last_n(tensor: Tensor, n_dims: int) -> Tensor:
+    """Add up what lies between the samples and the last axes.
+
+    Args:
+        tensor: `[B, ..., last n_dims axes]`.
+        n_dims: How many axes at the end stay.
+
+    Returns:
+        `[B, last n_dims axes]`.
+    """
+    between = tuple(range(1, tensor.dim() - n_dims))
+    return tensor.sum(dim=between) if between else tensor
+
+
+def compute_seq_lengths(batch_sizes: Tensor) -> list[int]:
+    """Return the lengths, longest first, of a packed sequence with these `batch_sizes`."""
+    sizes = batch_sizes.tolist()
+    return [sum(size > sequence for size in sizes) for sequence in range(sizes[0] if sizes else 0)]
+
+
+def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - Opacus's signature
+    """Return the strategies that a check of a layer goes through; Opacus's "ew" is one of them, "hooks"."""
+    del use_ew
+    return list(STRATEGIES)
+
+
+# ---------------------------------------------------------------- parameters of modules and optimizers
+
+
+def params(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups that require a gradient, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def has_params(module: nn.Module) -> bool:
+    """Return whether a module itself, not its children, owns a parameter."""
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def has_trainable_params(module: nn.Module) -> bool:
+    """Return whether a module itself, not its children, owns a trainable parameter."""
+    return requires_grad(module)
+
+
+def requires_grad(module: nn.Module, *, recurse: bool = False) -> bool:
+    """Return whether a module owns a trainable parameter.
+
+    Args:
+        module: The module.
+        recurse: Whether its children count too.
+
+    Returns:
+        Whether it does.
+    """
+    return any(p.requires_grad for p in module.parameters(recurse=recurse))
+
+
+def iterate_submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """Return the modules inside a module, itself included, that own parameters."""
+    return filter(has_params, module.modules())
+
+
+def parametrized_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return (name, module) of those inside a module, itself included, that own parameters."""
+    return ((name, part) for name, part in module.named_modules() if has_params(part))
+
+
+def trainable_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return (name, module) of those inside a module, itself included, that own trainable parameters."""
+    return ((name, part) for name, part in module.named_modules() if requires_grad(part))
+
+
+def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) of the trainable ones of a module and its children, each once."""
+    return ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+
+
+def clone_module(module: nn.Module) -> nn.Module:
+    """Return an independent copy of a module on the same devices."""
+    return copy.deepcopy(module)
+
+
+def get_submodule(module: nn.Module, target: str) -> nn.Module:
+    """Return a module inside another one.
+
+    Args:
+        module: The outer module.
+        target: Dotted name; "" is the module itself.
+
+    Returns:
+        The inner module.
+    """
+    return module.get_submodule(target)
+
+
+def are_state_dict_equal(sd1: Mapping[str, Tensor], sd2: Mapping[str, Tensor]) -> bool:
+    """Say whether two states hold the same names with the same values.
+
+    Args:
+        sd1: A state.
+        sd2: Another one.
+
+    Returns:
+        Whether they do, values compared exactly.
+    """
+    return sd1.keys() == sd2.keys() and all(torch.equal(value, sd2[name]) for name, value in sd1.items())
+
+
+# ---------------------------------------------------------------- `scripts.compute_dp_sgd_privacy`
+
+
+def compute_dp_sgd_privacy(
+    *, sample_rate: float, noise_multiplier: float, epochs: int, delta: float, alphas: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """Return the ε of a training by Rényi accounting, and the order that proves it.
+
+    Args:
+        sample_rate: Probability with which each record joins a batch.
+        noise_multiplier: σ.
+        epochs: Passes over the data.
+        delta: δ.
+        alphas: Orders to search.
+
+    Returns:
+        (ε, α).
+    """
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    accountant.history = [(noise_multiplier, sample_rate, steps_of(sample_rate, epochs))]
+    return accountant.get_privacy_spent(delta=delta, alphas=alphas)
+
+
+def steps_of(sample_rate: float, epochs: int) -> int:
+    """Return the number of steps of a training.
+
+    Args:
+        sample_rate: Probability with which each record joins a batch.
+        epochs: Passes over the data.
+
+    Returns:
+        Steps, rounded up.
+    """
+    return math.ceil(positive_int(epochs, "epochs") / sample_rate)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what a planned training will cost; `ghostclip epsilon` knows more.
+
+    Args:
+        arguments: As on the command line.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="compute_dp_sgd_privacy", description="What a planned training will cost.")
+    parser.add_argument("-r", "-s", "--sample-rate", type=float, required=True, help="probability to join a batch")
+    parser.add_argument("-n", "--noise-multiplier", type=float, required=True, help="σ, in units of the bound")
+    parser.add_argument("-e", "--epochs", type=int, required=True, help="passes over the data")
+    parser.add_argument("-d", "--delta", type=float, default=1e-5, help="δ (default: %(default)s)")
+    parser.add_argument("-a", "--alphas", type=float, nargs="+", help="Rényi orders to search; a wide range by default")
+    plan = parser.parse_args(arguments)
+    try:
+        epsilon, alpha = compute_dp_sgd_privacy(**vars(plan))
+    except GhostClipError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(
+        f"DP-SGD with sampling rate {plan.sample_rate:g}, noise multiplier {plan.noise_multiplier:g} and "
+        f"{steps_of(plan.sample_rate, plan.epochs)} steps is (ε, δ) = ({epsilon:.4g}, {plan.delta:g})-private, "
+        f"proved at order α = {alpha:g}.\n"
+    )
+    return 0

@@ -1,1 +1,0 @@
-"""Programs that Opacus's users call by module path."""

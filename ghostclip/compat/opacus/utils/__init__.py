@@ -1,1 +1,0 @@
-"""Tools around a private training loop."""
