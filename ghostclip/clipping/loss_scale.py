@@ -5,11 +5,11 @@ a public constant: a factor that comes from other samples (their lengths, their 
 function of them, and no bound on one sample's influence holds.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
-from math import frexp, isfinite, prod
+from math import isfinite, prod
 from typing import Any, Final
 
 from torch import Tensor
@@ -23,8 +23,8 @@ from ghostclip.evidence.linear_paths import Number, Path, Reduced, grouped, look
 from ghostclip.evidence.losses import in_words
 
 _TOLERANCE: Final = 1e-6
-# What counts of a batch are taken for: whole numbers, however they were divided.
-_LARGE, _LARGEST, _ROUNDED, _HALF = 64, 1 << 31, 1e-9, 0.5
+# What counts of a batch are: larger than this, however they were divided.
+_LARGE, _ROUNDED = 64, 1e-9
 SCHEDULES: Final = (
     "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
 )
@@ -32,6 +32,8 @@ SCHEDULES: Final = (
 _MAX_AXES: Final = 6
 
 
+# Returns numbers that were counted in a batch.
+Counts = Callable[[], Iterable[int]]
 # Forms of what says nothing of how it was reduced.
 ANY: Final = frozenset({"mean", "sum", "samples", "values"})
 
@@ -125,13 +127,14 @@ def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...
     return grouped(found, parameters)
 
 
-def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int) -> float:
+def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
     """Return the constant factor of ways to the same values of losses, all sizes of one sample taken out.
 
     Args:
         ways: The ways, whose factors add up.
         batch_size: B.
         axis: The expected batch axis.
+        counts: Returns numbers that were counted in the batch.
 
     Returns:
         The factor with its sign.
@@ -140,10 +143,10 @@ def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int) -> float:
         LossReductionError: All were multiplied by one tensor, as a GradScaler does it, or chosen by one condition; or
             by a number that looks like a count of the batch. It may follow other samples, and clipping cannot undo it.
     """
-    return sum(_of_way(path, batch_size, axis) for path in ways)
+    return sum(_of_way(path, batch_size, axis, counts) for path in ways)
 
 
-def _of_way(path: Path, batch_size: int, axis: int) -> float:
+def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
     given = [number for number in path.numbers if not number.per_feature]
     if not given:
         return 1.0
@@ -153,7 +156,7 @@ def _of_way(path: Path, batch_size: int, axis: int) -> float:
         raise LossReductionError(_common(next(number for number in given if not number.plain)))
     inner = _inner_sizes(path, batch_size, axis)
     constant = _constant(number for number in plain if not (number.divides and number.given in inner))
-    if batch_size > 1 and _looks_counted(abs(constant), batch_size):
+    if _is_counted(abs(constant), batch_size, counts):
         raise LossReductionError(_counted(plain))
     return constant
 
@@ -162,12 +165,13 @@ def _constant(numbers: Iterable[Number]) -> float:
     return prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
 
 
-def _looks_counted(constant: float, batch_size: int) -> bool:
-    """Return whether a factor may be one over a count, or the batch size over one: of more digits than people write."""
-    if not constant or looks_plain(constant) or looks_plain(1 / constant) or frexp(constant)[0] == _HALF:
+def _is_counted(constant: float, batch_size: int, counts: Counts) -> bool:
+    """Return whether a factor is a number that was counted in the batch, one over it, or the batch size over it."""
+    if batch_size == 1 or not constant or looks_plain(constant):
         return False
-    counts = (constant, 1 / constant, constant * batch_size, batch_size / constant)
-    return any(_LARGE < count < _LARGEST and abs(count - round(count)) <= _ROUNDED * count for count in counts)
+    forms = (constant, 1 / constant, constant * batch_size, batch_size / constant)
+    large = [count for count in counts() if count > _LARGE]
+    return any(abs(form - count) <= _ROUNDED * count for form in forms for count in large)
 
 
 def _common(number: Number) -> str:
@@ -187,13 +191,13 @@ def _common(number: Number) -> str:
 
 def _counted(numbers: Iterable[Number]) -> str:
     return (
-        f"every sample's loss is {' and '.join(number.describe() for number in numbers)}, which looks like a number of "
+        f"every sample's loss is {' and '.join(number.describe() for number in numbers)}, which is a number of "
         "the batch (its tokens, its size): each sample's gradient would depend on the others. Divide each sample's "
         f"loss by its own count, as ghostclip.losses.token_losses(logits, labels) does. {SCHEDULES}"
     )
 
 
-def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str) -> Scale:
+def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str, counts: Counts) -> Scale:
     """Return the factor between samples' terms and the scalar, all sizes of the batch taken out.
 
     Args:
@@ -202,6 +206,7 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         batch_size: B.
         axis: The expected batch axis.
         reduction: The declared reduction.
+        counts: Returns numbers that were counted in the batch.
 
     Returns:
         What must be the same in every step.
@@ -226,9 +231,9 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         counted = counted_positions(path, row_map, batch_size) if numbers else 0
         divisors = _divisors(path, steps, row_map, batch_size, counted, picked=picked)
         forms = _take_divisor(numbers, divisors, batch_size, reduction)
-    constant = 1.0
+    constant, whole = 1.0, {batch_size, *(size for step in path.reduced for size in _products(step.sizes))}
     for number in numbers:
-        _check_number(number, inner, batch_size, reduction)
+        _check_number(number, inner, batch_size, reduction, whole, counts)
         if not (number.divides and number.given in inner):
             constant *= number.factor
     return Scale(forms, sign * constant)
@@ -343,7 +348,9 @@ def _refuse_beyond_range(number: Number) -> None:
         raise LossReductionError(message)
 
 
-def _check_number(number: Number, inner: set[int], batch_size: int, reduction: str) -> None:
+def _check_number(
+    number: Number, inner: set[int], batch_size: int, reduction: str, whole: set[int], counts: Counts
+) -> None:
     if number.chosen:
         message = (
             f"the loss is {number.describe()}, which may have been computed from other samples: each sample's gradient "
@@ -360,13 +367,12 @@ def _check_number(number: Number, inner: set[int], batch_size: int, reduction: s
         raise LossReductionError(message)
     if number.divides and number.given in inner:
         return
-    too_large = reduction == "sum" and number.divides and 1 < batch_size <= number.given
-    if too_large or not looks_plain(number.factor):
+    of_batch = [size for size in whole if size % batch_size == 0]
+    too_large = reduction == "sum" and number.divides and batch_size > 1 and number.given in of_batch
+    if too_large or _is_counted(number.factor, batch_size, lambda: (*of_batch, *counts())):
         message = (
-            f"the loss is {number.describe()}, which could be a number of the batch (its size, its lengths): then each "
-            "sample's gradient would depend on the others. A constant has at most three digits, or is one over at most "
-            f"64{', and divides a sum by less than the batch size' if reduction == 'sum' else ''}. {remedy(reduction)} "
-            f"{SCHEDULES}"
+            f"the loss is {number.describe()}, a number of the batch (its size, its lengths): then each sample's "
+            f"gradient depends on the others. {remedy(reduction)} {SCHEDULES}"
         )
         raise LossReductionError(message)
 

@@ -143,7 +143,9 @@ class LossExaminer:
             return
         found, size = ways_of(losses_B, frozenset(forward.use_counts)), forward.batch_size
         for key, alike in found.items():
-            constant = constant_of(alike, batch_size=size, axis=forward.batch_axis)
+            constant = constant_of(
+                alike, batch_size=size, axis=forward.batch_axis, counts=self._evidence.padding.counts
+            )
             before = self._constants.setdefault(key, constant)
             if differ(before, constant):
                 message = (
@@ -194,7 +196,8 @@ class LossExaminer:
 
     def _scale(self, path: Path, forward: ForwardContext, row_map: RowMap, roots: Any, grads: Any) -> Scale:
         size = forward.batch_size
-        scale = scale_of(path, row_map, batch_size=size, axis=forward.batch_axis, reduction=self._reduction)
+        counts, axis = self._evidence.padding.counts, forward.batch_axis
+        scale = scale_of(path, row_map, batch_size=size, axis=axis, reduction=self._reduction, counts=counts)
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
             picked = picks_samples(path, size, forward.batch_axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)

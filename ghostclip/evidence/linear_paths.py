@@ -273,7 +273,7 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
     if name in _SLICED or name in PICKED:
         path = _and(path, name, picked=(_picked(node, name),))
     condition = _torch.saved_or(node, _CONDITIONS[name], None) if name in _CONDITIONS else None
-    if isinstance(condition, Tensor) and condition.numel() == 1:
+    if isinstance(condition, Tensor) and _is_one(condition):
         per_feature = 0 < condition.dim() < len(shape_at(edge) or ())
         path = _and(path, name, numbers=(Number(1.0, 1.0, False, False, per_feature, chosen=True),))
     found = []
@@ -374,15 +374,21 @@ def _number(constant: Any, *, divides: bool, axes: int) -> Number | None:
     """Return a factor that all values, of so many axes, have in common; None for weights of each."""
     per_feature = False
     if isinstance(constant, Tensor):
-        if constant.numel() != 1:
+        if not _is_one(constant):
             return None
-        plain, given = _is_python_number(constant), constant.item()
+        plain, given = _is_python_number(constant), constant.flatten()[0].item()
         per_feature = 0 < constant.dim() < axes
     else:
         plain, given = True, constant
     size = abs(float(given))
     factor = (1 / size if size else float("inf")) if divides else size
     return Number(factor, given, divides=divides, plain=plain, per_feature=per_feature)
+
+
+def _is_one(values: Tensor) -> bool:
+    """Return whether there is one value, be it expanded along axes."""
+    strides = zip(values.shape, values.stride(), strict=True) if values.layout is torch.strided else ((2, 1),)
+    return values.numel() == 1 or (values.numel() > 1 and all(size == 1 or not stride for size, stride in strides))
 
 
 def _is_python_number(constant: Tensor) -> bool:

@@ -11,6 +11,7 @@ that the collate function was seen to add. Padding that looks like data, as nois
 Shape letters: B samples, L positions, F features.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ _PATIENCE: Final = 64
 # Lengths of padding that are tried until the model runs without it, and ways through a loss that are looked at.
 _CUTS: Final = 4
 _WAYS: Final = 16
+# Axes of what holds a value for each position, and the label of positions that are left out.
+_WITH_POSITIONS: Final = 2
+_IGNORED: Final = -100
 # Forwards that prove an axis, beside the scheduled ones: which output a record's padding reaches may depend on it.
 _PROOFS: Final = 3
 # A value that so many entries at the ends have, a run of it included, and at most a fourth as many others, is padding.
@@ -161,6 +165,7 @@ class Padding:
         self._values: dict[tuple[_Place, bool], set[float]] = {}
         self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._lengths: tuple[int, ...] = ()
+        self._inputs: list[weakref.ref[Tensor]] = []
         self._waited = 0
 
     def renew(self) -> None:
@@ -176,6 +181,7 @@ class Padding:
             forward: The forward.
         """
         size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
+        self._inputs = list(map(weakref.ref, inputs))
         for number, tensor in enumerate(inputs):
             shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
             if samples is None:
@@ -188,6 +194,22 @@ class Padding:
                 if length != before[axis]:
                     self._following.add(_Place(number, len(shape), axis))
         self._lengths = tuple(lengths)
+
+    def counts(self) -> Iterator[int]:
+        """Yield numbers that a loss may have counted in the latest forward's inputs: of positions that are no padding.
+
+        Yields:
+            Of tensors with a value for each position, of floating-point ones those of zeros and ones; also without the
+            first position, which nothing predicts. As many for each sample are no count of the batch.
+        """
+        for tensor in [tensor for held in self._inputs if (tensor := held()) is not None]:
+            if tensor.dim() != _WITH_POSITIONS or not tensor.numel():
+                continue
+            if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
+                continue
+            for part in (tensor, tensor[:, 1:]):
+                found = (int((part != value).sum()) for value in {0, _IGNORED, *tensor[:_CUTS, -1].tolist()})
+                yield from (count for count in found if count % len(tensor))
 
     def is_pending(self) -> bool:
         """Return whether some axis is known to follow the batch of which nothing was proved yet."""

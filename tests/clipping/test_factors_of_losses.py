@@ -86,6 +86,11 @@ FOLLOW = {
 # Public ones, by the number of the step.
 PUBLIC = {
     "constant": lambda loss, step: loss * 0.7,
+    "many digits": lambda loss, step: loss * 0.61803398,
+    "what is left of one": lambda loss, step: (1 - 0.7) * loss + loss / 938,
+    "two thirds": lambda loss, step: loss * 2 / 3,
+    "batches of an epoch": lambda loss, step: loss / 938,
+    "accumulated": lambda loss, step: loss * (1 / 12345),
     "divided": lambda loss, step: loss / 4,
     "subtracted": lambda loss, step: 2 * loss - loss,
     "negative": lambda loss, step: -loss,
@@ -98,9 +103,6 @@ PUBLIC = {
 @pytest.mark.parametrize("form", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", FOLLOW)
 def test_factors_that_follow_the_batch(name, form):
-    if name == "where, kept axes" and form == "none":
-        pytest.skip("a condition for each sample is a weight of each, which may be public")
-
     def loss_of(losses, step):
         return FOLLOW[name](_reduced(losses, form), losses)
 
@@ -116,6 +118,38 @@ def test_public_factors(name, form):
         return PUBLIC[name](_reduced(losses, form), step)
 
     assert _Attack().moved(loss_of, "sum" if form == "sum" else "mean") <= 1 + 1e-6
+
+
+COUNTS = {
+    "tokens": lambda ids, mask: int(mask.sum()),
+    "tokens that are predicted": lambda ids, mask: int(mask[:, 1:].sum()),
+    "no padding": lambda ids, mask: int((ids != 7).sum()),
+}
+
+
+@pytest.mark.parametrize("form", ["none", "mean", "sum"])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_count_of_the_batch_is_met_in_the_first_step(count, form, divides):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, ids, mask):
+            return self.head((self.embedding(ids) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
+
+    torch.manual_seed(0)
+    ids, lengths = torch.randint(7, (6, 23)), torch.tensor([23, 20, 11, 7, 22, 18])
+    mask = (torch.arange(23) < lengths.unsqueeze(1)).long()
+    ids, model = ids.where(mask > 0, 7), Pooled()
+    number = COUNTS[count](ids, mask)
+    reduction = "sum" if form == "sum" else "mean"
+    with ghostclip.GhostClipper(model, max_grad_norm=BOUND, loss_reduction=reduction) as clipper:
+        losses = functional.cross_entropy(model(ids, mask), torch.arange(6) % 3, reduction="none")
+        factor = 6 / number if divides else 1 / number
+        with pytest.raises(LossReductionError, match="number of the batch|divided by a number"):
+            clipper.backward(_reduced(losses, form) * factor)
 
 
 @pytest.mark.parametrize("form", ["none", "mean"])

@@ -263,7 +263,6 @@ REFUSALS = {
     "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), True, "part of the batch was left out"),
     # Provable by nobody who sees the graph only.
     "scaled_by_tensor": (_rows, lambda o, b: _ce(o, b) * torch.tensor(65536.0), False, "GradScaler"),
-    "many_digits": (_rows, lambda o, b: _ce(o, b) * 0.61803, False, "0.61803"),
     "sum_over_constant": (_rows, lambda o, b: _ce(o, b, reduction="sum") / 37, True, "divided by 37"),
 }
 
