@@ -16,10 +16,12 @@ import torch
 
 from ghostclip import GhostClipper
 from ghostclip.clipping.keeper import Keeper
+from ghostclip.evidence import unchecked
 from ghostclip.kernels.precision import full_convolutions, full_precision
 from ghostclip.planning.timeline import Holding
 from tests.exactness.runs import STRATEGIES
 from tests.randomised import settings
+from tests.schedule import after_three_times
 
 HERE = Path(__file__).parent
 # transformers builds from configs only; should anything ask for a file, it is not to be looked for.
@@ -206,6 +208,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def _seeded() -> None:
     """Each test starts from the same state of torch's global generator, whatever ran before it."""
     torch.manual_seed(20_24)
+
+
+@pytest.fixture(autouse=True)
+def _predictable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests know which forwards are asked about, but for those of the schedule itself."""
+    if "unpredictable" not in request.fixturenames:
+        monkeypatch.setattr(unchecked, "forwards_between", after_three_times)
+
+
+@pytest.fixture
+def unpredictable() -> None:
+    """Forwards are asked about as users have it."""
 
 
 @pytest.fixture(autouse=True)

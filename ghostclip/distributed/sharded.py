@@ -8,10 +8,12 @@ parts of parameters: squared norms are added up over these ranks, and clipped su
 
 from __future__ import annotations
 
+import random
+import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,14 @@ from ghostclip.distributed.own_ways import own_ways
 from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
-from ghostclip.evidence.unchecked import is_power_of_four
+from ghostclip.evidence.unchecked import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# Of each rank's share of the seed by which forwards are chosen.
+_SEED_BITS: Final = 48
 
 
 class ShardedModel:
@@ -73,6 +79,7 @@ class ShardedModel:
         self._number = 0
         self._leaving = Leaving()
         self._proved = [False] * world_size()
+        self._schedule: Schedule | None = None
         self._restore: list[Callable[[], None]] = []
         self._is_open = self._is_held = self._is_due = self._proves = False
         self.wants_proof = False
@@ -162,9 +169,9 @@ class ShardedModel:
     def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
 
-        Until every rank has asked once, all say in each forward whether they can: one exchange. From then on it is the
-        4th, 16th, 64th, ... forward, of which all know without asking, and those that follow a step in which a rank
-        said that it has met something new.
+        Until every rank has asked once, all say in each forward whether they can: one exchange. From then on it is one
+        of a schedule, whose seed all know and nobody else does, and those that follow a step in which a rank said that
+        it has met something new.
 
         Args:
             able: Whether this rank has samples enough to prove anything.
@@ -176,7 +183,14 @@ class ShardedModel:
         require_company()
         self._number += 1
         if all(self._proved):
-            asks = is_power_of_four(self._number) or self._is_due
+            if self._schedule is None:
+                seed = sum(self.agree("when to ask again", secrets.randbits(_SEED_BITS)))
+                self._schedule = Schedule(random.Random(seed), after=self._number)
+                self._schedule.asked(self._number)
+            due = self._schedule.is_due(self._number)
+            if due:
+                self._schedule.asked(self._number)
+            asks = due or self._is_due
         else:
             found = gathered("forward", able)
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]

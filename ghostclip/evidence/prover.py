@@ -1,4 +1,4 @@
-"""`Evidence`: what a model is asked in its 1st, 4th, 16th, ... forward: whose rows are whose, and whether samples mix.
+"""`Evidence`: what a model is asked in its first forward and in later ones: whose rows are whose, whether samples mix.
 
 Before such a forward runs, it is rehearsed on copies of its inputs: without gradients with one sample more (whose
 shapes tell where samples lie), then as the user will run it; gradients of some samples alone, other batches and buffers

@@ -4,6 +4,8 @@ A check that was switched off, or asked for in vain, proves nothing: whoever rel
 """
 
 import logging
+import random
+import secrets
 from typing import Final
 
 _log = logging.getLogger(__name__)
@@ -22,6 +24,60 @@ _LONE: Final = "every batch so far had fewer than two samples"
 _ALONE: Final = 4
 
 
+_SEED_BITS: Final = 64
+# After so many forwards, one in some hundreds is asked about.
+_SETTLED: Final = 100
+_RARELY: Final = 600
+
+
+def forwards_between(number: int, numbers: random.Random) -> int:
+    """Return after how many forwards evidence is asked for again.
+
+    Args:
+        number: That of the forward that was asked about, from 1.
+        numbers: Says what nobody can predict.
+
+    Returns:
+        Up to five times as many as there were at first; from the hundredth forward on 100 to 700.
+    """
+    return numbers.randint(number, 5 * number) if number < _SETTLED else _SETTLED + numbers.randint(0, _RARELY)
+
+
+class Schedule:
+    """Which forwards are asked about: the first one, and later ones that nobody can predict.
+
+    A model that remembers a batch, takes another branch in every fifth forward, or orders its rows by what is in them
+    may look right in one forward and not in another. Its numbers are drawn from the system, or from a seed that ranks
+    have in common; no generator of the program is touched.
+    """
+
+    def __init__(self, numbers: random.Random | None = None, *, after: int = 0) -> None:
+        """Ask about the next forward.
+
+        Args:
+            numbers: Says what nobody can predict; None for the system.
+            after: How many forwards there were.
+        """
+        self._numbers = numbers or random.Random(secrets.randbits(_SEED_BITS))
+        self._next = after + 1
+
+    def is_due(self, number: int) -> bool:
+        """Return whether a forward is one to ask about.
+
+        Args:
+            number: The forward's number, from 1.
+        """
+        return number >= self._next
+
+    def asked(self, number: int) -> None:
+        """Note that a forward is asked about.
+
+        Args:
+            number: The forward's number.
+        """
+        self._next = number + forwards_between(number, self._numbers)
+
+
 class Unchecked:
     """Which checks have not run yet, with the latest reason."""
 
@@ -31,6 +87,7 @@ class Unchecked:
         self._done: set[str] = set()
         self._told: set[str] = set()
         self._forwards = self._alone = 0
+        self._schedule, self._is_again = Schedule(), False
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
         """Count a forward and decide whether it is one to ask for evidence.
@@ -42,7 +99,7 @@ class Unchecked:
                 None for all.
 
         Returns:
-            Whether to ask: in the 1st, 4th, 16th, 64th, ... forward of several samples, and those of copies before it.
+            Whether to ask, by `Schedule`; of forwards of copies, those before one that is due.
         """
         if not probes:
             self.missed("probe=False", *_ALL)
@@ -54,12 +111,16 @@ class Unchecked:
                 self.missed(_LONE, *_ALL)
             if self._alone == _ALONE:
                 self.tell()
-            return batch_size > 1 and is_power_of_four(self._forwards + 1)
+            return batch_size > 1 and self._schedule.is_due(self._forwards + 1)
         # Whoever asks for the others says what became of it; the losses may be asked for by nobody.
         if self._why.get(LOSSES) == _LONE:
             del self._why[LOSSES]
         self._forwards += 1
-        return is_power_of_four(self._forwards)
+        due = self._schedule.is_due(self._forwards)
+        if due:
+            self._schedule.asked(self._forwards)
+        self._is_again = due and self._forwards > 1
+        return due
 
     @property
     def forwards(self) -> int:
@@ -68,12 +129,12 @@ class Unchecked:
 
     @property
     def is_scheduled_again(self) -> bool:
-        """Whether it is the 4th, 16th, 64th, ...: its kind was asked about before."""
-        return self._forwards > 1 and is_power_of_four(self._forwards)
+        """Whether it is one that the schedule asks about after the first: its kind was asked about before."""
+        return self._is_again
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
-        self._forwards = 0
+        self._forwards, self._schedule = 0, Schedule()
 
     def ran(self, *checks: str) -> None:
         """Note checks that ran and found nothing wrong.
@@ -105,17 +166,3 @@ class Unchecked:
         reasons = dict.fromkeys(self._why.values())
         parts = [f"{', '.join(c for c, w in self._why.items() if w == why)}: {why}" for why in reasons]
         return f"not checked: {'; '.join(parts)}" if parts else ""
-
-
-def is_power_of_four(count: int) -> bool:
-    """Return whether a forward's number is 1, 4, 16, 64, ...: when the evidence is asked for anew.
-
-    A model that orders its rows by what is in them may look right in one batch and not in another.
-
-    Args:
-        count: The forward's number, from 1.
-
-    Returns:
-        Whether to probe it.
-    """
-    return count > 0 and count & (count - 1) == 0 and count.bit_length() % 2 == 1

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from ghostclip import _tree
-from ghostclip.evidence.unchecked import is_power_of_four
+from ghostclip.evidence.unchecked import Schedule
 from ghostclip.optim.records import (
     Crossed,
     Kind,
@@ -117,6 +117,7 @@ class DrawLog:
         self.compared = self.counted = 0
         self._once_a_pass = once_a_pass
         self._pass = self._several = 0
+        self._schedule = Schedule()
         self._kinds: set[Kind] = set()
         self._unnoted: deque[tuple[int, np.ndarray, list[Prints]]] = deque()
         self._unnoted_rows = 0
@@ -255,12 +256,13 @@ class DrawLog:
             passes: As for `trace`.
 
         Returns:
-            What was found; it is looked for in the 1st, 4th, 16th, ... release of several inputs.
+            What was found; it is looked for in the first release of several inputs, and in later ones now and then.
         """
         several = [one for one in passes if sum(len(prints_KB) for found in one for _, prints_KB in found) > 1]
         self._several += bool(several)
-        if not several or not is_power_of_four(self._several):
+        if not several or not self._schedule.is_due(self._several):
             return None
+        self._schedule.asked(self._several)
         memory = self._note()
         found = (crossed_in([read(forward) for forward in one], memory) for one in several)
         return next((one for one in found if one is not None), None)

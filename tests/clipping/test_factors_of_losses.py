@@ -148,7 +148,7 @@ def test_a_count_of_the_batch_is_met_in_the_first_step(count, form, divides):
     with ghostclip.GhostClipper(model, max_grad_norm=BOUND, loss_reduction=reduction) as clipper:
         losses = functional.cross_entropy(model(ids, mask), torch.arange(6) % 3, reduction="none")
         factor = 6 / number if divides else 1 / number
-        with pytest.raises(LossReductionError, match="number of the batch|divided by a number"):
+        with pytest.raises(LossReductionError, match=r"number of the batch|divided by a number"):
             clipper.backward(_reduced(losses, form) * factor)
 
 

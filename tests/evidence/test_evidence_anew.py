@@ -1,13 +1,15 @@
 """Evidence is asked for again as training goes on: what looked right in one batch may be wrong in the next."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError
-from ghostclip.evidence.unchecked import is_power_of_four
+from ghostclip.evidence.unchecked import Schedule
 from tests.exactness.runs import engine
 from tests.reference import per_sample_gradients, whole_norm
 
@@ -74,5 +76,53 @@ def test_batch_sizes_may_change_from_step_to_step(strategy):
         assert clipper.batch_size == size
 
 
-def test_when():
-    assert [count for count in range(70) if is_power_of_four(count)] == [1, 4, 16, 64]
+def _asked(count: int) -> list[int]:
+    schedule, found = Schedule(), []
+    for number in range(1, count):
+        if schedule.is_due(number):
+            schedule.asked(number)
+            found.append(number)
+    return found
+
+
+def test_when(unpredictable):
+    """The first, often at first, then one in a hundred at most; never the same ones."""
+    runs = [_asked(20_000) for _ in range(20)]
+    for found in runs:
+        assert found[0] == 1
+        assert 2 <= found[1] <= 6
+        assert sum(number <= 100 for number in found) >= 3
+        late = [number for number in found if number > 100]
+        assert len(late) >= 20
+        assert all(100 <= after - before <= 700 for before, after in pairwise(late))
+    assert len({tuple(found) for found in runs}) == len(runs)
+
+
+class _RemembersRarely(nn.Module):
+    """From some forward on, adds what it has kept of the forward before."""
+
+    def __init__(self, begins):
+        super().__init__()
+        self.layer, self.begins, self.number, self.kept = nn.Linear(3, 4), begins, 0, 0.0
+
+    def forward(self, x):
+        self.number += 1
+        h = self.layer(x)
+        if self.number < self.begins:
+            return h
+        kept, self.kept = self.kept, h.detach().mean()
+        return h + kept
+
+
+def test_what_begins_late_is_met(unpredictable):
+    """As nobody knows which forwards are asked about, a memory cannot stay out of their way."""
+    model = _RemembersRarely(150)
+
+    def train():
+        with GhostClipper(model, max_grad_norm=0.1) as clipper:
+            for _ in range(1600):
+                clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+
+    with pytest.raises(GhostClipError, match=r"forward before|other samples"):
+        train()
+    assert model.number >= 150
