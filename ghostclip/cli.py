@@ -33,7 +33,7 @@ EXIT_BROKEN_PIPE = 141
 _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "finetune": (
         "train a transformer on text, on prompts with answers or on labelled text with differential privacy",
-        "finetune.arguments",
+        "finetune.options",
         "finetune.job",
     ),
     "inspect": (

@@ -8,47 +8,30 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ghostclip._files import reason_of, require_plotting, write_text
+from ghostclip._files import reason_of, require_plotting
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import output as files
-from ghostclip.finetune.models import require_known_model
 from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
-from ghostclip.finetune.plot import Curves, draw
-from ghostclip.finetune.ranks import Ranks, is_broken_connection, joined, refused_by_all, require_same
-from ghostclip.finetune.tokens import stay_local
+from ghostclip.finetune.progress import ProgressBar, StopRequest
+from ghostclip.finetune.ranks import Ranks, is_in_parts, joined, require_same
+from ghostclip.finetune.tokens import first_line, stay_local
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ghostclip.finetune.checkpoint import Interrupted
-    from ghostclip.finetune.comparison import Comparison
-    from ghostclip.finetune.losses import Quality
-    from ghostclip.finetune.prepare import Prepared
-    from ghostclip.finetune.progress import ProgressBar
-    from ghostclip.finetune.record import Outcome
-    from ghostclip.finetune.training import PrivateTraining
+    from ghostclip.finetune.measure import OrdinarySteps
+    from ghostclip.finetune.state import FinetuneRun, Interrupted
+    from ghostclip.finetune.training import FinetuneTrainer
+    from ghostclip.integrations.transformers import DPTrainingArguments
 
 EXIT_REFUSED, EXIT_INTERRUPTED = 2, 130
 
 
 def run(given: dict[str, object]) -> int:
-    """Run the job.
-
-    Args:
-        given: The options that were given, by field name of ``FinetuneOptions``.
-
-    Returns:
-        The exit status: 0, or 130 when it was interrupted and can be resumed.
-
-    Raises:
-        OutputError: A result could not be written; the run can be continued.
-    """
+    """Run the job with the options that were given, and return the exit status: 130 where it can be resumed."""
     ranks = Ranks.started()
     try:
         with joined(ranks):
@@ -59,57 +42,49 @@ def run(given: dict[str, object]) -> int:
         return EXIT_REFUSED
 
 
-def _run(given: dict[str, object], ranks: Ranks) -> int:
-    with refused_by_all("options"):
-        options, interrupted = _options(given, ranks)
-        require_same(options)
-    stay_local(options.model, options.tokenizer)
-    with Working("preparing"), refused_by_all("preparations"):
-        _require_libraries()
-        from ghostclip.finetune.prepare import prepare
-
-        prepared = prepare(options, interrupted, ranks)
-    from ghostclip.finetune.report import plan_text, result_text
-
-    print(plan_text(prepared.data, prepared.model_text, prepared.mechanism, state=prepared.state, options=options))
-    for line in prepared.warnings:
-        print(f"warning: {line}", file=sys.stderr)
-    with refused_by_all("beginning of the training"):
-        training = _begin(prepared)
-    try:
-        comparison = _train(prepared, training)
-        if prepared.state.step < prepared.mechanism.steps:
-            return _interrupted(prepared)
-        with refused_by_all("results"):
-            outcome = _finish(prepared, training, comparison)
-    except KeyboardInterrupt:
-        status = _interrupted(prepared)
-        if ranks.count > 1:
-            # The others may be within a step, and are not waited for.
-            raise SystemExit(status) from None
-        return status
-    except OSError as error:
-        if isinstance(error, ConnectionError) or (_is_known_to_all(error) and not ranks.is_first):
-            raise
-        reason = reason_of(error)
-        raise OutputError(
-            f"--output {prepared.output}: could not be written ({reason}); once it can be, continue with: "
-            f"{_again(prepared)}"
-        ) from error
-    print(result_text(outcome))
-    return 0
-
-
 def _is_known_to_all(error: Exception) -> bool:
-    """Return whether all processes were told of an error; without torch there is one."""
+    """Return whether all processes were told of an error; loads torch, which an error of options does without."""
     from ghostclip.distributed.agreement import is_known_to_all
 
     return is_known_to_all(error)
 
 
+def _run(given: dict[str, object], ranks: Ranks) -> int:
+    from ghostclip.distributed import refused_together
+
+    with refused_together("options"):
+        options, interrupted = _options(given, ranks)
+        require_same(options)
+    stay_local(options.model, options.tokenizer)
+    with Working("preparing"), refused_together("preparations"):
+        _require_libraries()
+        from ghostclip.finetune.prepare import prepare
+        from ghostclip.finetune.report import plan_text
+        from ghostclip.finetune.training import training_arguments
+
+        prepared = prepare(options, interrupted, ranks)
+        try:
+            arguments = training_arguments(prepared)
+        except ValueError as error:
+            if isinstance(error, GhostClipError):
+                raise
+            raise InvalidOptionError(f"--device {prepared.device}, --dtype {options.dtype}: {error}") from error
+    print(plan_text(prepared))
+    for line in prepared.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    try:
+        return _train_and_write(prepared, arguments)
+    except KeyboardInterrupt:
+        status = _say_interrupted(prepared)
+        if ranks.count > 1:
+            # The others may be within a step, and are not waited for.
+            raise SystemExit(status) from None
+        return status
+
+
 def _options(given: dict[str, object], ranks: Ranks) -> tuple[FinetuneOptions, Interrupted | None]:
     from ghostclip.distributed import from_first
-    from ghostclip.finetune.checkpoint import ResumePoint
+    from ghostclip.finetune.models import require_known_model
 
     resuming = bool(given.get("resume"))
     if not resuming:
@@ -120,22 +95,25 @@ def _options(given: dict[str, object], ranks: Ranks) -> tuple[FinetuneOptions, I
             "--comparison-steps: a run of several processes is compared with nothing; leave it out"
         )
     asked = given.get("output")
-    folder = from_first(
-        "output folder", lambda: files.choose_folder(asked if isinstance(asked, Path) else None, resume=resuming)
-    )
+    chosen = partial(files.choose_folder, asked if isinstance(asked, Path) else None, resume=resuming)
+    folder = from_first("output folder", chosen)
     if resuming:
-        interrupted = from_first("resume point", lambda: ResumePoint.of(folder).load())
+        _require_libraries()
+        from ghostclip.finetune.state import ResumePoint
+
+        interrupted = from_first("resume point", ResumePoint.of(folder).load)
         options = resumed_options(interrupted.options, {**given, "output": folder})
         options.validate()
         return options, interrupted
     options = FinetuneOptions(**{**given, "output": folder})  # type: ignore[arg-type]
     require_known_model(options.model)
-    from_first("output folder", lambda: files.require_usable(folder, overwrite=options.overwrite))
+    from_first("output folder", partial(files.require_usable, folder, overwrite=options.overwrite))
     return options, None
 
 
 def _require_libraries() -> None:
     try:
+        import accelerate
         import huggingface_hub
         import safetensors
         import tqdm
@@ -148,161 +126,111 @@ def _require_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     # What cannot be fetched is said once, and not at each of its tries.
     huggingface_hub.utils.logging.set_verbosity(logging.CRITICAL)
-    del safetensors, tqdm
+    del accelerate, safetensors, tqdm
 
 
-def _train(prepared: Prepared, training: PrivateTraining) -> Comparison:
-    """Train until the steps are spent or stopping is asked for; what happened is on disk afterwards."""
+def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
+    """Train until the steps are spent or stopping is asked for, then write; what happened is on disk afterwards."""
+    from ghostclip.distributed import from_first, refused_together
+    from ghostclip.finetune.measure import OrdinarySteps
+    from ghostclip.finetune.models import fresh_copy
+    from ghostclip.finetune.report import result_text
+    from ghostclip.finetune.training import FinetuneTrainer
+
+    was_there, trainer = run.output.exists(), None
+    ordinary = OrdinarySteps(
+        partial(fresh_copy, run.model), run.options, width=run.split.training.width, device=run.device
+    )
+    if run.ranks.count > 1:
+        ordinary.missing = "not measured (several processes)"
+    try:
+        if run.lost is None:
+            from_first("output folder", partial(files.start_anew, run.output))
+        with StopRequest() as stop:
+            trainer = FinetuneTrainer(run, arguments, stop=stop)
+            _train(run, trainer, ordinary)
+        if run.unfinished:
+            return _say_interrupted(run)
+        with refused_together("results"):
+            record = _write(run, trainer, ordinary)
+    except OSError as error:
+        if isinstance(error, ConnectionError) or (_is_known_to_all(error) and not run.ranks.is_first):
+            raise
+        if run.lost is not None or (trainer is not None and trainer.begun):
+            raise OutputError(
+                f"--output {run.output}: could not be written ({reason_of(error)}); once it can be, continue with: "
+                f"{_again(run)}"
+            ) from error
+        # Nothing was trained: the folder is left as it was.
+        files.forget_resume(run.output)
+        if not was_there:
+            shutil.rmtree(run.output, ignore_errors=True)
+        raise OutputError(f"--output {run.output}: cannot be written ({reason_of(error)})") from error
+    print(result_text(run, record, trainer.unchecked))
+    return 0
+
+
+def _train(run: FinetuneRun, trainer: FinetuneTrainer, ordinary: OrdinarySteps) -> None:
     import torch
 
-    from ghostclip.finetune.comparison import Comparison
-    from ghostclip.finetune.interrupts import StopRequest
-    from ghostclip.finetune.models import fresh_copy
-    from ghostclip.finetune.progress import ProgressBar
+    from ghostclip.distributed import refused_together
 
-    state, steps, width = prepared.state, prepared.mechanism.steps, prepared.split.training.width
-    comparison = Comparison(
-        partial(fresh_copy, prepared.model), prepared.options, width=width, device=prepared.device,
-        alone=prepared.ranks.count == 1,
-    )  # fmt: skip
-    try:
-        with StopRequest() as stop, ProgressBar(steps=steps, done=state.step, epsilon=training.epsilon) as bar:
-            training.run(stop=stop, on_step=_on_step(prepared, training, comparison, bar))
-            with refused_by_all("resume point"):
-                training.save()
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(_memory_advice(prepared, str(error).splitlines()[0])) from error
-    except RuntimeError as error:
-        if not is_broken_connection(error):
-            raise
-        raise ConnectionError(
-            f"another process of the run has gone ({str(error).splitlines()[0]}); continue with: {_again(prepared)}"
-        ) from error
-    finally:
-        training.close()
-    return comparison
-
-
-def _begin(prepared: Prepared) -> PrivateTraining:
-    """Make the model private and write the first resume point; where that fails, leave the folder as it was."""
-    from ghostclip.distributed import from_first
-    from ghostclip.finetune.training import PrivateTraining
-
-    if prepared.lost is not None:
-        return PrivateTraining(prepared)
-    made = not prepared.output.exists()
-    try:
-        from_first("output folder", lambda: files.start_anew(prepared.output))
-        return PrivateTraining(prepared)
-    except OSError as error:
-        if not prepared.ranks.is_first:
-            raise
-        files.forget_resume(prepared.output)
-        if made:
-            shutil.rmtree(prepared.output, ignore_errors=True)
-        raise OutputError(f"--output {prepared.output}: cannot be written ({reason_of(error)})") from error
-
-
-def _on_step(
-    prepared: Prepared, training: PrivateTraining, comparison: Comparison, bar: ProgressBar
-) -> Callable[[], None]:
-    state = prepared.state
+    state, measures = run.state, trainer.measures
 
     def on_step() -> None:
-        bar.step(state.losses[-1], state.samples[-1] or 0, training.measures.physical_batch)
-        comparison.after_private_step(training.measures, left=prepared.mechanism.steps - state.step)
+        bar.step(state.losses[-1], state.samples[-1] or 0, measures.physical_batch)
+        ordinary.after_private_step(measures, left=run.mechanism.steps - state.step)
 
-    return on_step
+    trainer.on_step = on_step
+    try:
+        with ProgressBar(steps=run.mechanism.steps, done=state.step, epsilon=trainer.epsilon) as bar:
+            trainer.finish()
+        with refused_together("resume point"):
+            trainer.save()
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"out of memory ({first_line(error)}); continue with: {_again(run)} --physical-batch-size B, with a "
+            "smaller B"
+        ) from error
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
+            raise
+        raise ConnectionError(
+            f"another process of the run has gone ({first_line(error)}); continue with: {_again(run)}"
+        ) from error
+    finally:
+        trainer.close()
 
 
-def _interrupted(prepared: Prepared) -> int:
-    mechanism, step = prepared.mechanism, prepared.state.step
+def _write(run: FinetuneRun, trainer: FinetuneTrainer, ordinary: OrdinarySteps) -> dict[str, Any]:
+    """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
+    from ghostclip.finetune.models import whole_copy
+    from ghostclip.finetune.prepare import evaluate
+    from ghostclip.finetune.record import record_of, write_all
+
+    with Working("evaluating"):
+        after = evaluate(run.model, run.split, run.options, run.mesh)
+    model = whole_copy(run.model) if is_in_parts(run.mesh) else run.model.to("cpu")
+    if run.ranks.is_first and model is not None:
+        vars(model.config).update(run.config)
+        files.save_model(model, run.tokens, run.output)
+    ordinary.finish(physical_batch=trainer.measures.physical_batch)
+    record = record_of(run, trainer, ordinary, after)
+    if run.ranks.is_first:
+        write_all(run, record, after)
+        files.forget_resume(run.output)
+    return record
+
+
+def _say_interrupted(run: FinetuneRun) -> int:
+    step, mechanism = run.state.step, run.mechanism
     print(
         f"\nstopped after step {step} of {mechanism.steps}, ε = {mechanism.epsilon_after(step):.3f} spent so far; "
-        f"continue with: {_again(prepared)}",
+        f"continue with: {_again(run)}",
         file=sys.stderr,
     )
     return EXIT_INTERRUPTED
 
 
-def _again(prepared: Prepared) -> str:
-    return f"{prepared.ranks.command} --resume --output {prepared.output}"
-
-
-def _memory_advice(prepared: Prepared, reason: str) -> str:
-    return f"out of memory ({reason}); continue with: {_again(prepared)} --physical-batch-size B, with a smaller B"
-
-
-def _finish(prepared: Prepared, training: PrivateTraining, comparison: Comparison) -> Outcome:
-    """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
-    from ghostclip.finetune.models import whole_copy
-    from ghostclip.finetune.parts import is_in_parts
-    from ghostclip.finetune.prepare import evaluate
-
-    with Working("evaluating"):
-        after = evaluate(prepared.model, prepared.split, prepared.options)
-    model: PreTrainedModel | None = prepared.model
-    if is_in_parts(prepared.mesh):
-        model = whole_copy(prepared.model)
-    else:
-        prepared.model.to("cpu")
-    if prepared.ranks.is_first and model is not None:
-        files.save_model(model, prepared.tokens, prepared.output)
-    comparison.finish(physical_batch=training.measures.physical_batch)
-    outcome = _outcome(prepared, training, comparison, after)
-    if prepared.ranks.is_first:
-        _write(prepared, outcome)
-    return outcome
-
-
-def _write(prepared: Prepared, outcome: Outcome) -> None:
-    from ghostclip.finetune import card
-    from ghostclip.finetune.record import write_record
-
-    draw(_curves(outcome), prepared.output / files.PLOT)
-    write_record(outcome, prepared.output / files.RECORD)
-    write_text(prepared.output / card.NAME, card.card(outcome, pad_id=prepared.tokens.pad_id))
-    files.forget_resume(prepared.output)
-
-
-def _outcome(prepared: Prepared, training: PrivateTraining, comparison: Comparison, after: Quality) -> Outcome:
-    from ghostclip.finetune.privacy import assumptions
-    from ghostclip.finetune.record import Outcome
-
-    options, mechanism = prepared.options, prepared.mechanism
-    bounds, summary = training.guarantee()
-    return Outcome(
-        options=options,
-        output=prepared.output,
-        data=prepared.data,
-        model=prepared.model_text,
-        strategy=training.strategy,
-        device=str(prepared.device),
-        processes=prepared.ranks.count,
-        mechanism=mechanism,
-        assumptions=tuple(assumptions(mechanism, prepared.data.most_per_document, options)),
-        warnings=prepared.warnings,
-        state=prepared.state,
-        # The engine's own account, not the plan: it counted what was released.
-        epsilon=bounds.upper,
-        epsilon_lower=bounds.lower,
-        summary=summary,
-        unchecked=training.unchecked,
-        after=after,
-        private=comparison.private_steps(training.measures),
-        all_private=training.measures,
-        ordinary=comparison.measures,
-        ordinary_missing=comparison.missing,
-    )
-
-
-def _curves(outcome: Outcome) -> Curves:
-    mechanism = outcome.mechanism
-    return Curves(
-        losses=outcome.state.losses,
-        epsilons=mechanism.curve(outcome.state.step),
-        held_out=(outcome.before.loss, outcome.after.loss),
-        unit="nats per row" if outcome.options.task == "classify" else "nats per token",
-        target_epsilon=mechanism.target_epsilon,
-        delta=mechanism.delta,
-    )
+def _again(run: FinetuneRun) -> str:
+    return f"{run.ranks.command} --resume --output {run.output}"

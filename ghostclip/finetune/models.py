@@ -1,7 +1,4 @@
-"""Building a small model with random weights, or loading a pretrained one by name or folder, adapters added.
-
-Shapes: B samples, T tokens, V vocabulary.
-"""
+"""Building a small model with random weights, or loading a pretrained one by name or folder, adapters added."""
 
 from __future__ import annotations
 
@@ -18,8 +15,9 @@ from ghostclip.distributed import is_first
 from ghostclip.distributed.whole import gathered_whole
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.rows import labels_of
-from ghostclip.finetune.tokens import Tokens, from_anywhere
+from ghostclip.finetune.samples import labels_of
+from ghostclip.finetune.tokens import TokenEncoder, first_line, from_anywhere
+from ghostclip.language.tasks import without_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -28,131 +26,81 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def require_known_model(model: str | None) -> None:
-    """Refuse a ``--model`` that is no folder with a configuration and no name that Hugging Face could know.
-
-    Args:
-        model: What ``--model`` says.
-
-    Raises:
-        InvalidOptionError: Neither.
-    """
+    """Refuse a ``--model`` that is no folder with a configuration and no name that Hugging Face could know."""
     if model is None:
         return
     folder = Path(model)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InvalidOptionError(f"--model {model}: no Hugging Face model lies here (config.json is missing)")
-        return
-    if folder.exists() or not _NAME.fullmatch(model):
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InvalidOptionError(f"--model {model}: no Hugging Face model lies here (config.json is missing)")
+    if not folder.is_dir() and (folder.exists() or not _NAME.fullmatch(model)):
         raise InvalidOptionError(
             f"--model {model}: no local folder, and no name of a model as Hugging Face has them (gpt2, owner/name)"
         )
 
 
-def make_model(options: FinetuneOptions, tokens: Tokens, *, seed: int) -> PreTrainedModel:
-    """Build or load the model, in float32, on the CPU, in training mode.
-
-    Args:
-        options: The run's options.
-        tokens: The tokenizer, whose vocabulary the model must hold.
-        seed: Fixes random initial weights; the global generator is left as it was.
-
-    Returns:
-        A model of transformers for the task, inside a model of peft where adapters are trained.
-
-    Raises:
-        InvalidOptionError: Sizes or vocabulary do not fit.
-    """
+def make_model(options: FinetuneOptions, tokens: TokenEncoder, *, seed: int) -> PreTrainedModel:
+    """Return the model for the task, with adapters if asked for, in float32 on the CPU; the seed fixes its weights."""
     require_known_model(options.model)
     labels = labels_of(options) if options.task == "classify" else []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _build(options, tokens, labels) if options.model is None else _load(options.model, labels)
+        model = _toy(options, tokens, labels) if options.model is None else _load(options.model, labels)
         if labels and model.config.pad_token_id is None:
             model.config.pad_token_id = tokens.pad_id
         if options.lora is not None:
             model = _with_adapters(model, options)
-    held = model.get_input_embeddings().weight.shape[0]
-    if tokens.vocab_size > held:
+    rows = vocabulary_of(model)
+    if tokens.vocab_size > rows:
         raise InvalidOptionError(
-            f"--model {options.model}: its vocabulary has {held} rows, "
+            f"--model {options.model}: its vocabulary has {rows} rows, "
             f"but {tokens.description} needs {tokens.vocab_size}"
         )
     return model.float().train()
 
 
+def vocabulary_of(model: Any) -> int:
+    """Return the number of rows of a model's token embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Build a model of the same architecture and size with random weights.
-
-    Args:
-        model: The model to imitate; not changed.
-
-    Returns:
-        The other model, on the CPU, with adapters of the same kind.
-    """
+    """Return a model of the same architecture, size and adapters with random weights, on the CPU."""
+    base: Any = without_adapters(model)
     # The class of a model in parts is one that torch has put over its own.
-    if not hasattr(model, "peft_config"):
-        return _torch.class_of(model)(copy.deepcopy(model.config)).float()
-    import peft
-
-    base = model.get_base_model()
-    config = copy.deepcopy(model.peft_config["default"])
     plain = _torch.class_of(base)(copy.deepcopy(base.config))
-    return peft.get_peft_model(plain, config).float()
+    if base is not model:
+        import peft
+
+        plain = peft.get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
+    return plain.float()
 
 
 def whole_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a model that the processes hold in parts as a whole one in main memory; called in all of them.
-
-    Args:
-        model: The model; not changed.
-
-    Returns:
-        A copy on rank 0, None elsewhere.
-    """
-    found = gathered_whole(model.state_dict())
+    """Return a model in parts as a whole one in main memory, on rank 0; called in all of them."""
+    state = gathered_whole(model.state_dict())
     if not is_first():
         return None
     with torch.random.fork_rng(devices=[]):
         whole = fresh_copy(model)
-    whole.load_state_dict(found)
+    whole.load_state_dict(state)
     return whole
 
 
 def context_length(model: PreTrainedModel, options: FinetuneOptions) -> int:
-    """Give the length of the longest sample.
-
-    Args:
-        model: The model.
-        options: The run's options.
-
-    Returns:
-        What was asked, or the default where the model holds as many.
-
-    Raises:
-        InvalidOptionError: More was asked than the model holds.
-    """
-    held = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(held, int) or held <= 0:
+    """Return the tokens of the longest sample: what was asked, or the default where the model holds as many."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most <= 0:
         return options.longest
-    if options.context_length is not None and options.context_length > held:
-        raise InvalidOptionError(f"--context-length {options.context_length}: {options.model} holds {held} tokens")
-    return min(options.longest, held)
+    if options.context_length is not None and options.context_length > most:
+        raise InvalidOptionError(f"--context-length {options.context_length}: {options.model} holds {most} tokens")
+    return min(options.longest, most)
 
 
 def describe_model(model: PreTrainedModel, options: FinetuneOptions) -> str:
-    """Name the model, its size, what is trained of it and where its weights are from, for people.
-
-    Args:
-        model: The model.
-        options: The run's options.
-
-    Returns:
-        A line.
-    """
+    """Return in a line what the model is, its size, what is trained of it and where its weights are from."""
     every = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base: Any = without_adapters(model)
     parts = [type(base).__name__]
     parts += [f"LoRA of rank {options.lora}"] if options.lora is not None else []
     parts += [f"{trainable:,}{f' of {every:,}' if trainable < every else ''} parameters trained"]
@@ -164,15 +112,7 @@ def describe_model(model: PreTrainedModel, options: FinetuneOptions) -> str:
 
 
 def require_causal(model: PreTrainedModel, *, length: int) -> None:
-    """Refuse a model whose prediction at a position looks at later tokens: its loss would be meaningless.
-
-    Args:
-        model: The model.
-        length: Tokens of the passages it will see.
-
-    Raises:
-        UnsupportedModelError: It looks ahead, or gives no logits.
-    """
+    """Refuse a model whose prediction at a position looks at later tokens: its loss would be meaningless."""
     ids_BT = torch.ones(1, min(length, 8), dtype=torch.int64)
     changed_BT = ids_BT.clone()
     changed_BT[:, -1] = 0
@@ -192,7 +132,7 @@ def require_causal(model: PreTrainedModel, *, length: int) -> None:
         )
 
 
-def _build(options: FinetuneOptions, tokens: Tokens, labels: list[str]) -> PreTrainedModel:
+def _toy(options: FinetuneOptions, tokens: TokenEncoder, labels: list[str]) -> PreTrainedModel:
     import transformers
 
     if options.hidden_size % options.heads:
@@ -202,34 +142,37 @@ def _build(options: FinetuneOptions, tokens: Tokens, labels: list[str]) -> PreTr
             f"--hidden-size {options.hidden_size} / --heads {options.heads} is odd: "
             "llama's rotary positions need an even size per head"
         )
-    config = _config(options, tokens)
+    config = _toy_config(options, tokens)
     if not labels:
         return transformers.AutoModelForCausalLM.from_config(config)
-    config.id2label, config.label2id = _label_names(labels)
+    for name, value in _label_names(labels).items():
+        setattr(config, name, value)
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
-def _label_names(labels: list[str]) -> tuple[dict[int, str], dict[str, int]]:
-    return dict(enumerate(labels)), {name: number for number, name in enumerate(labels)}
+def _label_names(labels: list[str]) -> dict[str, Any]:
+    return {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
 
 
-def _config(options: FinetuneOptions, tokens: Tokens) -> PretrainedConfig:
+def _toy_config(options: FinetuneOptions, tokens: TokenEncoder) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig
 
-    ends = {"bos_token_id": tokens.start_id, "eos_token_id": tokens.start_id, "pad_token_id": tokens.pad_id}
+    common = {
+        "vocab_size": tokens.vocab_size, "tie_word_embeddings": True, "bos_token_id": tokens.start_id,
+        "eos_token_id": tokens.start_id, "pad_token_id": tokens.pad_id,
+    }  # fmt: skip
     if options.toy == "gpt2":
         # No dropout: clipping and noise regularise enough, and dropout would only lower the signal under them.
         return GPT2Config(
-            vocab_size=tokens.vocab_size, n_positions=options.longest, n_embd=options.hidden_size,
-            n_layer=options.layers, n_head=options.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            tie_word_embeddings=True, **ends,
+            n_positions=options.longest, n_embd=options.hidden_size, n_layer=options.layers, n_head=options.heads,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
         )  # fmt: skip
     # Llama's own proportion of the gated feed-forward layer, 8/3 of the width, rounded up to a multiple of 8.
     feed_forward = -(-options.hidden_size * 8 // 24) * 8
     return LlamaConfig(
-        vocab_size=tokens.vocab_size, max_position_embeddings=options.longest, hidden_size=options.hidden_size,
-        intermediate_size=feed_forward, num_hidden_layers=options.layers, num_attention_heads=options.heads,
-        num_key_value_heads=options.heads, tie_word_embeddings=True, **ends,
+        max_position_embeddings=options.longest, hidden_size=options.hidden_size, intermediate_size=feed_forward,
+        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads,
+        **common,
     )  # fmt: skip
 
 
@@ -242,29 +185,28 @@ def _load(name: str, labels: list[str]) -> PreTrainedModel:
     kind: Any = transformers.AutoModelForCausalLM
     what, more = "a causal language model", {}
     if labels:
-        id2label, label2id = _label_names(labels)
         kind, what = transformers.AutoModelForSequenceClassification, "a model that classifies texts"
-        more = {"id2label": id2label, "label2id": label2id, "num_labels": len(labels)}
+        more = {**_label_names(labels), "num_labels": len(labels)}
     try:
         model = from_anywhere(kind, name, more)
     except InvalidOptionError as error:
         raise InvalidOptionError(f"--model {name}: {error}") from error
     except Exception as error:  # the loader raises whatever its parsers raise, down to bare Exception
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({reason})") from error
+        raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({first_line(error)})") from error
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(f"--model {name}: has no trainable parameter")
     return model
 
 
 def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrainedModel:
+    assert options.lora is not None, "asked for"
     try:
         import peft
     except ImportError as error:
         raise InvalidOptionError("--lora needs peft, which is not installed: pip install 'ghostclip[peft]'") from error
     config = peft.LoraConfig(
         r=options.lora,
-        lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,  # type: ignore[operator]
+        lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
         target_modules=None if options.lora_targets is None else options.lora_targets.split(","),
         task_type="SEQ_CLS" if options.task == "classify" else "CAUSAL_LM",
     )
@@ -276,5 +218,4 @@ def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrain
     except ValueError as error:
         linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
         shown = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-        reason = next(iter(str(error).splitlines()))
-        raise InvalidOptionError(f"--lora-targets: {reason} Layers of this model: {shown}") from error
+        raise InvalidOptionError(f"--lora-targets: {first_line(error)} Layers of this model: {shown}") from error

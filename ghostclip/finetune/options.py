@@ -1,95 +1,185 @@
-"""The options of one fine-tuning run: their defaults, their checks, and which of them a resumed run may change.
+"""The options of one fine-tuning run: one table of defaults, help texts and limits, and what goes together.
 
-Kept apart from the argument parser, so that a run can also be started from Python and so that a resumed run can
-compare what was asked then with what is asked now.
+Light to import: the command line is declared from it before anything heavy is loaded.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any, Final
 
 from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, ResumeError
 
-TASKS = ("text", "answers", "classify")
-TOYS = ("gpt2", "llama")
-STRATEGIES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
-DTYPES = ("float32", "bfloat16")
-# As in ghostclip.language.vocabulary_head, which takes longer to load.
-HEADS = ("auto", "fused", "logits")
-# As in ghostclip.planning.plan, for the same reason.
-MEMORY_BUDGET = 1.05
-# As in ghostclip.clipping.options, for the same reason.
-FACTOR_DTYPES = ("bfloat16",)
-DEFAULT_EPOCHS = 5.0
+TOYS: Final = ("gpt2", "llama")
+# As in ghostclip.language.vocabulary_head, and as in ghostclip.planning.plan, which take longer to load.
+HEADS: Final = ("auto", "fused", "logits")
+MEMORY_BUDGET: Final = 1.05
+DEFAULT_EPOCHS: Final = 5.0
 # Tokens of a sample; a model that holds fewer sets the length.
 TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
 # Peaks of AdamW under noise: random weights have far to go, adapters move little, pretrained weights are soon lost.
 TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
-SIZES = ("toy", "layers", "hidden_size", "heads")
-
 # What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
-CHANGEABLE_ON_RESUME = frozenset({"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"})
+CHANGEABLE_ON_RESUME: Final = {"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"}
 # These say where and how to start, not what the run is.
-NOT_RECORDED = frozenset({"output", "overwrite", "resume"})
+NOT_RECORDED: Final = {"output", "overwrite", "resume"}
+EXAMPLES: Final = """\
+examples:
+  ghostclip finetune
+      a toy from random weights on Python's documentation, to see everything once
+  ghostclip finetune --data notes.txt --model gpt2 --lora 8 --epsilon 3
+      LoRA on pretrained weights; a name of Hugging Face or a folder
+  ghostclip finetune --task answers --data rows.jsonl --model ./my-model --lora 8
+      rows {"prompt": "...", "answer": "..."}; only the answers are learned
+  ghostclip finetune --task classify --data rows.csv --model bert-base-uncased --labels bad,good
+      columns text and label; a new head on pretrained weights
+  ghostclip finetune --resume
+      go on with an interrupted run, to the same epsilon
+  torchrun --nproc-per-node 4 -m ghostclip finetune --data notes.txt --model gpt2
+      four processes (GPUs) share each batch; epsilon and noise are those of one
+  torchrun --nproc-per-node 4 -m ghostclip finetune --mesh dp=4 --physical-batch-size 8 --model ./large
+      the same, each with a quarter of the weights, clipped sums and optimizer state
+  torchrun --nproc-per-node 4 -m ghostclip finetune --mesh dp=2,tp=2 --physical-batch-size 8 --model ./large
+      pairs of processes that share their samples, each with half of every layer (tensor parallelism)
+"""
+
+# What a value must be: a test, and how the message ends.
+_POSITIVE = (lambda value: 0.0 < value < math.inf, "it must be a finite number above 0")
+_SHARE = (lambda value: 0.0 < value < 1.0, "it must lie strictly between 0 and 1")
+_DELTA = (_SHARE[0], f"{_SHARE[1]}, and well below 1/(number of samples)")
+_SEED = (lambda value: 0 <= value < 2**63, "it must be a whole number from 0 to 2^63 - 1")
+
+
+def _least(least: int) -> tuple[Any, str]:
+    return lambda value: value >= least, f"it must be at least {least}"
+
+
+def _option(default: Any, text: str, metavar: str | None = None, limit: Any = None, *, one_of: Any = ()) -> Any:
+    """Return a field of the table; a default that is neither None nor a switch is said in its help."""
+    said = "" if default is None or isinstance(default, bool) else f" (default: {default})"
+    return field(default=default, metadata={"help": text + said, "metavar": metavar, "limit": limit, "one_of": one_of})
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
     """Everything ``ghostclip finetune`` can be told; field names equal the option names.
 
-    ``epochs`` and ``steps`` are alternatives; with neither, ``DEFAULT_EPOCHS`` holds. ``delta=None`` means 1/(10 N)
-    with N the number of training passages. ``seed=None`` means a fresh one, which is recorded.
-
     Privacy:
         ``seed`` never fixes the noise or the sampling; only ``unsafe_noise_seed`` does, and then nothing is private.
     """
 
-    task: str = "text"
-    data: Path | None = None
-    text_column: str = "text"
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    label_column: str = "label"
-    labels: str | None = None
-    tokenizer: str | None = None
-    max_passages_per_document: int | None = None
-    eval_fraction: float = 0.1
-    eval_samples: int = 256
-    model: str | None = None
-    toy: str = "gpt2"
-    layers: int = 2
-    hidden_size: int = 128
-    heads: int = 4
-    context_length: int | None = None
-    lora: int | None = None
-    lora_alpha: float | None = None
-    lora_targets: str | None = None
-    epsilon: float = 8.0
-    delta: float | None = None
-    max_grad_norm: float = 1.0
-    epochs: float | None = None
-    steps: int | None = None
-    batch_size: int = 256
-    physical_batch_size: int | None = None
-    learning_rate: float | None = None
-    strategy: str = "auto"
-    vocabulary_head: str = "auto"
-    memory_budget: float = MEMORY_BUDGET
-    factor_dtype: str | None = None
-    device: str = "auto"
-    mesh: str | None = None
-    dtype: str = "float32"
-    seed: int | None = None
-    secure_noise: bool = False
-    unsafe_noise_seed: int | None = None
-    comparison_steps: int = 7
-    checkpoint_seconds: float = 60.0
-    output: Path = Path("ghostclip-run")
-    overwrite: bool = False
-    resume: bool = False
+    task: str = _option(
+        "text", "text: predict every next token; answers: those of the answers, given their prompts; classify: the "
+        "label", "NAME", one_of=("text", "answers", "classify"),
+    )  # fmt: skip
+    data: Path | None = _option(  # noqa: RUF009 - a field, as the others
+        None, "text file, folder of text files, .jsonl or .csv (default, for text: the documentation shipped with "
+        "Python); answers and classify take .jsonl or .csv, one row is one sample", "PATH",
+    )  # fmt: skip
+    text_column: str = _option("text", "column that holds the text", "NAME")
+    prompt_column: str = _option("prompt", "column that holds the prompt", "NAME")
+    answer_column: str = _option("answer", "column that holds the answer", "NAME")
+    label_column: str = _option("label", "column that holds the label", "NAME")
+    labels: str | None = _option(
+        None, "the labels, which become public (default: read from the data, unprotected)", "A,B,...",
+        (lambda value: len(set(value.split(","))) >= max(2, value.count(",") + 1),
+         "give at least two different ones, as in bad,good"),
+    )  # fmt: skip
+    tokenizer: str | None = _option(
+        None, "your own tokenizer: a folder, a tokenizer.json or a name of Hugging Face, never trained on the private "
+        "data; bytes for none (default: that of --model; bytes for --toy)", "NAME|PATH",
+    )  # fmt: skip
+    max_passages_per_document: int | None = _option(
+        None, "keep at most K passages of each document; 1 makes the document the unit of privacy (default: all)",
+        "K", _least(1),
+    )  # fmt: skip
+    eval_fraction: float = _option(0.1, "share of the passages that is held out", "F", _SHARE)
+    eval_samples: int = _option(256, "held-out passages that are evaluated at most", "N", _least(1))
+
+    model: str | None = _option(
+        None, "pretrained model: a name of Hugging Face (gpt2, owner/name; from the cache, else fetched) or a folder",
+        "NAME|PATH",
+    )  # fmt: skip
+    lora: int | None = _option(
+        None, "train LoRA adapters of rank R alone (default: all parameters)", "R", _least(1)
+    )  # fmt: skip
+    lora_alpha: float | None = _option(None, "scale of the adapters (default: 2 R)", "A", _POSITIVE)
+    lora_targets: str | None = _option(
+        None, "layers that get adapters (default: what peft takes for the model)", "A,B,..."
+    )
+    toy: str = _option(
+        "gpt2", f"without --model: {' or '.join(TOYS)} of the sizes below, with random weights", "NAME", one_of=TOYS
+    )
+    layers: int = _option(2, "transformer blocks of the toy", "N", _least(1))
+    hidden_size: int = _option(128, "its width", "D", _least(1))
+    heads: int = _option(4, "its attention heads", "H", _least(1))
+    context_length: int | None = _option(
+        None, f"tokens of a sample (default: {TOY_CONTEXT} of the toy, else {DEFAULT_CONTEXT} or what the model "
+        "holds)", "T", _least(2),
+    )  # fmt: skip
+
+    epsilon: float = _option(8.0, "privacy budget of the whole run", "E", _POSITIVE)
+    delta: float | None = _option(
+        None, "failure probability of the guarantee (default: 1/(10 N), N = training samples)", "D", _DELTA
+    )
+    max_grad_norm: float = _option(1.0, "norm to which every sample's gradient is clipped", "C", _POSITIVE)
+    secure_noise: bool = _option(
+        False, "draw noise from a cryptographic keystream (default: a fast generator with a fresh secret key)"
+    )
+    unsafe_noise_seed: int | None = _option(
+        None, "fix noise and sampling as well: for tests only, nothing is private then", "S", _SEED
+    )
+
+    epochs: float | None = _option(
+        None, f"expected passes over the data (default: {DEFAULT_EPOCHS:g})", "N", _POSITIVE
+    )  # fmt: skip
+    steps: int | None = _option(None, "private steps, instead of --epochs", "N", _least(1))
+    batch_size: int = _option(256, "expected samples of a private step (logical batch)", "B", _least(1))
+    physical_batch_size: int | None = _option(
+        None, "samples computed at once; auto finds what fits, at most 64 on a CPU (default: auto)", "B|auto", _least(1)
+    )
+    learning_rate: float | None = _option(
+        None, f"peak learning rate of AdamW (default: {TOY_RATE:g} toy, {LORA_RATE:g} LoRA, {FULL_RATE:g} pretrained)",
+        "R", _POSITIVE,
+    )  # fmt: skip
+    strategy: str = _option(
+        "auto", "how gradients are clipped: auto, bookkeeping, ghost, fast, hooks, graph", "NAME",
+        one_of=("auto", "bookkeeping", "ghost", "fast", "hooks", "graph"),
+    )  # fmt: skip
+    vocabulary_head: str = _option(
+        "auto", "losses of tokens without logits in memory: auto, fused or logits", "NAME", one_of=HEADS
+    )
+    memory_budget: float = _option(
+        MEMORY_BUDGET, "memory of a backward, over an ordinary one's; below 1 blocks are run again", "R", _POSITIVE
+    )
+    factor_dtype: str | None = _option(
+        None, "bfloat16 lets a memory budget below 1 round what clipping holds to 16 bits (default: none)", "NAME",
+        one_of=("bfloat16",),
+    )  # fmt: skip
+    device: str = _option("auto", "cpu, cuda, cuda:1, mps or auto", "NAME")
+    mesh: str | None = _option(
+        None, "how the processes of torchrun hold the model: replicate=N copies, dp=N parts of one (fully_shard), tp=N "
+        "parts of each layer (the model's tp_plan), or several, as replicate=2,dp=4,tp=2; the axes of ghostclip plan "
+        "(default: a copy on each)", "AXES",
+    )  # fmt: skip
+    dtype: str = _option(
+        "float32", "float32 or bfloat16 (autocast; weights stay float32)", "NAME", one_of=("float32", "bfloat16")
+    )
+    seed: int | None = _option(
+        None, "fixes split, initial weights and dropout, never the noise (default: fresh, recorded)", "S", _SEED
+    )
+
+    output: Path = _option(Path("ghostclip-run"), "where checkpoint, plot and record go", "DIR")  # noqa: RUF009
+    overwrite: bool = _option(False, "replace the run in an output folder that is not empty")
+    resume: bool = _option(False, "continue the interrupted run in the output folder, to the same epsilon")
+    comparison_steps: int = _option(
+        7, "non-private steps measured beside the private ones, on a copy; 0 for none", "N", _least(0)
+    )
+    checkpoint_seconds: float = _option(60.0, "time between two resume points", "S", _POSITIVE)
 
     @property
     def longest(self) -> int:
@@ -102,153 +192,85 @@ class FinetuneOptions:
         return "passage" if self.task == "text" else "row"
 
     @property
-    def head(self) -> str:
-        """How losses of tokens are computed; "hooks" shows what needs a head's logits, "graph" is written in them.
-
-        A head of which each process has some rows (tp) makes logits as well.
-        """
-        from ghostclip.scaling import Mesh
-
-        divided = self.mesh is not None and Mesh.parse(self.mesh).tp > 1
-        needed = (divided or self.strategy in ("hooks", "graph")) and self.vocabulary_head == "auto"
-        return "logits" if needed else self.vocabulary_head
-
-    @property
     def rate(self) -> float:
         """Peak learning rate: of random weights, of adapters, or of pretrained weights, if none was given."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        if self.model is None:
-            return TOY_RATE
-        return FULL_RATE if self.lora is None else LORA_RATE
+        usual = TOY_RATE if self.model is None else FULL_RATE if self.lora is None else LORA_RATE
+        return usual if self.learning_rate is None else self.learning_rate
 
     def validate(self) -> None:
-        """Refuse every value that no run could honour.
-
-        Raises:
-            InvalidOptionError: With the option, its value and what it may be.
-        """
-        self._validate_privacy()
-        self._validate_sizes()
-        self._validate_choices()
-
-    def _validate_privacy(self) -> None:
-        _require_positive("--epsilon", self.epsilon)
-        _require_positive("--max-grad-norm", self.max_grad_norm)
-        if self.delta is not None and not 0.0 < self.delta < 1.0:
-            raise InvalidOptionError(
-                f"--delta is {self.delta:g}: it must lie strictly between 0 and 1, and well below 1/(number of samples)"
-            )
-
-    def _validate_sizes(self) -> None:
-        for name in ("layers", "hidden_size", "heads", "batch_size", "eval_samples"):
-            _require_at_least(name, getattr(self, name), 1)
-        for name in ("lora", "steps", "physical_batch_size", "max_passages_per_document"):
-            if getattr(self, name) is not None:
-                _require_at_least(name, getattr(self, name), 1)
-        if self.context_length is not None:
-            _require_at_least("context_length", self.context_length, 2)
-        _require_at_least("comparison_steps", self.comparison_steps, 0)
-        _require_positive("--memory-budget", self.memory_budget)
+        """Refuse every value that no run could honour."""
+        for one in fields(self):
+            value, limit, allowed = getattr(self, one.name), one.metadata["limit"], one.metadata["one_of"]
+            if value is not None and limit is not None and not limit[0](value):
+                shown = f"{value:g}" if isinstance(value, float) else repr(value)
+                raise InvalidOptionError(f"{_word(one.name)} is {shown}: {limit[1]}")
+            if value is not None and allowed and value not in allowed:
+                meant = did_you_mean(value, allowed)
+                raise InvalidOptionError(f"{_word(one.name)} is {value!r}: it may be {', '.join(allowed)}{meant}")
         if self.factor_dtype is not None and self.memory_budget >= 1:
             raise InvalidOptionError(
                 f"--factor-dtype is {self.factor_dtype}, with a memory budget of {self.memory_budget:g}: what clipping "
                 "holds is rounded only to keep a --memory-budget below 1"
             )
-        for option, value in (("--learning-rate", self.learning_rate), ("--lora-alpha", self.lora_alpha)):
-            if value is not None:
-                _require_positive(option, value)
-        _require_positive("--checkpoint-seconds", self.checkpoint_seconds)
-        if self.epochs is not None:
-            _require_positive("--epochs", self.epochs)
-        if not 0.0 < self.eval_fraction < 1.0:
-            raise InvalidOptionError(f"--eval-fraction is {self.eval_fraction:g}: it must lie strictly between 0 and 1")
-
-    def _validate_choices(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise InvalidOptionError("--epochs and --steps both say how long to train: give one of them")
         if self.secure_noise and self.unsafe_noise_seed is not None:
             raise InvalidOptionError("--secure-noise cannot be fixed by --unsafe-noise-seed: give one of them")
         if self.overwrite and self.resume:
             raise InvalidOptionError("--overwrite starts anew and --resume continues: give one of them")
-        if self.labels is not None and len(set(self.labels.split(","))) < max(2, self.labels.count(",") + 1):
-            raise InvalidOptionError(f"--labels is {self.labels!r}: give at least two different ones, as in bad,good")
         if self.lora is not None and self.model is None:
             raise InvalidOptionError("--lora adapts pretrained weights: name them with --model")
-        for option, value, allowed in (
-            ("--task", self.task, TASKS),
-            ("--toy", self.toy, TOYS),
-            ("--strategy", self.strategy, STRATEGIES),
-            ("--vocabulary-head", self.vocabulary_head, HEADS),
-            ("--dtype", self.dtype, DTYPES),
-            ("--factor-dtype", self.factor_dtype or FACTOR_DTYPES[0], FACTOR_DTYPES),
-        ):
-            if value not in allowed:
-                meant = did_you_mean(value, allowed)
-                raise InvalidOptionError(f"{option} is {value!r}: it may be {', '.join(allowed)}{meant}")
-        for option, seed in (("--seed", self.seed), ("--unsafe-noise-seed", self.unsafe_noise_seed)):
-            if seed is not None and not 0 <= seed < 2**63:
-                raise InvalidOptionError(f"{option} is {seed}: it must be a whole number from 0 to 2^63 - 1")
 
     def recorded(self) -> dict[str, object]:
-        """Give the options that describe the run, as plain values that JSON holds.
-
-        Returns:
-            Values by field name; paths are absolute.
-        """
+        """Return the options that describe the run, as plain values that JSON holds; paths are absolute."""
         values = {name: value for name, value in asdict(self).items() if name not in NOT_RECORDED}
         # A folder is told from a name of Hugging Face by its being there.
-        for name in ("model", "tokenizer"):
-            place = Path(str(values[name]))
-            values[name] = place if values[name] is not None and place.exists() else values[name]
+        places = {name: Path(str(values[name])) for name in ("model", "tokenizer") if values[name] is not None}
+        values |= {name: place for name, place in places.items() if place.exists()}
         return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare every option on a parser with ``argument_default=SUPPRESS``: what is not given leaves no attribute."""
+    begins = {"task": "data", "model": "model", "epsilon": "privacy", "epochs": "training", "output": "results"}
+    kinds: dict[str, Any] = {"int": int, "float": float, "Path": Path}
+    group: Any = None
+    for one in fields(FinetuneOptions):
+        group = parser.add_argument_group(begins[one.name]) if one.name in begins else group
+        if one.type == "bool":
+            group.add_argument(_word(one.name), action="store_true", help=one.metadata["help"])
+            continue
+        kind = _physical if one.name == "physical_batch_size" else kinds.get(str(one.type).split(" ")[0], str)
+        group.add_argument(_word(one.name), type=kind, metavar=one.metadata["metavar"], help=one.metadata["help"])
+
+
 def require_together(given: dict[str, object]) -> None:
-    """Refuse options that would be ignored beside the others.
-
-    Args:
-        given: The options of this command line that were written out, by field name.
-
-    Raises:
-        InvalidOptionError: One of them goes with another task, model or option.
-    """
+    """Refuse options of this command line that would be ignored beside the others."""
     task = given.get("task", FinetuneOptions.task)
-    wrong = [
-        *((name, "goes with --toy, whose sizes it sets; --model has its own") for name in SIZES if "model" in given),
-        *((name, "goes with --lora") for name in ("lora_alpha", "lora_targets") if "lora" not in given),
-        *((name, "goes with --task answers") for name in ("prompt_column", "answer_column") if task != "answers"),
-        *((name, "goes with --task classify") for name in ("label_column", "labels") if task != "classify"),
-        *((name, "goes with --task text or classify") for name in ("text_column",) if task == "answers"),
-        *((name, "goes with --task text") for name in ("max_passages_per_document",) if task != "text"),
-    ]
-    for name, why in wrong:
-        if name in given:
-            raise InvalidOptionError(f"--{name.replace('_', '-')} {why}")
+    sizes = ("layers", "hidden_size", "heads", "toy")
+    for names, ignored, why in (
+        (sizes, "model" in given, "goes with --toy, whose sizes it sets; --model has its own"),
+        (("lora_alpha", "lora_targets"), "lora" not in given, "goes with --lora"),
+        (("prompt_column", "answer_column"), task != "answers", "goes with --task answers"),
+        (("label_column", "labels"), task != "classify", "goes with --task classify"),
+        (("text_column",), task == "answers", "goes with --task text or classify"),
+        (("max_passages_per_document",), task != "text", "goes with --task text"),
+    ):
+        for name in names:
+            if ignored and name in given:
+                raise InvalidOptionError(f"{_word(name)} {why}")
 
 
 def resumed_options(recorded: dict[str, object], given: dict[str, object]) -> FinetuneOptions:
-    """Continue with the options of the interrupted run, and refuse those that would make it another run.
-
-    Args:
-        recorded: What ``FinetuneOptions.recorded`` gave when the run began.
-        given: The options of this command line that were written out, by field name.
-
-    Returns:
-        The recorded options, with the changeable ones replaced by what was given.
-
-    Raises:
-        ResumeError: An option differs that may not.
-    """
+    """Return the options of an interrupted run with what was given now; what would make it another run is refused."""
     asked = FinetuneOptions(**given).recorded()  # type: ignore[arg-type]
     for name in sorted(set(given) - NOT_RECORDED - CHANGEABLE_ON_RESUME):
         if asked[name] != recorded.get(name):
-            option = "--" + name.replace("_", "-")
             raise ResumeError(
-                f"{option} is {asked[name]} but the interrupted run has {recorded.get(name)}: "
+                f"{_word(name)} is {asked[name]} but the interrupted run has {recorded.get(name)}: "
                 "leave the option out, or start anew elsewhere"
             )
-    known = {field.name for field in fields(FinetuneOptions)} - NOT_RECORDED
+    known = {one.name for one in fields(FinetuneOptions)} - NOT_RECORDED
     if set(recorded) != known:
         raise ResumeError(
             "the interrupted run was started by another version "
@@ -259,11 +281,14 @@ def resumed_options(recorded: dict[str, object], given: dict[str, object]) -> Fi
     return FinetuneOptions(**values)  # type: ignore[arg-type]
 
 
-def _require_positive(option: str, value: float) -> None:
-    if not (value > 0.0 and math.isfinite(value)):
-        raise InvalidOptionError(f"{option} is {value:g}: it must be a finite number above 0")
+def _word(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InvalidOptionError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
+def _physical(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None

@@ -13,33 +13,20 @@ from typing import TYPE_CHECKING
 
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ghostclip.finetune.tokens import TokenEncoder
+
 # What tells of the data: beside the model, so that nobody shares it with the model.
 PRIVATE = "private"
-RECORD = f"{PRIVATE}/run.json"
-PLOT = f"{PRIVATE}/plot.png"
-RESUME_FOLDER = f"{PRIVATE}/resume"
-RESUME_STATE = "state.pt"
+RECORD, PLOT, RESUME_FOLDER = f"{PRIVATE}/run.json", f"{PRIVATE}/plot.png", f"{PRIVATE}/resume"
+RESUME_STATE, CARD = "state.pt", "README.md"
 
 
 def choose_folder(given: Path | None, *, resume: bool) -> Path:
-    """Pick the output folder.
-
-    Args:
-        given: What ``--output`` says, or ``None``.
-        resume: Whether an interrupted run is to be continued.
-
-    Returns:
-        The given one; else the newest interrupted ``ghostclip-run*`` when resuming, else the first of
-        ``ghostclip-run``, ``ghostclip-run-2``, … that holds nothing.
-
-    Raises:
-        ResumeError: Nothing here can be resumed.
-    """
+    """Return the folder given; else the newest interrupted run to resume, or the first default that holds nothing."""
     if given is not None:
         return given
     base = FinetuneOptions.output
@@ -49,33 +36,21 @@ def choose_folder(given: Path | None, *, resume: bool) -> Path:
             raise ResumeError(f"no interrupted run {base.name}* lies in this folder: name its folder with --output")
         newest = max(states, key=lambda state: state.stat().st_mtime)
         return newest.parents[len(Path(RESUME_FOLDER).parts)]
-    number = 1
-    folder = base
-    while _occupied(folder):
+    number, folder = 1, base
+    while _is_occupied(folder):
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     return folder
 
 
 def require_usable(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder whose contents a new run would replace, or that cannot be made; changes nothing.
-
-    Args:
-        folder: The output folder.
-        overwrite: Whether replacing was asked for.
-
-    Raises:
-        OutputError: It is in use, is a file, or cannot be written.
-    """
+    """Refuse a folder whose contents a new run would replace, or that cannot be made; changes nothing."""
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--output {folder}: a file lies there, not a folder")
-    if _occupied(folder) and not overwrite:
+    if _is_occupied(folder) and not overwrite:
         interrupted = (folder / RESUME_FOLDER / RESUME_STATE).is_file()
-        remedy = (
-            "--resume continues the interrupted run in it, --overwrite"
-            if interrupted
-            else "name another folder; --overwrite"
-        )
+        continues = "--resume continues the interrupted run in it, --overwrite"
+        remedy = continues if interrupted else "name another folder; --overwrite"
         raise OutputError(f"--output {folder}: the folder is not empty; {remedy} replaces what lies there")
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -85,35 +60,19 @@ def require_usable(folder: Path, *, overwrite: bool) -> None:
 
 
 def start_anew(folder: Path) -> None:
-    """Make the folder, and drop what an earlier run of ours left for resuming; files of others stay.
-
-    Args:
-        folder: The output folder.
-    """
+    """Make the folder, and drop what an earlier run of ours left for resuming; files of others stay."""
     (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
     forget_resume(folder)
 
 
 def forget_resume(folder: Path) -> None:
-    """Delete what a run is resumed from, if there is anything.
-
-    Args:
-        folder: The output folder.
-    """
+    """Delete what a run is resumed from, if there is anything."""
     if (folder / RESUME_FOLDER).exists():
         shutil.rmtree(folder / RESUME_FOLDER)
 
 
-def save_model(model: PreTrainedModel, tokens: Tokens, folder: Path) -> None:
-    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them.
-
-    They are written whole into a temporary folder first; only then does each file take its place.
-
-    Args:
-        model: The model, without hooks of the engine.
-        tokens: Its tokenizer.
-        folder: The output folder, which exists.
-    """
+def save_model(model: PreTrainedModel, tokens: TokenEncoder, folder: Path) -> None:
+    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them: whole, then each file in its place."""
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
         written = Path(name)
         model.save_pretrained(str(written))
@@ -124,16 +83,11 @@ def save_model(model: PreTrainedModel, tokens: Tokens, folder: Path) -> None:
             target = folder / path.relative_to(written)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
-        _remove_stale_weights(folder, kept={path.name for path in files})
-
-
-def _remove_stale_weights(folder: Path, *, kept: set[str]) -> None:
     # A larger model's shards and index, left from the run that is overwritten, would be loaded instead of ours.
-    for pattern in ("model*.safetensors*", "pytorch_model*"):
-        for path in folder.glob(pattern):
-            if path.name not in kept:
-                path.unlink()
+    for path in (*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*")):
+        if path.name not in {file.name for file in files}:
+            path.unlink()
 
 
-def _occupied(folder: Path) -> bool:
+def _is_occupied(folder: Path) -> bool:
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))

@@ -1,11 +1,10 @@
 """The mechanism of a run: how much noise over how many steps, and what its (ε, δ) assumes.
 
-Symbols: N training passages, B expected batch size, q = B/N sampling rate, σ noise multiplier.
+Symbols: N training samples, B expected batch size, q = B/N sampling rate, σ noise multiplier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, get_noise_multiplier
@@ -14,15 +13,11 @@ from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.tokens import BYTES
 
 ACCOUNTANT = DEFAULT_ACCOUNTANT
-_NOISE = {True: "secure (a cryptographic keystream)", False: "fast (a statistical generator)"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """A run's private mechanism: ``steps`` Poisson-subsampled Gaussian releases.
-
-    ``sample_rate`` is q, ``noise_multiplier`` is σ (standard deviation of the noise over ``max_grad_norm``).
-    """
+    """A run's private mechanism: ``steps`` Poisson-subsampled Gaussian releases, σ in units of ``max_grad_norm``."""
 
     passages: int
     batch_size: int
@@ -34,14 +29,7 @@ class Mechanism:
     delta: float
 
     def epsilon_after(self, steps: int) -> float:
-        """Bound ε after some steps.
-
-        Args:
-            steps: Steps released.
-
-        Returns:
-            An upper bound; 0 before the first step.
-        """
+        """Return an upper bound on ε after some steps."""
         if steps == 0:
             return 0.0
         accountant = bounding_accountant(ACCOUNTANT)
@@ -51,35 +39,18 @@ class Mechanism:
         return accountant.get_epsilon(self.delta)
 
     def curve(self, steps: int, *, points: int = 40) -> list[tuple[int, float]]:
-        """Give ε at evenly spaced steps from 0 on.
-
-        Args:
-            steps: The last step.
-            points: Intervals at most.
-
-        Returns:
-            Pairs (step, ε).
-        """
-        at = sorted({round(steps * i / points) for i in range(points + 1)})
-        return [(step, self.epsilon_after(step)) for step in at]
+        """Return (step, ε) at evenly spaced steps from 0 to the last."""
+        return [
+            (step, self.epsilon_after(step)) for step in sorted({round(steps * i / points) for i in range(points + 1)})
+        ]
 
 
 def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
-    """Find the noise that keeps the whole run within the budget.
+    """Return the least noise that keeps the whole run within the budget.
 
     Without ``--delta``, δ = 1/(10 N): a mechanism that publishes one random passage in the clear satisfies δ = 1/N,
     so δ must lie well below that, and a tenth of it is the usual compromise between that and the noise a smaller δ
     costs.
-
-    Args:
-        options: The run's options.
-        passages: N.
-
-    Returns:
-        The mechanism.
-
-    Raises:
-        InvalidOptionError: The batch is larger than the data.
     """
     if options.batch_size > passages:
         raise InvalidOptionError(
@@ -89,7 +60,7 @@ def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
     sample_rate = options.batch_size / passages
     epochs = DEFAULT_EPOCHS if options.epochs is None else options.epochs
     steps = options.steps if options.steps is not None else max(1, round(epochs / sample_rate))
-    delta = default_delta(passages) if options.delta is None else options.delta
+    delta = 1.0 / (10.0 * passages) if options.delta is None else options.delta
     sigma = get_noise_multiplier(
         target_epsilon=options.epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant=ACCOUNTANT
     )
@@ -99,29 +70,9 @@ def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
     )  # fmt: skip
 
 
-def default_delta(passages: int) -> float:
-    """Give δ = 1/(10 N).
-
-    Args:
-        passages: N.
-
-    Returns:
-        δ.
-    """
-    return 1.0 / (10.0 * passages)
-
-
 def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
-    """Say what weakens the guarantee, in one line each.
-
-    Args:
-        mechanism: The planned mechanism.
-        options: The run's options.
-
-    Returns:
-        The lines, most often none.
-    """
-    lines: list[str] = []
+    """Return what weakens the guarantee, in one line each, most often nothing."""
+    lines = []
     if mechanism.delta >= 1.0 / mechanism.passages:
         lines.append(
             f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
@@ -138,31 +89,27 @@ def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
     return lines
 
 
-def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneOptions) -> Sequence[str]:
-    """List what the (ε, δ) of a run holds under, and what it does not cover; each thing once.
-
-    Args:
-        mechanism: The mechanism.
-        most_per_document: Training and held-out samples that the longest document makes.
-        options: The run's options.
-
-    Returns:
-        Sentences.
-    """
-    unit = options.unit
+def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneOptions) -> list[str]:
+    """Return what the (ε, δ) of a run holds under, and what it does not cover; each thing once."""
+    unit, secure = options.unit, options.secure_noise
+    noise = "secure (a cryptographic keystream)" if secure else "fast (a statistical generator)"
     lines = [
         f"Neighbours: data sets in which one {unit} has nothing in its place, is added, or is removed; the number of "
         f"training {unit}s, {mechanism.passages}, is public.",
         f"Mechanism: {mechanism.steps} Gaussian steps on Poisson samples (q = {mechanism.sample_rate:.5g}), each "
         f"{unit}'s gradient clipped to C = {mechanism.max_grad_norm:g}, σ = {mechanism.noise_multiplier:.4f}; "
-        f"accountant {ACCOUNTANT!r}; noise {_NOISE[options.secure_noise]}, in floating point, fresh secret key.",
+        f"accountant {ACCOUNTANT!r}; noise {noise}, in floating point, fresh secret key.",
         "Protected: the weights after every step, and so the checkpoint.",
         "Not protected: the losses, batch sizes and speeds shown, plotted and recorded; "
         f"the held-out {unit}s and what was measured on them; choices made by looking at any of these, such as trying "
         "several settings; other uses of the data. Attacks on rounding or timing are not covered.",
     ]
     if most_per_document > 1:
-        lines.insert(1, _document_line(most_per_document))
+        lines.insert(
+            1,
+            f"A document is several samples (up to {most_per_document} passages), so a whole document is protected far "
+            "less than a passage; --max-passages-per-document 1 makes the two the same.",
+        )
     if options.task == "classify" and options.labels is None:
         lines.append("Not protected: the list of labels, which was read from the data (--labels states it).")
     if options.tokenizer not in (None, BYTES):
@@ -170,10 +117,3 @@ def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneO
     if options.model is not None:
         lines.append("Assumed: the initial weights do not depend on this text.")
     return lines
-
-
-def _document_line(most: int) -> str:
-    return (
-        f"A document is several samples (up to {most} passages), so a whole document is protected far less than a "
-        "passage; --max-passages-per-document 1 makes the two the same."
-    )

@@ -1,4 +1,4 @@
-"""The processes of a run, as torchrun has started them, and how they divide the work.
+"""The processes of a run, as torchrun has started them, and how they hold its model (``--mesh``).
 
 All of them prepare the same run: rank 0 chooses the folder, draws seeds, writes and prints, and each exchanges with the
 others what only it knows. What one of them refuses all of them refuse.
@@ -6,21 +6,22 @@ others what only it knows. What one of them refuses all of them refuse.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from ghostclip.finetune.options import FinetuneOptions
     from ghostclip.scaling import Mesh
-
-_PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK")
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,12 @@ class Ranks:
 
     @classmethod
     def started(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
-        """Read what torchrun says to a process it starts.
-
-        Args:
-            environment: Its variables.
-
-        Returns:
-            The processes.
-
-        Raises:
-            InvalidOptionError: There are several, and nothing says where they meet.
-        """
+        """Read what torchrun says to a process it starts."""
         ranks = environment.get("WORLD_SIZE", "1")
         count = int(ranks) if ranks.isdecimal() else 1
         if count <= 1:
             return cls()
-        missing = [name for name in _PLACE if name not in environment]
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK") if name not in environment]
         if missing:
             raise InvalidOptionError(
                 f"WORLD_SIZE={count} without {', '.join(missing)}: start the processes with torchrun "
@@ -80,80 +71,71 @@ class Ranks:
         several = f" --nnodes {machines} ..." if machines > 1 else ""
         return f"torchrun{several} --nproc-per-node {self.on_machine} -m ghostclip finetune"
 
-    def mesh(self, text: str | None) -> Mesh:
-        """Return how the model lies on the processes.
-
-        Args:
-            text: What ``--mesh`` says; None for a copy of the model on each.
-
-        Returns:
-            The mesh.
-
-        Raises:
-            InvalidOptionError: It is of another number of processes, or has axes of other programs.
-        """
-        from ghostclip.scaling import Mesh
-
-        if text is None:
-            return Mesh(replicate=self.count)
-        mesh = Mesh.parse(text)
-        if mesh.cp * mesh.pp > 1:
-            raise InvalidOptionError(
-                f"--mesh {text}: positions (cp) and stages (pp) are divided by a model's own code. Use "
-                "replicate, dp and tp here"
-            )
-        if mesh.devices != self.count:
-            raise InvalidOptionError(
-                f"--mesh {text} is of {mesh.devices} processes, but there {_are(self.count)}: start them with torchrun "
-                f"--nproc-per-node {mesh.devices} -m ghostclip finetune, or name a mesh of {self.count}"
-            )
-        return mesh
-
     def device(self, name: str) -> torch.device:
-        """Return the device of this process, and make it the one that torch uses.
-
-        Args:
-            name: What ``--device`` says, of one kind for all processes.
-
-        Returns:
-            The device.
-
-        Raises:
-            InvalidOptionError: Several processes would share it.
-        """
+        """Return the device of this process, and make it the one that torch uses."""
         import torch
 
-        if self.count == 1 or name == "cpu":
-            return torch.device(name)
-        if name != "cuda":
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        several = self.count > 1 and name != "cpu"
+        if several and name != "cuda":
             raise InvalidOptionError(
                 f"--device {name} with {self.count} processes: each has its own; say cpu, cuda or auto"
             )
-        if self.on_machine > torch.cuda.device_count():
+        if several and self.on_machine > torch.cuda.device_count():
             raise InvalidOptionError(
                 f"--device cuda: {self.on_machine} processes on this machine, which has {torch.cuda.device_count()} "
                 f"GPU(s): start one for each (--nproc-per-node {torch.cuda.device_count()}), or say --device cpu"
             )
-        torch.cuda.set_device(self.here)
-        return torch.device("cuda", self.here)
+        try:
+            device = torch.device(name, self.here) if several else torch.device(name)
+            torch.zeros(1, device=device).item()
+            if device.type == "cuda":
+                torch.cuda.set_device(device.index or 0)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            raise InvalidOptionError(f"--device {name}: not usable on this machine ({reason})") from error
+        return device
 
+    def mesh(self, options: FinetuneOptions) -> Mesh:
+        """Return how the model lies on the processes; options that it cannot be trained with so are refused."""
+        from ghostclip.scaling import Mesh
 
-ALONE = Ranks()
-"""One process."""
+        if options.mesh is None:
+            return Mesh(replicate=self.count)
+        mesh = Mesh.parse(options.mesh)
+        if mesh.cp * mesh.pp > 1:
+            raise InvalidOptionError(
+                f"--mesh {options.mesh}: positions (cp) and stages (pp) are divided by a model's own code. Use "
+                "replicate, dp and tp here"
+            )
+        if mesh.devices != self.count:
+            raise InvalidOptionError(
+                f"--mesh {options.mesh} is of {mesh.devices} processes, but there "
+                f"{'is 1' if self.count == 1 else f'are {self.count}'}: start them with torchrun "
+                f"--nproc-per-node {mesh.devices} -m ghostclip finetune, or name a mesh of {self.count}"
+            )
+        if is_in_parts(mesh) and options.physical_batch_size is None:
+            raise InvalidOptionError(
+                f"--physical-batch-size auto with --mesh {mesh}: processes that hold the model in parts run it equally "
+                "often, so that none can try sizes by itself. Give a number (ghostclip plan says what fits)"
+            )
+        if mesh.tp > 1 and options.lora is not None:
+            raise InvalidOptionError(
+                f"--lora with --mesh {mesh}: a model's plan of tensor parallelism says nothing of adapters. Train them "
+                "with dp or replicate alone; the base is frozen, and dp divides it"
+            )
+        if mesh.tp > 1 and options.vocabulary_head == "fused":
+            raise InvalidOptionError(
+                f"--vocabulary-head fused with --mesh {mesh}: each process has some rows of the head, and tiles of "
+                "logits are formed of all. Leave it out, or use dp"
+            )
+        return mesh
 
 
 @contextmanager
 def joined(ranks: Ranks) -> Iterator[None]:
-    """Let the processes meet, and all but rank 0 be silent.
-
-    A process that raises leaves at once, without waiting for the others: torchrun ends them then.
-
-    Args:
-        ranks: The processes.
-
-    Yields:
-        Nothing.
-    """
+    """Let the processes meet, and all but rank 0 be silent; one that raises leaves at once, and torchrun ends all."""
     if ranks.count == 1:
         yield
         return
@@ -171,48 +153,20 @@ def joined(ranks: Ranks) -> Iterator[None]:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
+            # What is logged goes to the stderr of before.
+            stack.callback(logging.disable, logging.NOTSET)
+            logging.disable(logging.WARNING)
         yield
     distributed.destroy_process_group()
 
 
-@contextmanager
-def refused_by_all(what: str) -> Iterator[None]:
-    """Let what one process refuses be refused by all; one that fails otherwise leaves, and waits for nobody.
-
-    Args:
-        what: What is done inside, for messages.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        GhostClipError: In all processes, if one of them raised one.
-        OSError: In the process that raised it; the others raise a `GhostClipError`.
-    """
-    from ghostclip.distributed.agreement import gathered, tell_refusal
-
-    try:
-        yield
-    except (GhostClipError, OSError) as error:
-        tell_refusal(what, error)
-        raise
-    gathered(what, None)
-
-
 def require_same(options: FinetuneOptions) -> None:
-    """Refuse processes that were given different options; called in all of them.
-
-    Args:
-        options: Those of this one.
-
-    Raises:
-        InvalidOptionError: In all processes, if they differ.
-    """
+    """Refuse processes that were given different options; called in all of them."""
     from ghostclip.distributed import gathered
 
-    found = gathered("options", options.recorded())
-    for rank, other in enumerate(found):
-        for name, value in found[0].items():
+    first, *others = gathered("options", options.recorded())
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
             if other[name] != value:
                 raise InvalidOptionError(
                     f"--{name.replace('_', '-')} is {other[name]} in process {rank} and {value} in process 0: start "
@@ -220,19 +174,62 @@ def require_same(options: FinetuneOptions) -> None:
                 )
 
 
-def is_broken_connection(error: RuntimeError) -> bool:
-    """Return whether an error says that another process does not answer any more.
-
-    Args:
-        error: What torch has raised.
-
-    Returns:
-        True if so.
-    """
-    from torch import distributed
-
-    return "gloo" in str(error) or isinstance(error, distributed.DistError)
+def is_in_parts(mesh: Mesh) -> bool:
+    """Return whether processes hold the model in parts, and so run it equally often."""
+    return mesh.dp > 1 or mesh.tp > 1
 
 
-def _are(count: int) -> str:
-    return "is 1" if count == 1 else f"are {count}"
+def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Divide a model among the processes, a block at a time; those that share samples are neighbours (tp is last)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ghostclip.scaling.local import blocks_of
+
+    # A copy of parts is one shard (dp=1) of each.
+    sharded = mesh.dp > 1 or mesh.replicate > 1
+    sizes = {"replicate": mesh.replicate if sharded else 1, "dp": mesh.dp if sharded else 1, "tp": mesh.tp}
+    axes = {name: size for name, size in sizes.items() if size > 1 or (name == "dp" and sharded)}
+    devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if mesh.tp > 1:
+        _divide_layers(model, devices["tp"])
+    if sharded:
+        data = devices[tuple(name for name in axes if name != "tp")]
+        for part in (*(block for _, block in blocks_of(model)), model):
+            fully_shard(part, mesh=data)
+    model.to(device)
+
+
+def _divide_layers(model: Any, mesh: Any) -> None:
+    """Divide the layers of a model as its plan says, in the styles of transformers."""
+    from ghostclip.scaling.local import require_plan
+
+    plan = require_plan(model, mesh.size())
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError as error:
+        raise InvalidOptionError(
+            "--mesh tp: this version of transformers applies a plan only while it loads weights (no "
+            "transformers.distributed.tensor_parallel). Install a newer one (tried: 5.23), or use dp"
+        ) from error
+    # The style of each module that a plan names, each after its own parameters, a tied one by its first name alone.
+    known, styles = {name for name, _ in model.named_parameters()}, {}
+    for path, module in model.named_modules():
+        style = plan.get(_pattern(path))
+        names = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        own = {name: plan.get(_pattern(name), style) for name in names if name in known}
+        styles.update({name: found for name, found in {**own, path: style}.items() if found is not None})
+    try:
+        apply_tensor_parallelism(model, mesh, styles)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its plan of tensor parallelism cannot be applied ({reason}). Leave tp out"
+        ) from error
+    # What was one parameter became one for each place.
+    model.tie_weights()
+
+
+def _pattern(path: str) -> str:
+    """Return a path as plans write it, with ``*`` for the numbers of blocks."""
+    return re.sub(r"\d+", "*", path)

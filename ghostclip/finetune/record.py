@@ -1,4 +1,9 @@
-"""The JSON record of a run: what was asked, what was done, what it cost, and what the numbers hold under."""
+"""What a run leaves beside its model: the JSON record, the picture, and the model card.
+
+Privacy:
+    Record and picture hold the exact training losses and batch sizes: they are for whoever may see the data. The card
+    says what the mechanism was and what ε is; nothing that was computed from the data without noise.
+"""
 
 from __future__ import annotations
 
@@ -6,170 +11,117 @@ import json
 import math
 import os
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ghostclip
-from ghostclip._files import write_text
-from ghostclip.finetune.checkpoint import RunState
-from ghostclip.finetune.comparison import seconds_per_step
-from ghostclip.finetune.losses import Quality
+from ghostclip._files import BLACK, BLUE, ORANGE, PALE, atomic_path, write_text
+from ghostclip.finetune.measure import OrdinarySteps, Quality, StepMeasures
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.privacy import ACCOUNTANT, Mechanism
-from ghostclip.finetune.steps import StepMeasures
+from ghostclip.finetune.output import CARD, PLOT, RECORD
+from ghostclip.finetune.privacy import ACCOUNTANT, assumptions
+from ghostclip.finetune.progress import smoothed
+from ghostclip.finetune.samples import labels_of
+from ghostclip.privacy.summary import rounded_up
+
+if TYPE_CHECKING:
+    from ghostclip.finetune.state import FinetuneRun
+    from ghostclip.finetune.training import FinetuneTrainer
 
 SCHEMA = 1
+_CARD = """---
+library_name: {library}
+{base}tags:
+- differential-privacy
+- dp-sgd
+---
+
+# {title}
+
+{guarantee}
+
+{mechanism}
+
+{assumptions}
+
+## Load it
+
+```python
+from {library} import {kind}
+from transformers import AutoTokenizer
+
+folder = "."  # this folder
+model = {kind}.from_pretrained(folder{given})
+tokenizer = AutoTokenizer.from_pretrained(folder)
+```
+
+Written by ghostclip {version}. What must not be shared lies in the folder `private`, or was never written.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataFacts:
-    """Source of the samples; counts of passages, and of the longest document's."""
-
-    source: str
-    tokens: str
-    documents: int
-    training: int
-    held_out: int
-    evaluated: int
-    most_per_document: int
-    passage_length: int
-    unit: str = "passage"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Everything that report, plot and record are made from.
-
-    ``epsilon`` is the guarantee, ``epsilon_lower`` what no accountant could go below, ``summary`` what they mean,
-    ``unchecked`` the checks that did not run.
-    ``private`` are the private steps that ``ordinary`` ones are compared with; ``ordinary`` is None where none was
-    taken.
-    """
-
-    options: FinetuneOptions
-    output: Path
-    data: DataFacts
-    model: str
-    strategy: str
-    device: str
-    processes: int
-    mechanism: Mechanism
-    assumptions: tuple[str, ...]
-    warnings: tuple[str, ...]
-    state: RunState
-    epsilon: float
-    epsilon_lower: float
-    summary: str
-    unchecked: tuple[str, ...]
-    after: Quality
-    private: StepMeasures
-    all_private: StepMeasures
-    ordinary: StepMeasures | None
-    ordinary_missing: str
-
-    @property
-    def before(self) -> Quality:
-        """Held-out quality of the initial weights."""
-        return Quality(**self.state.before)  # type: ignore[arg-type]
-
-    @property
-    def private_seconds(self) -> float | None:
-        """Seconds of a private step of the expected batch size."""
-        return seconds_per_step(self.private, self.mechanism.batch_size)
-
-    @property
-    def ordinary_seconds(self) -> float | None:
-        """Seconds of an ordinary step of the same size."""
-        return None if self.ordinary is None else seconds_per_step(self.ordinary, self.mechanism.batch_size)
-
-    @property
-    def is_private(self) -> bool:
-        """Whether the noise was secret."""
-        return self.options.unsafe_noise_seed is None
-
-
-def write_record(outcome: Outcome, path: Path) -> None:
-    """Write the record atomically.
-
-    Privacy:
-        It holds the exact training losses and batch sizes: it is for whoever may see the data.
-
-    Args:
-        outcome: The run.
-        path: The JSON file.
-    """
-    write_text(path, json.dumps(as_json(outcome), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def as_json(outcome: Outcome) -> dict[str, object]:
-    """Give the record as plain values.
-
-    Args:
-        outcome: The run.
-
-    Returns:
-        Nested dictionaries; a number that JSON cannot hold is None.
-    """
-    batch_size = outcome.mechanism.batch_size
-    ordinary = None if outcome.ordinary is None else _cost(outcome.ordinary, outcome.ordinary_seconds)
+def record_of(run: FinetuneRun, trainer: FinetuneTrainer, ordinary: OrdinarySteps, after: Quality) -> dict[str, Any]:
+    """Return what was asked, what was done, what it cost, and what the numbers hold under, as plain values."""
+    options, mechanism, state = run.options, run.mechanism, run.state
+    # The engine's own account, not the plan: it counted what was released.
+    bounds, summary = trainer.guarantee()
+    versions = {"ghostclip": ghostclip.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "schema": SCHEMA,
-        "versions": {
-            "ghostclip": ghostclip.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {**machine(outcome.device), "processes": outcome.processes},
-        "options": outcome.options.recorded(),
-        "seed": outcome.state.seed,
-        "sessions": outcome.state.sessions,
-        "data": asdict(outcome.data),
-        "model": outcome.model,
-        "strategy": outcome.strategy,
+        "versions": versions,
+        "machine": {**machine(str(run.device)), "processes": run.ranks.count},
+        "options": options.recorded(),
+        "seed": state.seed,
+        "sessions": state.sessions,
+        "data": run.data,
+        "model": run.model_text,
+        "strategy": trainer.strategy,
         "privacy": {
-            "private": outcome.is_private,
-            "epsilon": _finite(outcome.epsilon),
-            "epsilon_lower_bound": _finite(outcome.epsilon_lower),
-            "summary": outcome.summary,
+            "private": options.unsafe_noise_seed is None,
+            "epsilon": bounds.upper,
+            "epsilon_lower_bound": bounds.lower,
+            "summary": summary,
             "accountant": ACCOUNTANT,
-            "unit": outcome.data.unit,
-            "steps_spent": outcome.state.step,
-            **asdict(outcome.mechanism),
-            "assumptions": list(outcome.assumptions),
-            "warnings": list(outcome.warnings),
+            "unit": options.unit,
+            "steps_spent": state.step,
+            **asdict(mechanism),
+            "assumptions": assumptions(mechanism, run.split.most_per_document, options),
+            "warnings": list(run.warnings),
         },
-        **_qualities(outcome),
+        **_qualities(Quality(**state.before), after),  # type: ignore[arg-type]
         "cost": {
-            "private": _cost(outcome.private, outcome.private_seconds),
-            "ordinary": ordinary,
-            "all_private": _cost(outcome.all_private, seconds_per_step(outcome.all_private, batch_size)),
-            "ordinary_missing": outcome.ordinary_missing or None,
+            "private": _cost(ordinary.compared(trainer.measures), mechanism.batch_size),
+            "ordinary": None if ordinary.measures is None else _cost(ordinary.measures, mechanism.batch_size),
+            "all_private": _cost(trainer.measures, mechanism.batch_size),
+            "ordinary_missing": ordinary.missing or None,
         },
-        "not_private": {"losses": outcome.state.losses, "samples": outcome.state.samples},
+        "not_private": {"losses": state.losses, "samples": state.samples},
     }
 
 
-def _qualities(outcome: Outcome) -> dict[str, object]:
-    before, after = outcome.before, outcome.after
+def _qualities(before: Quality, after: Quality) -> dict[str, object]:
     if after.accuracy is None:
-        return {"held_out_perplexity": {"before": _finite(before.perplexity), "after": _finite(after.perplexity)}}
+        return {"held_out_perplexity": {"before": before.perplexity, "after": after.perplexity}}
     return {
-        "held_out_loss": {"before": _finite(before.loss), "after": _finite(after.loss)},
+        "held_out_loss": {"before": before.loss, "after": after.loss},
         "held_out_accuracy": {"before": before.accuracy, "after": after.accuracy},
     }
 
 
+def _cost(measures: StepMeasures, batch_size: int) -> dict[str, object]:
+    return {
+        "seconds_per_step": measures.seconds(batch_size),
+        "timed_steps": len(measures.timed),
+        "peak_bytes_above_weights_and_optimizer": measures.peak_bytes,
+        "physical_batch": measures.physical_batch,
+    }
+
+
 def machine(device: str) -> dict[str, object]:
-    """Describe what the run computed on.
-
-    Args:
-        device: The device's name for torch.
-
-    Returns:
-        Plain values.
-    """
+    """Return what a run computed on, by the device's name for torch."""
     facts: dict[str, object] = {
         "device": device,
         "platform": platform.platform(),
@@ -182,14 +134,91 @@ def machine(device: str) -> dict[str, object]:
     return facts
 
 
-def _cost(measures: StepMeasures, seconds: float | None) -> dict[str, object]:
-    return {
-        "seconds_per_step": seconds,
-        "timed_steps": len(measures.timed),
-        "peak_bytes_above_weights_and_optimizer": measures.peak_bytes,
-        "physical_batch": measures.physical_batch,
-    }
+def write_all(run: FinetuneRun, record: dict[str, Any], after: Quality) -> None:
+    """Write picture, record and card, each atomically."""
+    mechanism = run.mechanism
+    draw(
+        run.output / PLOT, losses=run.state.losses, epsilons=mechanism.curve(run.state.step),
+        held_out=(run.state.before["loss"], after.loss),
+        budget=(mechanism.target_epsilon, mechanism.delta),
+        unit="nats per row" if run.options.task == "classify" else "nats per token",
+    )  # fmt: skip
+    text = json.dumps(_finite(record), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(run.output / RECORD, text + "\n")
+    write_text(run.output / CARD, card(run, record))
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """Return plain values with None in the place of numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def loader_of(options: FinetuneOptions) -> str:
+    """Return the class that loads the checkpoint, with its library's name."""
+    kind = "SequenceClassification" if options.task == "classify" else "CausalLM"
+    return f"transformers.AutoModelFor{kind}" if options.lora is None else f"peft.AutoPeftModelFor{kind}"
+
+
+def card(run: FinetuneRun, record: dict[str, Any]) -> str:
+    """Return the model card, in Markdown as Hugging Face has it."""
+    options, mechanism, privacy = run.options, run.mechanism, record["privacy"]
+    library, _, kind = loader_of(options).partition(".")
+    given = ""
+    if options.lora is not None and options.task == "classify":
+        # Adapters lie on a model that knows neither labels nor padding.
+        labels = labels_of(options)
+        given = f", num_labels={len(labels)}, id2label={dict(enumerate(labels))}, pad_token_id={run.tokens.pad_id}"
+    bound = f"ε ≤ {rounded_up(privacy['epsilon'])} at δ = {mechanism.delta:.4g} for one {options.unit}"
+    # A path of the machine that trained is nobody's business.
+    named = options.model is not None and not Path(options.model).exists()
+    return _CARD.format(
+        library=library, kind=kind, given=given, base=f"base_model: {options.model}\n" if named else "",
+        title=run.model_text.partition(", weights from")[0], version=ghostclip.__version__,
+        guarantee=f"**{bound}.** {privacy['summary']}"
+        if privacy["private"]
+        else "**Not private:** the noise was fixed with --unsafe-noise-seed.",
+        mechanism=f"DP-SGD: {run.state.step} steps, σ = {mechanism.noise_multiplier:.4g}, "
+        f"C = {mechanism.max_grad_norm:g}, Poisson sampling with q = {mechanism.sample_rate:.4g}.",
+        assumptions="\n".join(f"- {line}" for line in privacy["assumptions"]),
+    )  # fmt: skip
+
+
+def draw(
+    path: Path, *, losses: Sequence[float | None], epsilons: Sequence[tuple[int, float]], held_out: Any,
+    budget: tuple[float, float], unit: str = "nats per token",
+) -> None:  # fmt: skip
+    """Draw loss above and ε below, over the private steps, as PNG; the budget is ε and δ."""
+    # The object interface: pyplot would choose a window system and keep global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 5.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    shown = [(step, loss) for step, loss in enumerate(losses, start=1) if loss is not None]
+    steps, values = [step for step, _ in shown], [loss for _, loss in shown]
+    last = max(1, len(losses))
+    upper.plot(steps, values, color=PALE, linewidth=1.0, label="training, each step (not private)")
+    upper.plot(steps, smoothed(values), color=BLUE, linewidth=2.0, label="training, smoothed")
+    diamonds = {"color": BLACK, "markersize": 7, "clip_on": False, "zorder": 5, "label": "held out, first and last"}
+    upper.plot([0, last], held_out, "D", **diamonds)
+    upper.set_ylabel(f"loss ({unit})")
+    upper.margins(y=0.1)
+    places, spent = zip(*epsilons, strict=True)
+    most = f"{math.ceil(spent[-1] * 1e3) / 1e3:g}" if math.isfinite(spent[-1]) else "∞"
+    lower.plot(places, spent, color=ORANGE, linewidth=2.0, label=f"spent: ε ≤ {most}")
+    label = f"most that may be spent: {budget[0]:g}"
+    lower.axhline(budget[0], color=BLACK, linewidth=1.2, linestyle="--", label=label)
+    lower.set_ylim(0.0, 1.15 * max(budget[0], *spent))
+    lower.set_ylabel(f"ε at δ = {budget[1]:.3g}")
+    lower.set_xlabel("private step")
+    lower.set_xlim(0, last)
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,156 +20,58 @@ from ghostclip.finetune.options import TOYS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The layout of transformers' ByT5Tokenizer(extra_ids=0), so that the checkpoint's tokenizer is one that transformers
-# has.
-_PAD, _END, _FIRST_BYTE = 0, 1, 3
 BYTES = "bytes"
-_YES = ("1", "ON", "YES", "TRUE")
-
+# Of ByT5Tokenizer(extra_ids=0): padding, end of text and an unused id come before the bytes.
+_FIRST_BYTE = 3
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "spiece.model",
-    "tokenizer.model",
-    "vocab.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "spiece.model", "tokenizer.model", "vocab.txt",
+)  # fmt: skip
+Ids = NDArray[np.int32]
 
 
-class Tokens(Protocol):
-    """Tokenizer as far as the job needs it."""
+class TokenEncoder:
+    """A tokenizer of transformers as far as the job needs it; bytes are encoded without it, much faster.
 
-    description: str
-    vocab_size: int
-    pad_id: int
-    start_id: int | None
+    Attributes:
+        description: For people.
+        vocab_size: Ids that it gives.
+        start_id: Leads a passage; None for nothing.
+        pad_id: Fills rows up.
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Give the ids of a text, without special tokens around it."""
-        ...
-
-    def sentence(self, text: str, most: int) -> tuple[NDArray[np.int32], bool]:
-        """Give at most ``most`` ids of a text with the special tokens around it, and whether they are all of it.
-
-        Args:
-            text: The text.
-            most: Ids that are kept.
-
-        Returns:
-            Ids, and whether they are all of it.
-        """
-        ...
-
-    def dialogue(self, prompt: str, answer: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Give the ids of a prompt and those of its answer: both are at least one.
-
-        Args:
-            prompt: What is given.
-            answer: What is learned.
-
-        Returns:
-            Ids of both; neither is empty.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write files from which ``transformers.AutoTokenizer`` loads the same tokenizer."""
-        ...
-
-
-class ByteTokens:
-    """UTF-8 bytes as tokens: id = byte + 3, after padding, end of text and an unused id."""
-
-    description = "bytes"
-    vocab_size = 256 + _FIRST_BYTE
-    pad_id = _PAD
-    start_id: int | None = _END
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Give the ids of a text."""
-        # A lone surrogate can come out of a JSON escape; it has no UTF-8 form of its own.
-        encoded = text.encode("utf-8", errors="surrogatepass")
-        return np.frombuffer(encoded, dtype=np.uint8).astype(np.int32) + _FIRST_BYTE
-
-    def sentence(self, text: str, most: int) -> tuple[NDArray[np.int32], bool]:
-        """Give ids of a text after the start token.
-
-        Args:
-            text: The text.
-            most: Ids that are kept.
-
-        Returns:
-            Ids, and whether they are all of it.
-        """
-        ids = np.concatenate((_one(_END), self.encode(text)))
-        return ids[:most], len(ids) <= most
-
-    def dialogue(self, prompt: str, answer: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Give the ids of prompt and line break, and those of answer and end.
-
-        Args:
-            prompt: What is given.
-            answer: What is learned.
-
-        Returns:
-            Ids of both; neither is empty.
-        """
-        return (
-            np.concatenate((_one(_END), self.encode(prompt + "\n"))),
-            np.concatenate((self.encode(answer), _one(_END))),
-        )
-
-    def save(self, folder: Path) -> None:
-        """Write the equal tokenizer of transformers."""
-        from transformers import ByT5Tokenizer
-
-        ByT5Tokenizer(extra_ids=0).save_pretrained(str(folder))
-
-
-class GivenTokenizer:
-    """A tokenizer of ``transformers``: one in local files, or one known by its name."""
+    Args:
+        tokenizer: Of transformers.
+        source: Where it is from; `BYTES` for bytes.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, source: str) -> None:
-        self._tokenizer = tokenizer
-        self.description = f"tokenizer from {source}"
+        self._tokenizer, self._is_bytes = tokenizer, source == BYTES
+        self.description = BYTES if self._is_bytes else f"tokenizer from {source}"
         self.vocab_size = len(tokenizer)
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        self.start_id: int | None = start
-        candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self.pad_id: int = next(token for token in candidates if token is not None)
+        ends: Any = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self.start_id: int | None = next((end for end in ends if end is not None), None)
+        self.pad_id: int = next(end for end in (tokenizer.pad_token_id, ends[1], 0) if end is not None)
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Give the ids of a text."""
+    def encode(self, text: str) -> Ids:
+        """Return the ids of a text, without special tokens around it."""
+        if self._is_bytes:
+            # A lone surrogate can come out of a JSON escape; it has no UTF-8 form of its own.
+            encoded = text.encode("utf-8", errors="surrogatepass")
+            return np.frombuffer(encoded, dtype=np.uint8).astype(np.int32) + _FIRST_BYTE
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int32)
 
-    def sentence(self, text: str, most: int) -> tuple[NDArray[np.int32], bool]:
-        """Give ids of a text with the tokenizer's own special tokens around it.
+    def sentence(self, text: str, most: int) -> tuple[Ids, bool]:
+        """Return at most some ids of a text with the special tokens around it, and whether they are all of it."""
+        if self._is_bytes:
+            ids = np.concatenate((_one(self.start_id), self.encode(text)))
+            return ids[:most], len(ids) <= most
+        whole = self._tokenizer.encode(text, verbose=False)
+        cut = whole if len(whole) <= most else self._tokenizer.encode(text, truncation=True, max_length=most)
+        return np.asarray(cut, dtype=np.int32), len(whole) <= most
 
-        Args:
-            text: The text.
-            most: Ids that are kept.
-
-        Returns:
-            Ids, and whether they are all of it.
-        """
-        ids = self._tokenizer.encode(text, verbose=False)
-        whole = len(ids) <= most
-        kept = ids if whole else self._tokenizer.encode(text, truncation=True, max_length=most)
-        return np.asarray(kept, dtype=np.int32), whole
-
-    def dialogue(self, prompt: str, answer: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Give the ids of a prompt and of its answer, in the tokenizer's chat template where it has one.
-
-        Args:
-            prompt: What is given.
-            answer: What is learned.
-
-        Returns:
-            Ids of both; neither is empty.
-        """
-        end = _one(self._tokenizer.eos_token_id)
-        after = np.concatenate((self.encode(answer), end))
-        if self._tokenizer.chat_template is not None:
+    def dialogue(self, prompt: str, answer: str) -> tuple[Ids, Ids]:
+        """Return the ids of a prompt and of its answer, in the tokenizer's chat template where it has one."""
+        after = np.concatenate((self.encode(answer), _one(self._tokenizer.eos_token_id)))
+        if getattr(self._tokenizer, "chat_template", None) is not None:
             said = [{"role": "user", "content": prompt}]
             text = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
             return self.encode(str(text)), after
@@ -182,90 +84,74 @@ class GivenTokenizer:
         self._tokenizer.save_pretrained(str(folder))
 
 
-def stay_local(*names: str | None) -> None:
-    """Forbid Hugging Face libraries the network where nothing has to be fetched; must run before they are imported.
+def byte_tokens() -> TokenEncoder:
+    """Return UTF-8 bytes as tokens: id = byte + 3."""
+    from transformers import ByT5Tokenizer
 
-    Args:
-        *names: Models and tokenizers of the run: folders, files, names, or None.
-    """
+    return TokenEncoder(ByT5Tokenizer(extra_ids=0), source=BYTES)
+
+
+def stay_local(*names: str | None) -> None:
+    """Forbid Hugging Face libraries the network where nothing has to be fetched; must run before they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if all(name is None or name == BYTES or Path(name).exists() for name in names):
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        os.environ["TRANSFORMERS_OFFLINE"] = "1"
+        os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 
-def choose_tokens(tokenizer: str | None, model: str | None) -> Tokens:
-    """Pick the tokenizer of a run.
-
-    Args:
-        tokenizer: The user's own: ``bytes``, a folder, a ``tokenizer.json`` file, or a name on Hugging Face.
-        model: What ``--model`` says; None for a model with random weights.
-
-    Returns:
-        The user's tokenizer, else the model's, else, for a model with random weights, bytes.
-
-    Raises:
-        DataError: There is no tokenizer in a folder.
-    """
-    if tokenizer == BYTES:
-        return ByteTokens()
+def choose_tokens(tokenizer: str | None, model: str | None) -> TokenEncoder:
+    """Return the user's tokenizer, else the model's, else, for a model with random weights, bytes."""
+    if tokenizer == BYTES or (tokenizer is None and model is None):
+        return byte_tokens()
     if tokenizer is not None:
         return _load(tokenizer, option="--tokenizer")
-    if model is None:
-        return ByteTokens()
-    folder = Path(model)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    assert model is not None, "one of the two is given"
+    if Path(model).is_dir() and not _has_tokenizer(Path(model)):
         raise DataError(
             f"--model {model}: no tokenizer lies in it; name one with --tokenizer (bytes for a model of bytes)"
         )
     return _load(model, option="--model")
 
 
-def _load(name: str, *, option: str) -> GivenTokenizer:
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _load(name: str, *, option: str) -> TokenEncoder:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name)
-    if path.is_dir() and not any((path / file).is_file() for file in TOKENIZER_FILES):
+    if path.is_dir() and not _has_tokenizer(path):
         raise DataError(f"{option} {name}: no tokenizer lies in it (such as {', '.join(TOKENIZER_FILES[:3])})")
     try:
-        if path.is_file():
-            loaded = PreTrainedTokenizerFast(tokenizer_file=name)
-        else:
-            loaded = from_anywhere(AutoTokenizer, name)
+        loaded = PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else from_anywhere(AutoTokenizer, name)
     except InvalidOptionError as error:
-        raise InvalidOptionError(f"{option} {name}: no such file or folder, and {error}{_toy(option, name)}") from error
+        small = f". Give a folder, or --toy {name} for a small one with random weights"
+        toy = small if name in TOYS and option == "--model" else ""
+        raise InvalidOptionError(f"{option} {name}: no such file or folder, and {error}{toy}") from error
     except Exception as error:  # the loaders raise whatever their parsers raise, down to bare Exception
-        raise DataError(f"{option} {name}: no tokenizer could be loaded ({_first_line(error)})") from error
+        raise DataError(f"{option} {name}: no tokenizer could be loaded ({first_line(error)})") from error
     if len(loaded) == 0:
         raise DataError(f"{name}: the tokenizer has an empty vocabulary")
-    return GivenTokenizer(loaded, source=name)
+    return TokenEncoder(loaded, source=name)
 
 
 def from_anywhere(kind: Any, name: str, options: dict[str, Any] | None = None) -> Any:
-    """Load what has a name on Hugging Face, from the cache where it is there, or what lies in a folder.
+    """Load what has a name on Hugging Face, from the cache where it is there, or what lies in a folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    Args:
-        kind: An auto class of transformers.
-        name: The name, or a folder.
-        options: Further options of its ``from_pretrained``.
-
-    Returns:
-        What was loaded.
-
-    Raises:
-        InvalidOptionError: The name is in no cache and cannot be fetched.
-    """
-    local = Path(name).is_dir()
     load = partial(kind.from_pretrained, name, trust_remote_code=False, **(options or {}))
-    if local or in_cache(name):
+    if Path(name).is_dir() or in_cache(name):
         return load(local_files_only=True)
-    if _offline():
-        raise InvalidOptionError(f"no such name in the cache of Hugging Face ({_cache()}), and it is switched offline")
+    switches = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if any(switch in ("1", "ON", "YES", "TRUE") for switch in switches):
+        raise InvalidOptionError(
+            f"no such name in the cache of Hugging Face ({HF_HUB_CACHE}), and it is switched offline"
+        )
     try:
         return load()
     except OSError as error:
         raise InvalidOptionError(
-            f"neither in the cache of Hugging Face ({_cache()}) nor fetched from it ({_first_line(error)})"
+            f"neither in the cache of Hugging Face ({HF_HUB_CACHE}) nor fetched from it ({first_line(error)})"
         ) from error
 
 
@@ -280,24 +166,10 @@ def in_cache(name: str) -> bool:
         return False
 
 
-def _offline() -> bool:
-    return any(os.environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-
-
-def _cache() -> str:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return HF_HUB_CACHE
-
-
-def _one(token: int | None) -> NDArray[np.int32]:
-    return np.array([] if token is None else [token], dtype=np.int32)
-
-
-def _toy(option: str, name: str) -> str:
-    small = name in TOYS and option == "--model"
-    return f". Give a folder, or --toy {name} for a small one with random weights" if small else ""
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _one(token: int | None) -> Ids:
+    return np.array([] if token is None else [token], dtype=np.int32)

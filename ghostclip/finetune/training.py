@@ -1,6 +1,11 @@
-"""The private training loop on the engine's loader, optimizer, ledger and checkpoints.
+"""The private training: `DPTrainer` with the run's schedule, resume points, measures and stops.
 
-Shapes: B samples of a physical batch, T tokens.
+Privacy:
+    The engine writes each step into the ledger before anything can see its result, and keeps the budget. The folder
+    ``resume`` holds exact losses, a hash of the data, and the keys of noise and sampling, so it is as secret as the
+    data, and is removed when the run is done. After a stop between two steps noise and sampling go on where they were.
+    After a crash, when the ledger is ahead of the checkpoint, they start with *fresh* keys: a step that was lost need
+    not come out the same again, and the same noise must not hide two different sums.
 """
 
 from __future__ import annotations
@@ -9,310 +14,239 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import LambdaLR
 
-import ghostclip
-from ghostclip.clipping.options import factor_dtype_of
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.data.physical_batch_size import find_max_physical_batch_size
-from ghostclip.data.physical_batches import PhysicalBatches
-from ghostclip.data.size_policies import largest_batch
+from ghostclip.accounting import Bounds
 from ghostclip.data.tensor_memory import peak_bytes
-from ghostclip.distributed import gathered
+from ghostclip.distributed import gathered, refused_together
 from ghostclip.errors import FixedSeedWarning
-from ghostclip.finetune.checkpoint import ResumePoint
-from ghostclip.finetune.interrupts import StopRequest
-from ghostclip.finetune.losses import losses_for, precision
-from ghostclip.finetune.parts import is_in_parts
-from ghostclip.finetune.prepare import Prepared
-from ghostclip.finetune.privacy import ACCOUNTANT
-from ghostclip.finetune.steps import (
-    UNTIMED_STEPS,
-    StepMeasures,
-    adamw,
-    dummy_passages,
-    learning_rate_at,
-    vocabulary_of,
-)
-from ghostclip.privacy.budget import Budget
+from ghostclip.finetune.measure import StepMeasures, adamw
+from ghostclip.finetune.progress import StopRequest
+from ghostclip.finetune.ranks import is_in_parts
+from ghostclip.finetune.state import FinetuneRun, ResumePoint
+from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
 
-if TYPE_CHECKING:
-    from ghostclip.accounting import Bounds
-
-# Of a GPU's free memory; the rest is for fragmentation, noise, and libraries that allocate by themselves.
-CUDA_SHARE = 0.8
-# On a CPU a batch larger than this only leaves the caches: 256 at once took longer per sample than 64.
-CPU_ENOUGH = 64
+_WARM_UP = 0.05
+# The first step of a session fills caches; the second is slowed by the memory profiler.
+_UNTIMED_STEPS = 2
 
 
-class PrivateTraining:
-    """Model, optimizer and loader made private, and the loop over them; continues where an interrupted run stopped.
+def learning_rate_at(step: int, *, steps: int, peak: float) -> float:
+    """Return the learning rate of a step from 0: linear warm-up over the first twentieth, then decay towards 0."""
+    warm_up = max(1, round(_WARM_UP * steps))
+    return peak * min(1.0, (step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
 
-    Privacy:
-        The engine writes each step into the ledger before anything can see its result, and keeps the budget.
+
+def training_arguments(run: FinetuneRun) -> DPTrainingArguments:
+    """Return the run's options as those of `DPTrainer`; writes nothing."""
+    options, mechanism, state = run.options, run.mechanism, run.state
+    seed = options.unsafe_noise_seed
+    arguments = DPTrainingArguments(
+        output_dir=str(run.output), seed=state.seed % 2**32, use_cpu=run.device.type == "cpu",
+        max_steps=max(1, mechanism.steps - state.step),
+        per_device_train_batch_size=run.physical_batch, expected_batch_size=mechanism.batch_size,
+        target_epsilon=mechanism.target_epsilon, target_delta=mechanism.delta,
+        noise_multiplier=mechanism.noise_multiplier, max_grad_norm=mechanism.max_grad_norm,
+        grad_sample_mode=options.strategy, vocabulary_head=options.vocabulary_head,
+        memory_budget=options.memory_budget, factor_dtype=options.factor_dtype, bf16=options.dtype == "bfloat16",
+        noise_level="secure" if options.secure_noise else "fast", ledger=str(ResumePoint.of(run.output).ledger),
+        # A session after a crash must not draw the first one's noise again.
+        reproducible_seed=None if seed is None else seed + state.sessions - 1,
+        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, remove_unused_columns=False,
+        log_level="error", log_level_replica="error",
+    )  # fmt: skip
+    # One process uses the device that was asked for, and not all that there are.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    arguments.__dict__["_setup_devices"] = run.device
+    if run.device.type == "cuda":
+        torch.cuda.set_device(run.device)
+    return arguments
+
+
+class FinetuneTrainer(DPTrainer):
+    """`DPTrainer` of a run, which goes on from a resume point if there is one.
+
+    Attributes:
+        measures: What the private steps of this session took.
+        begun: Whether there is a resume point.
+        on_step: Called after every step.
 
     Args:
-        prepared: The run.
+        run: The run.
+        arguments: Its `training_arguments`.
+        stop: Asked after every step.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
-        self.mechanism = prepared.mechanism
-        self.options = options = prepared.options
-        self.state = prepared.state
-        self._ranks, self._divided = prepared.ranks, is_in_parts(prepared.mesh)
-        # As many processes, one after the other, have the same samples.
-        self._sharing = prepared.mesh.tp
-        self.measures = StepMeasures()
-        self._losses = losses_for(options.task, prepared.model, vocabulary_head=options.head)
-        self.device = prepared.device
-        self._base_model, self._point = prepared.model, ResumePoint.of(prepared.output)
-        self._width, self._vocabulary = prepared.split.training.width, vocabulary_of(prepared.model)
+    def __init__(self, run: FinetuneRun, arguments: DPTrainingArguments, *, stop: StopRequest) -> None:
+        self.run, self.stop = run, stop
+        self.on_step: Callable[[], None] = lambda: None
+        self.measures, self.begun = StepMeasures(), run.lost is not None
+        self._point, self._saved, self._peak = ResumePoint.of(run.output), 0.0, 0
+        self._step_loss, self._step_records, self._taken, self._began = 0.0, 0, 0, 0.0
+        # All ranks write through the engine, and none needs what DistributedDataParallel adds.
+        self._several = run.ranks.count > 1
         self._point.ledger.parent.mkdir(parents=True, exist_ok=True)
-        self._engine = ghostclip.PrivacyEngine(
-            accountant=ACCOUNTANT, secure_mode=options.secure_noise, ledger=self._point.ledger
-        )
-        private = self._make_private(prepared)
-        # Between optimizer and loader some strategies return a criterion; the losses here are per passage already.
-        self.model, self.optimizer, self.loader = cast("nn.Module", private[0]), private[1], private[-1]
-        self._graph: ghostclip.GraphStep | None = None
-        if options.strategy == "graph":
-            self.model = prepared.model
-            self._graph = ghostclip.GraphStep(self.optimizer.clipper, self._sample_losses)
-        self._session_steps = 0
-        self._loss_sum = 0.0
-        self._step_samples = 0
-        self._step_began = 0.0
-        self._peak = 0
-        self._stopping = False
-        self._saved = time.monotonic()
-        if prepared.lost is None:
-            self.save()
-        else:
-            self._restore(prepared.lost)
+        super().__init__(
+            run.model, arguments, train_dataset=run.split.training, callbacks=[_after_steps(self)],
+            optimizers=(adamw(run.model, run.options.rate), None),
+        )  # fmt: skip
+        self._is_placed |= self._several
 
-    def _make_private(self, prepared: Prepared) -> Any:
-        """Make model, optimizer and loader private."""
-        mechanism = self.mechanism
-        budget = Budget(mechanism.target_epsilon, mechanism.delta)
-        budget.known_to_fit((mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps))
+    def finish(self) -> None:
+        """Take the steps that are left, or stop after the one in which stopping was asked for; in all processes."""
         with warnings.catch_warnings():
-            # Said once, and louder, before the run.
+            # Said before the run, and louder.
             warnings.simplefilter("ignore", FixedSeedWarning)
-            return self._engine.make_private(
-                module=prepared.model,
-                optimizer=adamw(prepared.model, self.options.rate),
-                data_loader=DataLoader(
-                    prepared.split.training, batch_size=mechanism.batch_size, generator=self._unsafe_generator(stream=0)
-                ),
-                noise_multiplier=mechanism.noise_multiplier,
-                max_grad_norm=mechanism.max_grad_norm,
-                grad_sample_mode=self.options.strategy,
-                # A graph calls the model itself.
-                wrap_model=self.options.strategy != "graph",
-                noise_generator=self._unsafe_generator(stream=1),
-                budget=budget,
-                memory_budget=self.options.memory_budget,
-                factor_dtype=factor_dtype_of(self.options.factor_dtype),
-            )
+            if self.run.unfinished:
+                self.train()
+            else:
+                # Nothing is left but the account and the weights.
+                self.get_train_dataloader()
+                self.create_optimizer()
+                self.create_scheduler(1)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Create the optimizer, as `DPTrainer` does, with a budget that the planned noise is known to keep."""
+        with warnings.catch_warnings(), refused_together("beginning of the training"):
+            # A δ that promises little was said before the run.
+            warnings.simplefilter("ignore", UserWarning)
+            private, mechanism = super().create_optimizer(model), self.run.mechanism
+        assert self.private_run is not None, "the loader is made first"
+        assert self.private_run.training.budget is not None, "an ε is asked for"
+        fits = (mechanism.noise_multiplier, mechanism.sample_rate, mechanism.steps)
+        self.private_run.training.budget.known_to_fit(fits)
+        return private
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Go on from the resume point, or write the first one, and create the schedule from the run's step on."""
+        assert self.private_run is not None, "the loader is made first"
+        with refused_together("beginning of the training"):
+            if self.begun:
+                self.private_run.engine.load_checkpoint(
+                    path=self._point.path, module=self.model, optimizer=self.private_run.optimizer,
+                    torch_load_kwargs={"map_location": "cpu"}, fresh_randomness=bool(self.run.lost),
+                )  # fmt: skip
+            else:
+                self.save()
+        self.begun = True
+        done, steps = self.run.state.step, self.run.mechanism.steps
+        self.lr_scheduler = LambdaLR(
+            optimizer or self.optimizer, lambda step: learning_rate_at(done + step, steps=steps, peak=1.0)
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def save(self) -> None:
+        """Replace the resume point; only between two steps, and in all processes."""
+        assert self.private_run is not None, "in a training"
+        self._saved = time.monotonic()
+        if is_in_parts(self.run.mesh) or self.run.ranks.is_first:
+            self.private_run.engine.save_checkpoint(
+                path=self._point.path, module=self.model, optimizer=self.private_run.optimizer,
+                checkpoint_dict=self.run.entries(),
+            )  # fmt: skip
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save what `PrivacyEngine` does in the place of Trainer's files: one file, which appears whole or not."""
+        del model, trial
+        self.save()
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Compute the clipped sum of a logical batch, and measure memory once."""
+        self._begin_step()
+        found: list[Tensor] = []
+
+        def work() -> None:
+            found.append(super(FinetuneTrainer, self).training_step(model, inputs, num_items_in_batch))
+
+        if self._taken == _UNTIMED_STEPS - 1:
+            self._peak = peak_bytes(work, self.run.device) or 0
+        else:
+            work()
+        self._step_records = inputs.records
+        self._step_loss = float(found[0]) * inputs.records
+        return found[0]
+
+    def _begin_step(self) -> None:
+        """Let dropout follow from seed, step and share of the samples, so that it is the same in a resumed run."""
+        state = self.run.state
+        place = f"{state.seed} {self.run.ranks.rank // self.run.mesh.tp} {state.step}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
+        self._began = time.perf_counter()
+
+    def finish_step(self) -> tuple[bool, bool]:
+        """Note what the step was, over all processes; return whether to stop, and whether a resume point is due."""
+        state, options, sharing = self.run.state, self.run.options, self.run.mesh.tp
+        is_due = time.monotonic() - self._saved >= options.checkpoint_seconds
+        found = gathered("step", (self._step_loss, self._step_records, self.stop.requested, is_due))
+        # As many processes, one after the other, have the same samples.
+        losses, samples = (sum(column) for column in list(zip(*found[::sharing], strict=True))[:2])
+        loss = losses / samples if samples else math.nan
+        state.losses.append(loss if math.isfinite(loss) else None)
+        state.samples.append(samples)
+        self._taken += 1
+        if self._taken > _UNTIMED_STEPS:
+            self.measures.timed.append((samples, time.perf_counter() - self._began))
+        self.measures.peak_bytes = self._peak or None
+        self.measures.physical_batch = self.private_run.physical_batch_size if self.private_run is not None else 0
+        self.on_step()
+        stopping = any(asked for _, _, asked, _ in found) or (not self._several and self.stop.requested)
+        return stopping, found[0][3] and self.run.unfinished and not stopping
 
     @property
     def strategy(self) -> str:
         """The clipping strategy in use: what was asked for, and what ``auto`` became."""
-        asked, used = self.options.strategy, self.optimizer.clipper.resolve_strategy()
+        asked, used = self.run.options.strategy, self._clipper.resolve_strategy()
         return used if asked == used else f"{used} ({asked})"
 
-    def save(self) -> None:
-        """Replace the resume point; only between two steps, and in all processes."""
-        self._saved = time.monotonic()
-        if not (self._divided or self._ranks.is_first):
-            return
-        self._engine.save_checkpoint(
-            path=self._point.path,
-            module=self._base_model,
-            optimizer=self.optimizer,
-            checkpoint_dict=self._point.entries(self.options, self.state),
-        )
+    @property
+    def unchecked(self) -> list[str]:
+        """Checks of the model that were switched off or could not run, and why."""
+        return [reason for reason in [self._clipper.coverage().unchecked] if reason]
 
-    def _restore(self, lost: int) -> None:
-        """Continue from the resume point; without lost steps the resumed run is the run that would have been."""
-        self._engine.load_checkpoint(
-            path=self._point.path,
-            module=self._base_model,
-            optimizer=self.optimizer,
-            torch_load_kwargs={"map_location": "cpu"},
-            fresh_randomness=lost > 0,
-        )
-
-    def _unsafe_generator(self, *, stream: int) -> torch.Generator | None:
-        if self.options.unsafe_noise_seed is None:
-            return None
-        # A session after a crash must not draw the first one's noise again.
-        return torch.Generator().manual_seed(self.options.unsafe_noise_seed + 2 * (self.state.sessions - 1) + stream)
+    @property
+    def _clipper(self) -> Any:
+        assert self.private_run is not None, "after a training"
+        assert self.private_run.optimizer is not None, "after a training"
+        return self.private_run.optimizer.clipper
 
     def epsilon(self) -> float:
-        """Bound what was spent so far.
-
-        Returns:
-            ε at the mechanism's δ.
-        """
-        return self._engine.accountant.get_epsilon(self.mechanism.delta)
+        """Return a bound on what was spent so far, at the mechanism's δ."""
+        assert self.private_run is not None, "in a training"
+        return self.private_run.epsilon()
 
     def guarantee(self) -> tuple[Bounds, str]:
-        """Give what was spent in the end, and what it means.
-
-        Returns:
-            Bounds on ε at the mechanism's δ, and the engine's summary.
-        """
+        """Return bounds on what was spent in the end, at the mechanism's δ, and what that means."""
+        delta = self.run.mechanism.delta
         with warnings.catch_warnings():
             # A δ that promises little was said before the run.
             warnings.simplefilter("ignore", UserWarning)
-            return self._engine.epsilon_bounds(self.mechanism.delta), self._engine.summary(self.mechanism.delta)
-
-    @property
-    def unchecked(self) -> tuple[str, ...]:
-        """Checks of the model that were switched off or could not run, and why."""
-        return tuple(filter(None, [self.optimizer.clipper.coverage().unchecked]))
+            return self.privacy_engine.epsilon_bounds(delta), self.privacy_engine.summary(delta)
 
     def close(self) -> None:
         """Detach the clipper and give the ledger back; the model is an ordinary one again."""
-        self._engine.close()
-        self.optimizer.clipper.remove()
-        self._base_model.zero_grad(set_to_none=True)
+        if self.private_run is not None:
+            self.private_run.engine.close()
+            if self.private_run.optimizer is not None:
+                self.private_run.optimizer.clipper.remove()
+        self.run.model.zero_grad(set_to_none=True)
 
-    def run(self, *, stop: StopRequest, on_step: Callable[[], None]) -> None:
-        """Take the steps that are left, or stop after the one in which stopping was asked for; in all processes.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log nothing: the record is written by the run, with one ε."""
 
-        Resume points are saved on the way.
 
-        Args:
-            stop: Asked after every step.
-            on_step: Called after every step.
-        """
-        self.model.train()
-        if not self._unfinished:
-            return
-        physical = self.options.physical_batch_size or self._find_physical_batch()
-        released = self._released_in_parts(physical) if self._divided else self._released(physical)
-        self._begin_step()
-        while self._unfinished:
-            for _ in released():
-                is_due = self._finish_step(stop)
-                on_step()
-                if self._ranks.count == 1:
-                    self._stopping |= stop.requested
-                if is_due:
-                    self.save()
-                if not self._unfinished:
-                    break
-                self._begin_step()
+def _after_steps(trainer: FinetuneTrainer) -> Any:
+    """Return what tells a trainer where a step ends, and Trainer's loop what follows from it."""
+    from transformers import TrainerCallback
 
-    def _released(self, physical: int) -> Callable[[], Iterator[None]]:
-        """Return what goes through the loader once, and yields after each release."""
-        parts = PhysicalBatches(self.optimizer, max_physical_batch_size=physical)
+    class AfterSteps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            stop, control.should_save = trainer.finish_step()
+            control.should_training_stop |= stop
 
-        def released() -> Iterator[None]:
-            for ids_BT, marks_B2 in self.loader:
-                self._measured(partial(self._forward_backward_step, parts, ids_BT, marks_B2))
-                self.measures.physical_batch = parts.size
-                yield
-
-        return released
-
-    def _released_in_parts(self, physical: int) -> Callable[[], Iterator[None]]:
-        """Return the same for a model that the processes hold in parts: all run it equally often, on no sample too."""
-        self.measures.physical_batch = physical
-        parts = BatchMemoryManager(data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer)
-
-        def released() -> Iterator[None]:
-            with parts as batches:
-                for batch in batches:
-                    self._measured(partial(self._part, batch))
-                    if not self.optimizer.last_step_was_virtual:
-                        yield
-
-        return released
-
-    def _part(self, batch: tuple[Tensor, Tensor]) -> None:
-        self._loss_sum += float(self._forward_backward(batch).sum())
-        self._step_samples += len(batch[0])
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _find_physical_batch(self) -> int:
-        """Find the largest physical batch that fits, or on a CPU the largest that still pays, with dummy passages."""
-        upper = largest_batch(self.mechanism.batch_size)
-        budget = None
-        if self.device.type == "cuda":
-            budget = int(CUDA_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        else:
-            upper = min(upper, CPU_ENOUGH)
-        with self.optimizer.rehearsal():
-            return find_max_physical_batch_size(self._trial_step, upper=upper, memory_budget=budget, device=self.device)
-
-    def _trial_step(self, size: int) -> None:
-        ids_BT, marks_B2 = dummy_passages(size, self._width, self._vocabulary, self.device)
-        self.optimizer.clipper.backward(self._sample_losses(self.model, ids_BT, marks_B2))
-
-    @property
-    def _unfinished(self) -> bool:
-        return self.state.step < self.mechanism.steps and not self._stopping
-
-    def _begin_step(self) -> None:
-        if self._ranks.count > 1:
-            # Dropout of its own for each share of the samples, in a resumed run the same.
-            place = f"{self.state.seed} {self._ranks.rank // self._sharing} {self.state.step}"
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
-        rate = learning_rate_at(self.state.step, steps=self.mechanism.steps, peak=self.options.rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self._step_began = time.perf_counter()
-
-    def _measured(self, work: Callable[[], None]) -> None:
-        if self._session_steps == UNTIMED_STEPS - 1:
-            self._peak = max(self._peak, peak_bytes(work, self.device) or 0)
-        else:
-            work()
-
-    def _forward_backward_step(self, parts: PhysicalBatches, ids_BT: Tensor, marks_B2: Tensor) -> None:
-        # A Poisson batch can be empty: then the step is one of noise only, which the optimizer takes by itself.
-        if len(ids_BT) > 0:
-            for losses_B in parts.run((ids_BT, marks_B2), self._forward_backward):
-                self._loss_sum += float(losses_B.sum())
-            self._step_samples += len(ids_BT)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _sample_losses(self, model: nn.Module, ids_BT: Tensor, marks_B2: Tensor) -> Tensor:
-        with precision(self.device, self.options.dtype):
-            return self._losses(model, ids_BT, marks_B2)
-
-    def _forward_backward(self, part: tuple[Tensor, Tensor]) -> Tensor:
-        ids_BT, marks_B2 = (tensor.to(self.device) for tensor in part)
-        if self._graph is not None:
-            found: Tensor = self._graph(ids_BT, marks_B2)
-            return found
-        losses_B = self._sample_losses(self.model, ids_BT, marks_B2)
-        self.optimizer.clipper.backward(losses_B)
-        return losses_B.detach()
-
-    def _finish_step(self, stop: StopRequest) -> bool:
-        """Note what the step was, over all processes, and return whether a resume point is due."""
-        is_due = time.monotonic() - self._saved >= self.options.checkpoint_seconds
-        found = gathered("step", (self._loss_sum, self._step_samples, stop.requested, is_due))
-        losses, samples, _, due = zip(*found[:: self._sharing], strict=True)
-        self._stopping = any(stops for _, _, stops, _ in found)
-        loss = sum(losses) / sum(samples) if sum(samples) else math.nan
-        self.state.losses.append(loss if math.isfinite(loss) else None)
-        self.state.samples.append(sum(samples))
-        if self._session_steps >= UNTIMED_STEPS:
-            self.measures.timed.append((sum(samples), time.perf_counter() - self._step_began))
-        self.measures.peak_bytes = self._peak or None
-        self._session_steps += 1
-        self._loss_sum, self._step_samples = 0.0, 0
-        return due[0] and self._unfinished
+    return AfterSteps()

@@ -31,6 +31,7 @@ class HostTraining:
         engine: Keeps the account.
         loader: The private loader, once it is made.
         optimizer: What releases, once it is made.
+        budget: What it must not exceed, where `target_epsilon` says so.
 
     Args:
         options: Privacy options.
@@ -43,6 +44,7 @@ class HostTraining:
         self.engine = PrivacyEngine(noise_level=options.noise_level, ledger=options.ledger)
         self.loader: DPDataLoader | None = None
         self.optimizer: Any = None
+        self.budget: Budget | None = None
         self._at_once: int | None = None
         self._parts: PhysicalBatches | None = None
         self._epsilon: tuple[int, float] = (-1, 0.0)
@@ -51,7 +53,7 @@ class HostTraining:
         """Return a loader of Poisson batches in the place of a host's loader.
 
         The loader's batch size is what a process computes at once; times processes and accumulated batches it is the
-        expected size of a draw.
+        expected size of a draw, where `expected_batch_size` says no other.
 
         Args:
             loader: The host's, before it was dealt out to processes; a `DPDataLoader` is taken as it is.
@@ -81,10 +83,12 @@ class HostTraining:
             )
         dealt = type(record_sampler(loader)) is DistributedSampler
         each = checked_batch_size(loader) // (ranks if dealt else 1)
-        records, expected = dataset_length(loader.dataset), each * ranks * accumulated
+        records = dataset_length(loader.dataset)
+        expected = self.options.expected_batch_size or each * ranks * accumulated
         if expected > records:
+            product = f"batch_size={each} × {accumulated} accumulated × {ranks} process(es) = "
             raise DataError(
-                f"{place}: batch_size={each} × {accumulated} accumulated × {ranks} process(es) = {expected}, of "
+                f"{place}: {'expected_batch_size=' if self.options.expected_batch_size else product}{expected}, of "
                 f"{records} records: an expected batch has at most all of them. Use a smaller batch "
                 "size (per_device_train_batch_size in a Trainer), or accumulate less."
             )
@@ -117,12 +121,14 @@ class HostTraining:
             InvalidOptionError: If ε is to be met and the number of steps is not known.
         """
         assert self.loader is not None, "the loader is made first"
-        options, budget = self.options, None
-        noise = options.noise_multiplier
-        if noise is None:
-            noise = self._noise_for(steps)
-            budget = Budget(_given(options.target_epsilon), _given(options.target_delta))
-        module, private, _ = self.engine.make_private(  # type: ignore[misc]
+        options = self.options
+        noise = self._noise_for(steps) if options.noise_multiplier is None else options.noise_multiplier
+        if options.target_epsilon is not None:
+            self.budget = Budget(options.target_epsilon, _given(options.target_delta))
+            if options.noise_multiplier is None and steps is not None:
+                self.budget.known_to_fit((noise, self.loader.event.sample_rate, steps))
+        # "ghost" has a criterion as well, before the loader.
+        module, private, *_ = self.engine.make_private(
             module=model,
             optimizer=optimizer,
             data_loader=self.loader,
@@ -132,7 +138,7 @@ class HostTraining:
             grad_sample_mode=options.grad_sample_mode,
             noise_generator=self._generator(1),
             wrap_model=wrap_model,
-            budget=budget,
+            budget=self.budget,
             memory_budget=options.memory_budget,
             factor_dtype=factor_dtype_of(options.factor_dtype),
         )

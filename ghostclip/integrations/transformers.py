@@ -85,6 +85,10 @@ class DPTrainer(Trainer):
     Checkpoints hold the account and the positions of sampling and noise (optimizer.pt), and a resumed training goes on
     as if nothing had happened. optimizer.pt is as secret as the data: it holds their keys.
 
+    A model that `fully_shard` or a plan of tensor parallelism has divided among the processes before is trained as it
+    lies, with `save_strategy="no"` or `save_only_model=True`: Trainer does not save the state of its optimizer;
+    `PrivacyEngine.save_checkpoint` does.
+
     Privacy:
         One record is one entry of `train_dataset`. ε covers the trained parameters, not the losses and metrics that are
         logged. Options that contradict this are refused before the first step.
@@ -98,12 +102,27 @@ class DPTrainer(Trainer):
     private_run: PrivateRun | None = None
     _computing = False
     _loss_is_known = False
+    _is_placed = False
     # Whether the loss is computed without logits; None before that was decided.
     _fused: bool | None = None
     _graph: GraphStep | None = None
     _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the model owns its placement, so that nothing wraps or divides it: Trainer's name for it."""
+        # None until a `model_init` was called.
+        model: nn.Module | None = self.model
+        return self._is_placed or (model is not None and any(map(_torch.is_sharded_tensor, model.parameters())))
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, placed: bool) -> None:
+        self._is_placed = placed
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Leave parameters that every rank has whole to the engine, which sums what is clipped."""
 
     @property
     def privacy_engine(self) -> Any:
@@ -398,6 +417,9 @@ class DPTrainer(Trainer):
                 require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
+        for unit in _torch.gathered_modules(model):
+            # A forward without a backward leaves parts gathered.
+            unit.reshard()
 
     def _rehearse(self, model: nn.Module) -> None:
         """Let the engine prove on two records that samples do not mix, which batches of one record never show."""

@@ -1,4 +1,4 @@
-"""A passage's loss is its own: no other passage and no padding moves it."""
+"""A sample's loss is its own: no other sample and no padding moves it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from ghostclip.finetune.losses import held_out_quality, next_token_losses, passage_losses
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ghostclip.finetune.measure import held_out_quality, sample_losses
 from ghostclip.finetune.models import make_model
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.passages import PassageDataset
-from ghostclip.finetune.steps import learning_rate_at
-from ghostclip.finetune.tokens import ByteTokens
+from ghostclip.finetune.samples import SampleDataset
+from ghostclip.finetune.tokens import byte_tokens
+from ghostclip.finetune.training import learning_rate_at
 
 WINDOWS = [[1, 5, 9, 4, 7], [1, 8], [1, 6, 6], [1, 200, 3, 77, 258, 31, 90]]
 
@@ -21,38 +24,35 @@ WINDOWS = [[1, 5, 9, 4, 7], [1, 8], [1, 6, 6], [1, 200, 3, 77, 258, 31, 90]]
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request):
     options = FinetuneOptions(toy=request.param, layers=1, hidden_size=18, heads=3, context_length=9)
-    return make_model(options, ByteTokens(), seed=1)
+    return make_model(options, byte_tokens(), seed=1)
 
 
 def dataset(windows, width=9):
-    return PassageDataset([np.array(window, dtype=np.int32) for window in windows], pad_id=0, width=width)
+    windows = [np.array(window, dtype=np.int32) for window in windows]
+    return SampleDataset(windows, [1] * len(windows), pad_id=0, width=width, classes=False)
 
 
-def batch(windows, width=9):
-    return dataset(windows, width).rows(0, len(windows))
+def losses(model, windows):
+    return sample_losses(model, dataset(windows).rows(0, len(windows)), "float32")[0]
 
 
 def test_loss_of_a_passage_is_that_of_the_passage_alone(model):
-    together_B = passage_losses(model, *batch(WINDOWS))
-    for window, loss in zip(WINDOWS, together_B, strict=True):
+    for window, loss in zip(WINDOWS, losses(model, WINDOWS), strict=True):
         alone = model(input_ids=torch.tensor([window]), labels=torch.tensor([window])).loss
         torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_passage_without_a_token_to_predict_costs_nothing(model):
-    losses_B = passage_losses(model, *batch([[1], *WINDOWS]))
+    losses_B = losses(model, [[1], *WINDOWS])
     assert losses_B[0] == 0
     assert losses_B.isfinite().all()
 
 
 def test_perplexity_weighs_tokens_and_restores_the_mode(model):
-    passages = dataset(WINDOWS)
-    sums_B, counts_B = next_token_losses(model, *passages.rows(0, 3))
-    expected = math.exp(float(sums_B.detach().sum() / counts_B.sum()))
-    assert counts_B.tolist() == [4, 1, 2]
-    found = held_out_quality(model, passages, task="text", limit=3, batch_size=2, dtype="float32")
+    found = held_out_quality(model, dataset(WINDOWS), FinetuneOptions(eval_samples=3))
+    expected = float((losses(model, WINDOWS[:3]).detach() * torch.tensor([4, 1, 2])).sum()) / 7
     assert found.accuracy is None
-    assert found.perplexity == pytest.approx(expected, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
     assert model.training
 
 
@@ -64,10 +64,10 @@ def test_same_seed_same_weights_whatever_the_global_generator_says():
     options = FinetuneOptions(layers=1, hidden_size=18, heads=3, context_length=9)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = make_model(options, ByteTokens(), seed=5)
+    first = make_model(options, byte_tokens(), seed=5)
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(2)
-    second = make_model(options, ByteTokens(), seed=5)
+    second = make_model(options, byte_tokens(), seed=5)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 

@@ -7,7 +7,8 @@ import pytest
 from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import output
-from ghostclip.finetune.plot import Curves, draw, smoothed
+from ghostclip.finetune.progress import smoothed
+from ghostclip.finetune.record import draw
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -70,8 +71,6 @@ def test_smoothing_starts_at_the_first_value_and_keeps_constants():
 
 @pytest.mark.parametrize("losses", [[], [None], [5.0], [5.0, None, 4.0] * 20])
 def test_picture_is_a_png_whatever_the_losses(tmp_path, losses):
-    curves = Curves(
-        losses=losses, epsilons=[(0, 0.0), (len(losses), 2.5)], held_out=(5.5, 4.0), target_epsilon=3.0, delta=1e-5
-    )
-    draw(curves, tmp_path / "plot.png")
+    epsilons = [(0, 0.0), (len(losses), 2.5)]
+    draw(tmp_path / "plot.png", losses=losses, epsilons=epsilons, held_out=(5.5, 4.0), budget=(3.0, 1e-5))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")

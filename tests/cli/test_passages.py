@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from ghostclip.errors import DataError
-from ghostclip.finetune.passages import cut, split_passages
-from ghostclip.finetune.tokens import ByteTokens
+from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune.samples import cut, split_passages
+from ghostclip.finetune.tokens import byte_tokens
 from tests.randomised import given, st
 
-TOKENS = ByteTokens()
+transformers = pytest.importorskip("transformers")
+TOKENS = byte_tokens()
 
 
 def text_of(ids):
@@ -19,7 +21,6 @@ def text_of(ids):
 
 
 def test_bytes_are_what_transformers_calls_them():
-    transformers = pytest.importorskip("transformers")
     text = "Grüße, 世界\n\x00"
     theirs = transformers.ByT5Tokenizer(extra_ids=0).encode(text, add_special_tokens=False)
     assert TOKENS.encode(text).tolist() == theirs
@@ -40,15 +41,14 @@ def test_window_without_a_token_to_predict_is_left_out():
 
 
 def split(documents, *, seed=3, length=11, most=None, fraction=0.25):
-    return split_passages(
-        documents, TOKENS, context_length=length, most_per_document=most, eval_fraction=fraction, seed=seed
-    )
+    options = FinetuneOptions(max_passages_per_document=most, eval_fraction=fraction)
+    return split_passages(documents, options, TOKENS, context_length=length, seed=seed)
 
 
 def test_split_is_disjoint_complete_and_fixed_by_the_seed():
     documents = ["abcdefghij" * 4, "0123456789" * 3]
     parts = split(documents)
-    rows = [text_of(part[i][0]) for part in (parts.training, parts.held_out) for i in range(len(part))]
+    rows = [text_of(part[i]["input_ids"]) for part in (parts.training, parts.held_out) for i in range(len(part))]
     assert sorted(rows) == sorted(["abcdefghij"] * 4 + ["0123456789"] * 3)
     assert (len(parts.training), len(parts.held_out)) == (5, 2)
     assert (parts.documents, parts.most_per_document) == (2, 4)
@@ -58,10 +58,11 @@ def test_split_is_disjoint_complete_and_fixed_by_the_seed():
 
 def test_rows_are_padded_to_one_width():
     parts = split(["abc", "abcdefghij", "abcdefg"])
-    ids_T, marks_2 = parts.training[0]
-    assert ids_T.shape == (11,)
-    assert ids_T.dtype == marks_2.dtype == torch.int64
-    assert (ids_T[int(marks_2[0]) :] == TOKENS.pad_id).all()
+    ids_T, mask_T, labels_T = parts.training[0].values()
+    assert ids_T.shape == mask_T.shape == labels_T.shape == (11,)
+    assert ids_T.dtype == mask_T.dtype == labels_T.dtype == torch.int64
+    assert (ids_T[mask_T == 0] == TOKENS.pad_id).all()
+    assert (labels_T == ids_T.masked_fill(mask_T == 0, -100)).tolist() == [False] + [True] * 10
 
 
 def test_passages_of_a_document_can_be_limited():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from ghostclip.cli import main
 from ghostclip.errors import InvalidOptionError
+from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.ranks import Ranks
 from ghostclip.scaling import Mesh
 
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("text", ["cp=2", "replicate=2,pp=2"])
 def test_finetune_refuses_axes_that_are_planned_only(text):
     with pytest.raises(InvalidOptionError, match="are divided by a model's own code"):
-        Ranks.mesh(SimpleNamespace(count=Mesh.parse(text).devices), text)
+        Ranks(count=Mesh.parse(text).devices).mesh(FinetuneOptions(mesh=text))
 
 
 SMALL = ["plan", "gpt2", "--context-length", "16", "--mesh", "replicate=2,dp=4"]

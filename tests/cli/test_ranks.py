@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 # Two blocks, of which each is divided by itself; sizes that two do not divide.
 SIZES = ["--layers", "2", "--hidden-size", "15", "--heads", "3", "--context-length", "23"]
 GIVEN = ["--data", "text.txt", "--steps", "4", "--batch-size", "7", "--physical-batch-size", "2", "--device", "cpu"]
-FIXED = [*GIVEN, "--eval-samples", "5", "--seed", "1", "--unsafe-noise-seed", "2"]
+FIXED = [*GIVEN, "--eval-samples", "5", "--seed", "1", "--unsafe-noise-seed", "1"]
 COMMON = [*SIZES, *FIXED]
 LORA = [*FIXED, "--model", "base", "--tokenizer", "bytes", "--lora", "2", "--learning-rate", "0.05"]
 

@@ -14,12 +14,15 @@ import pytest
 import torch
 
 import ghostclip
-from ghostclip.finetune.checkpoint import ResumePoint
-from ghostclip.finetune.training import PrivateTraining
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ghostclip.finetune.state import ResumePoint  # noqa: E402
+from ghostclip.finetune.training import FinetuneTrainer  # noqa: E402
+
 pytestmark = pytest.mark.integration
 
 
@@ -193,13 +196,15 @@ def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path,
 
 def test_keys_are_fresh_after_a_crash_and_go_on_after_a_stop(finetune, text_file, tmp_path, after_step, monkeypatch):
     """Noise of lost steps, added again to other batches, would tell their difference."""
-    keys, plain = [], PrivateTraining.run
+    keys, plain = [], FinetuneTrainer.create_scheduler
 
-    def run(self, **arguments):
-        keys.append((self.optimizer.noise_source.state_dict()["key"], self.loader.batch_sampler.state_dict()["key"]))
-        plain(self, **arguments)
+    def create_scheduler(self, **given):
+        schedule, private = plain(self, **given), self.private_run
+        sampler = private.training.loader.batch_sampler
+        keys.append((private.optimizer.noise_source.state_dict()["key"], sampler.state_dict()["key"]))
+        return schedule
 
-    monkeypatch.setattr(PrivateTraining, "run", run)
+    monkeypatch.setattr(FinetuneTrainer, "create_scheduler", create_scheduler)
     for stop, same in ((crash, False), (interrupt, True)):
         out, keys[:] = tmp_path / str(same), []
         after_step(2, stop)

@@ -17,18 +17,21 @@ import pytest
 import torch
 
 from ghostclip.finetune import tokens
-from ghostclip.finetune.checkpoint import ResumePoint
-from ghostclip.finetune.interrupts import StopRequest
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.prepare import prepare
-from ghostclip.finetune.rows import answered_prompts
-from ghostclip.finetune.tokens import ByteTokens, GivenTokenizer
-from ghostclip.finetune.training import PrivateTraining
+from ghostclip.finetune.progress import StopRequest
+from ghostclip.finetune.ranks import Ranks
+from ghostclip.finetune.samples import read_samples
+from ghostclip.finetune.tokens import TokenEncoder, byte_tokens
 from tests.cli.conftest import TINY_GIVEN
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("accelerate")
+
+from ghostclip.finetune.prepare import prepare  # noqa: E402
+from ghostclip.finetune.training import FinetuneTrainer, training_arguments  # noqa: E402
+
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.filterwarnings("ignore:noise_multiplier=0:UserWarning"),
@@ -108,44 +111,44 @@ def first_step(given, tmp_path):
     """Take the first step of a kind at σ = 0; give the samples, the model before and what the inner optimizer got."""
 
     def run(kind, *, emptied=None):
-        prepared = prepare(options_of(given, kind, output=tmp_path / f"out-{emptied}"), None)
+        prepared = prepare(options_of(given, kind, output=tmp_path / f"out-{emptied}"), None, Ranks())
         torch.manual_seed(8)
         for parameter in prepared.model.parameters():
             # Adapters begin at zero, where half of their gradients vanish.
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         before = copy.deepcopy(prepared.model).double()
-        ResumePoint.of(prepared.output).path.parent.mkdir(parents=True)
-        training = PrivateTraining(
-            replace(prepared, mechanism=replace(prepared.mechanism, noise_multiplier=0.0, steps=1))
-        )
-        samples, got, plain = [], {}, training._losses
+        run = replace(prepared, mechanism=replace(prepared.mechanism, noise_multiplier=0.0, steps=1))
+        trainer = FinetuneTrainer(run, training_arguments(run), stop=StopRequest())
+        samples, got, plain = [], {}, trainer._record_losses
 
-        def losses(model, ids_BT, marks_B2):
-            samples.extend(zip(ids_BT, marks_B2, strict=True))
-            here = torch.arange(len(samples) - len(ids_BT), len(samples)) != emptied
-            return plain(model, ids_BT, marks_B2) * here
+        def losses(model, inputs, **options):
+            losses_B, outputs = plain(model, inputs, **options)
+            if not trainer._computing:
+                # The checks before the first step.
+                return losses_B, outputs
+            samples.extend(zip(*inputs.values(), strict=True))
+            here = torch.arange(len(samples) - len(losses_B), len(samples)) != emptied
+            return losses_B * here, outputs
 
         def step(*_):
             for name, parameter in prepared.model.named_parameters():
                 if parameter.requires_grad:
                     got[name] = parameter.grad.double() * prepared.mechanism.batch_size
 
-        training._losses, training.optimizer.original_optimizer.step = losses, step
-        training.run(stop=StopRequest(), on_step=lambda: None)
-        training.close()
+        trainer._record_losses, trainer.optimizer.step = losses, step
+        trainer.finish()
+        trainer.close()
         return samples, before, got
 
     return run
 
 
-def loss_alone(model, ids_T, marks_2, kind):
+def loss_alone(model, ids_T, mask_T, labels, kind):
     """The loss of one sample by transformers' own means, without padding."""
-    length, target = marks_2.tolist()
-    alone_BT = ids_T[None, :length]
+    alone_BT = ids_T[None, mask_T == 1]
     if kind.startswith("classify"):
-        return torch.nn.functional.cross_entropy(model(input_ids=alone_BT).logits, marks_2[1:])
-    labels_BT = alone_BT.masked_fill(torch.arange(length) < target, -100)
-    return model(input_ids=alone_BT, labels=labels_BT).loss
+        return torch.nn.functional.cross_entropy(model(input_ids=alone_BT).logits, labels[None])
+    return model(input_ids=alone_BT, labels=labels[None, mask_T == 1]).loss
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,9 +157,9 @@ def test_first_clipped_sum_is_that_of_single_samples(first_step, kind):
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
     clipped = 0
-    for ids_T, marks_2 in samples:
+    for sample in samples:
         grads = torch.autograd.grad(
-            loss_alone(model, ids_T, marks_2, kind), list(trained.values()), allow_unused=True, materialize_grads=True
+            loss_alone(model, *sample, kind), list(trained.values()), allow_unused=True, materialize_grads=True
         )
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         clipped += int(norm > C)
@@ -238,14 +241,17 @@ def test_rows_longer_than_the_context_are_said(finetune, given, tmp_path):
 
 def test_answers_are_what_is_predicted(given):
     options = options_of(given, "answers")
-    split = answered_prompts(options, ByteTokens(), context_length=200, seed=1)
+    split = read_samples(options, byte_tokens(), context_length=200, seed=1)
     rows = [json.loads(line) for line in (given / "rows.jsonl").read_text().splitlines()]
     said = {f"{row['prompt']}\n": row["answer"] for row in rows}
     for part in (split.training, split.held_out):
-        for ids_T, (length, first) in part:
-            text = [bytes(int(i) - 3 for i in ids if i >= 3).decode() for ids in (ids_T[:first], ids_T[first:length])]
+        for ids_T, mask_T, labels_T in (part[number].values() for number in range(len(part))):
+            learned = labels_T != -100
+            parts = (ids_T[(mask_T == 1) & ~learned], ids_T[learned])
+            text = [bytes(int(i) - 3 for i in ids if i >= 3).decode() for ids in parts]
             assert said[text[0]] == text[1]
-            assert ids_T[0] == ids_T[length - 1] == ByteTokens.start_id
+            assert ids_T[0] == parts[1][-1] == byte_tokens().start_id
+            assert (labels_T[learned] == ids_T[learned]).all()
 
 
 def test_a_chat_template_is_used(given):
@@ -253,7 +259,7 @@ def test_a_chat_template_is_used(given):
     tokenizer.chat_template = (
         "{% for m in messages %}film {{ m['content'] }}{% endfor %}{% if add_generation_prompt %} plot{% endif %}"
     )
-    prompt, answer = GivenTokenizer(tokenizer, source="").dialogue("good", "bad bad")
+    prompt, answer = TokenEncoder(tokenizer, source="").dialogue("good", "bad bad")
     assert tokenizer.convert_ids_to_tokens(prompt.tolist()) == ["film", "good", "plot"]
     assert tokenizer.convert_ids_to_tokens(answer.tolist()) == ["bad", "bad", "[END]"]
 

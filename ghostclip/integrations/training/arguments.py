@@ -13,7 +13,7 @@ from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
 from ghostclip.planning.plan import MEMORY_BUDGET
 
-_MODES = ("auto", "bookkeeping", "hooks", "graph")
+_MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
 _A = TypeVar("_A", bound="PrivacyArguments")
 
 
@@ -22,17 +22,19 @@ class PrivacyArguments:
     """Privacy options beside those of `TrainingArguments`, whose `max_grad_norm` is C here: the bound of each record.
 
     The batch's gradient is not clipped a second time. `per_device_train_batch_size` is what is computed at once, times
-    `gradient_accumulation_steps` and the number of processes it is the expected size of a Poisson batch.
+    `gradient_accumulation_steps` and the number of processes it is the expected size of a Poisson batch, unless
+    `expected_batch_size` says another.
 
     Attributes:
-        target_epsilon: ε that all steps of the training may cost together; the noise follows. Give this or
-            `noise_multiplier`.
+        target_epsilon: ε that all steps of the training may cost together; the noise follows, unless it is given.
         target_delta: δ, well below 1/N for N records.
-        noise_multiplier: σ, the noise's standard deviation in units of C.
+        noise_multiplier: σ, the noise's standard deviation in units of C; beside a `target_epsilon` the step that would
+            exceed that is refused.
+        expected_batch_size: Records of a Poisson batch on average, any number from 1 to all of them.
         clipping: As in `PrivacyEngine.make_private`.
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes
             `per_device_train_batch_size` records at once. Either way what does not fit is halved.
-        grad_sample_mode: "auto", "bookkeeping", "hooks" or "graph".
+        grad_sample_mode: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
         vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
             "fused" refuses models where it does not, "logits" never does.
         memory_budget: The most that a backward may hold, over what an ordinary one holds: below 1 repeated blocks are
@@ -46,6 +48,7 @@ class PrivacyArguments:
     target_epsilon: float | None = field(default=None, metadata={"help": "ε that the whole training may cost."})
     target_delta: float | None = field(default=None, metadata={"help": "δ, well below 1 / number of records."})
     noise_multiplier: float | None = field(default=None, metadata={"help": "σ, in place of target_epsilon."})
+    expected_batch_size: int | None = field(default=None, metadata={"help": "Records of a Poisson batch on average."})
     clipping: str = field(default="flat", metadata={"help": f"How records are clipped: {', '.join(CLIPPINGS)}."})
     physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
     grad_sample_mode: str = field(default="auto", metadata={"help": f"Strategy: {', '.join(_MODES)}."})
@@ -63,17 +66,17 @@ class PrivacyArguments:
         following = getattr(super(), "__post_init__", None)
         if following is not None:
             following()
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise InvalidOptionError(
-                f"target_epsilon={self.target_epsilon}, noise_multiplier={self.noise_multiplier}: give one of the two."
-            )
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            raise InvalidOptionError("target_epsilon=None, noise_multiplier=None: give one of the two.")
         if self.target_delta is None:
             raise InvalidOptionError("target_delta=None: give δ, well below 1 / number of records (1e-5 for 10,000).")
         _validate.probability(self.target_delta, "target_delta")
         if self.target_epsilon is not None:
             _validate.positive(self.target_epsilon, "target_epsilon")
-        else:
+        if self.noise_multiplier is not None:
             _validate.non_negative(self.noise_multiplier, "noise_multiplier")
+        if self.expected_batch_size is not None:
+            _validate.positive_int(self.expected_batch_size, "expected_batch_size")
         _validate.choice(self.clipping, "clipping", CLIPPINGS)
         _validate.choice(self.grad_sample_mode, "grad_sample_mode", _MODES)
         _validate.choice(self.vocabulary_head, "vocabulary_head", CHOICES)

@@ -53,7 +53,12 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "Leave it out; vocabulary_head='fused' saves what its fused loss would",
     ),
     ("deepspeed", bool, "it sums gradients by itself", "Start processes with torchrun instead"),
-    ("fsdp", bool, "it shards parameters below the clipping", "Start processes with torchrun instead"),
+    (
+        "fsdp",
+        bool,
+        "it shards parameters below the clipping",
+        "Start processes with torchrun, and give a model that fully_shard has divided among them",
+    ),
     (
         "parallelism_config",
         lambda value: value is not None,

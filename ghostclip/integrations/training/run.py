@@ -31,6 +31,7 @@ class Ticket(dict[str, Any]):
 
     Attributes:
         is_last: As given.
+        records: Of this process in the logical batch, afterwards.
 
     Args:
         is_last: Whether the logical batch is computed with it.
@@ -38,7 +39,7 @@ class Ticket(dict[str, Any]):
 
     def __init__(self, *, is_last: bool) -> None:
         super().__init__()
-        self.is_last = is_last
+        self.is_last, self.records = is_last, 0
 
 
 class Tickets(Dataset[Ticket]):
@@ -139,22 +140,26 @@ class PrivateRun:
         """
         assert self.optimizer is not None, "made private before the first step"
         losses: list[tuple[Tensor, int]] = []
-        counts = [0, 0]
+        counts, in_parts = [0, 0], self.optimizer.clipper.is_sharded
         while True:
             batch = self._next_physical()
             token = self.optimizer.current_token
             assert token is not None, "the loader hands out batches with tokens"
+            if in_parts:
+                # Ranks that hold the model in parts run it equally often, on no record too.
+                losses.append((work(batch), token.size))
+            elif token.size:
+                losses += self._physical.run(batch, lambda part: (work(part), count_rows(part) or 0))
             if token.size:
                 _count(batch, main_input, counts)
-                losses += self._physical.run(batch, lambda part: (work(part), count_rows(part) or 0))
             if token.is_last:
                 break
             self.optimizer.step()
         ticket[main_input] = torch.empty(counts[0], device="meta")
         ticket["attention_mask"] = torch.tensor(counts[1])
-        rows = sum(rows for _, rows in losses)
+        ticket.records = rows = sum(rows for _, rows in losses)
         device = self.optimizer.params[0].device
-        return sum((loss * (count / rows) for loss, count in losses), torch.zeros((), device=device))
+        return sum((loss * (count / rows) for loss, count in losses if count), torch.zeros((), device=device))
 
     def example(self) -> tuple[Any, bool]:
         """Return a batch of two records, of different lengths if there are, and whether lengths differ."""
@@ -181,6 +186,12 @@ class PrivateRun:
     def epsilon(self) -> float:
         """Return ε at the δ that was given, of all releases up to now."""
         return self.training.epsilon()
+
+    @property
+    def physical_batch_size(self) -> int:
+        """The most records that are computed at once now."""
+        assert self._manager is not None, "made private before"
+        return self._manager.physical_batch_size
 
     def _next_physical(self) -> Any:
         for _ in range(2):

@@ -1,23 +1,27 @@
-"""Resume points of a run: a checkpoint of the engine with the run's own entries, beside the engine's ledger.
-
-Privacy:
-    The folder ``resume`` holds exact losses, a hash of the data, and the keys of noise and sampling, so it is as
-    secret as the data. It is removed when the run is done. After a stop between two steps noise and sampling go on
-    where they were. After a crash, when the ledger is ahead of the checkpoint, they start with *fresh* keys: a step
-    that was lost need not come out the same again, and the same noise must not hide two different sums.
-"""
+"""What a run is, and what an interrupted one goes on from: the engine's checkpoint and ledger, in one folder."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from ghostclip.errors import ResumeError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import RESUME_FOLDER, RESUME_STATE
+from ghostclip.finetune.privacy import Mechanism
+from ghostclip.finetune.ranks import Ranks
+from ghostclip.finetune.samples import Split
+from ghostclip.finetune.tokens import TokenEncoder
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ghostclip.scaling import Mesh
 
 _OPTIONS, _STATE = "finetune_options", "finetune_state"
 
@@ -43,8 +47,7 @@ class RunState:
         return len(self.losses)
 
 
-@dataclass(frozen=True)
-class Interrupted:
+class Interrupted(NamedTuple):
     """An interrupted run: the options it was begun with, its state up to the ledger, and the steps that were lost."""
 
     options: dict[str, object]
@@ -52,52 +55,23 @@ class Interrupted:
     lost: int
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The files that an interrupted run goes on from.
-
-    ``path`` is the engine's checkpoint, ``ledger`` the engine's ledger.
-    """
+class ResumePoint(NamedTuple):
+    """The files that an interrupted run goes on from: the engine's checkpoint with the run's entries, its ledger."""
 
     path: Path
     ledger: Path
 
     @classmethod
     def of(cls, output: Path) -> ResumePoint:
-        """Return the resume point of an output folder.
-
-        Args:
-            output: The folder.
-
-        Returns:
-            Its resume point, whether there is one or not.
-        """
+        """Return the resume point of an output folder, whether there is one or not."""
         folder = output / RESUME_FOLDER
         return cls(folder / RESUME_STATE, folder / "ledger.txt")
-
-    def entries(self, options: FinetuneOptions, state: RunState) -> dict[str, Any]:
-        """Return the run's own entries of the checkpoint.
-
-        Args:
-            options: The run's options.
-            state: What happened so far.
-
-        Returns:
-            What ``save_checkpoint`` takes as ``checkpoint_dict``.
-        """
-        return {_OPTIONS: options.recorded(), _STATE: asdict(state)}
 
     def load(self) -> Interrupted:
         """Read the run's own entries, and count steps that were begun after they were saved.
 
         A step that the ledger holds and the checkpoint does not may have been released before the crash. It stays
         spent: its place in ``losses`` is ``None``, and the run has that many steps less to go.
-
-        Returns:
-            The interrupted run.
-
-        Raises:
-            ResumeError: There is none, a file is damaged or of another version, or the ledger is another run's.
         """
         if not self.path.is_file():
             raise ResumeError(f"{self.path.parent.parent}: holds no interrupted run (a finished run cannot be resumed)")
@@ -111,3 +85,38 @@ class ResumePoint:
         state.samples += [None] * lost
         state.sessions += 1
         return Interrupted(content[_OPTIONS], state, lost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneRun:
+    """A run that can begin: everything is loaded and checked, nothing is written.
+
+    ``data`` names the source of the samples and counts them, for record and report; ``config`` is the model's own.
+    ``lost`` counts the steps that the ledger holds and the checkpoint does not; it is None for a new run.
+    """
+
+    options: FinetuneOptions
+    output: Path
+    device: torch.device
+    tokens: TokenEncoder
+    split: Split
+    data: dict[str, Any]
+    model: PreTrainedModel
+    model_text: str
+    config: dict[str, Any]
+    physical_batch: int
+    ranks: Ranks
+    mesh: Mesh
+    mechanism: Mechanism
+    warnings: tuple[str, ...]
+    state: RunState
+    lost: int | None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps are left."""
+        return self.state.step < self.mechanism.steps
+
+    def entries(self) -> dict[str, Any]:
+        """Return the run's own entries of a checkpoint."""
+        return {_OPTIONS: self.options.recorded(), _STATE: asdict(self.state)}

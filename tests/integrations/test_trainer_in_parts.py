@@ -1,0 +1,101 @@
+"""`DPTrainer` with a model that two processes hold in parts, and draws of any expected size: the run of one process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.process_group import process_group, start_ranks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.*explicit generator:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*not below 1:UserWarning"),
+]
+
+# An expected batch that neither two processes nor parts of two records divide.
+GIVEN = {
+    "noise_multiplier": 0.5, "target_epsilon": 30.0, "target_delta": 1e-3, "max_grad_norm": 0.1, "max_steps": 3,
+    "expected_batch_size": 7, "per_device_train_batch_size": 2, "reproducible_seed": 3, "optim": "adamw_torch",
+    "learning_rate": 0.01, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def _model(toy):
+    torch.manual_seed(1)
+    if toy == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=30, n_positions=9, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=30, hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=9,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _trained(folder, toy, mesh):
+    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(30, (9,), generator=generator) for _ in range(24)]
+    records = [{"input_ids": row, "labels": row} for row in ids]
+    model = _model(toy)
+    if mesh is not None:
+        from ghostclip.finetune.ranks import divide
+        from ghostclip.scaling import Mesh
+
+        divide(model, Mesh.parse(mesh), torch.device("cpu"))
+    trainer = DPTrainer(model, DPTrainingArguments(output_dir=str(folder), **GIVEN), train_dataset=records)
+    said = trainer.train().metrics
+    state = model.state_dict()
+    if mesh is not None:
+        from ghostclip.distributed.whole import gathered_whole
+
+        state = gathered_whole(state)
+    return {"weights": dict(state), "loss": said["train_loss"], "epsilon": said["epsilon"]}
+
+
+def _rank(rank, ranks, folder):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    with process_group(rank, ranks, folder, meshes=True):
+        found = {mesh: _trained(Path(folder), toy, mesh) for toy, mesh in (("gpt2", "dp=2"), ("llama", "tp=2"))}
+        if rank == 0:
+            torch.save(found, Path(folder) / "found.pt")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_a_model_in_parts_is_trained_as_a_whole_one(tmp_path):
+    start_ranks(_rank, 2, str(tmp_path))
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    for toy, mesh in (("gpt2", "dp=2"), ("llama", "tp=2")):
+        alone = _trained(tmp_path, toy, None)
+        assert found[mesh]["epsilon"] == alone["epsilon"]
+        for name, weight in alone["weights"].items():
+            torch.testing.assert_close(found[mesh]["weights"][name], weight, rtol=1e-5, atol=1e-6, msg=f"{mesh} {name}")
+
+
+def test_a_budget_beside_a_given_noise_ends_the_training(tmp_path, monkeypatch):
+    from ghostclip.errors import BudgetExceededError
+
+    monkeypatch.setitem(GIVEN, "target_epsilon", 4.0)
+    with pytest.raises(BudgetExceededError, match="budget of ε = 4"):
+        _trained(tmp_path, "gpt2", None)
+
+
+def test_an_expected_batch_is_at_most_all_records(tmp_path, monkeypatch):
+    from ghostclip.errors import DataError
+
+    monkeypatch.setitem(GIVEN, "expected_batch_size", 25)
+    with pytest.raises(DataError, match="expected_batch_size=25, of 24 records"):
+        _trained(tmp_path, "gpt2", None)
