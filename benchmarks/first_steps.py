@@ -95,7 +95,7 @@ _SHAPES = {
     "GPT 256x4, T 512, B 8": "gpt(8, 512)",
     "ResNet, 32x32, B 16": "resnet(16)",
     "LSTM, T 64, B 32": "lstm(32, 64)",
-    "GPT-2 124M with LoRA, T 64, B 8": "lora(8, 64)",
+    "GPT-2 124M with LoRA, T 32, B 8": "lora(8, 32)",
 }
 
 

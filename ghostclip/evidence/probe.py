@@ -97,7 +97,7 @@ class Company:
         self._noise: dict[Any, Tensor] = {}
 
     def take(self, place: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
-        """Compare the extremes and the norm of each sample's rows with those that came before.
+        """Compare the extremes, the norm and the sum of each sample's rows with those that came before.
 
         Args:
             place: Where the gradient arrived.
@@ -111,53 +111,55 @@ class Company:
         weight_B[list(weights)] = torch.tensor(list(weights.values()))
         weight_B = weight_B.to(rows_B.device)
         chosen_B = weight_B > 0
-        now_B3 = torch.stack([*_extremes(rows_B), _norms(rows_B)], dim=1) / weight_B.where(chosen_B, 1).unsqueeze(1)
-        once_B3 = self._once.setdefault((place, tuple(weights.items())), now_B3)
-        if once_B3 is not now_B3:
-            noise_3 = noise_of(once_B3[chosen_B], now_B3[chosen_B])
-            self._noise[place] = torch.maximum(noise_3, self._noise.get(place, noise_3))
+        now_B4 = torch.stack([*_extremes(rows_B), *_norms(rows_B)], dim=1) / weight_B.where(chosen_B, 1).unsqueeze(1)
+        once_B4 = self._once.setdefault((place, tuple(weights.items())), now_B4)
+        if once_B4 is not now_B4:
+            noise_4 = noise_of(once_B4[chosen_B], now_B4[chosen_B])
+            self._noise[place] = torch.maximum(noise_4, self._noise.get(place, noise_4))
         before = self._seen.get(place)
-        values_B3, known_B = (torch.zeros_like(now_B3), torch.zeros_like(chosen_B)) if before is None else before
-        both_B3 = (chosen_B & known_B).unsqueeze(1) & now_B3.isfinite() & values_B3.isfinite()
-        off_3 = torch.where(both_B3, now_B3 - values_B3, 0).abs().amax(0)
-        most, least, norm = torch.where(both_B3, now_B3, 0).abs().amax(0)
+        values_B4, known_B = (torch.zeros_like(now_B4), torch.zeros_like(chosen_B)) if before is None else before
+        both_B4 = (chosen_B & known_B).unsqueeze(1) & now_B4.isfinite() & values_B4.isfinite()
+        off_4 = torch.where(both_B4, now_B4 - values_B4, 0).abs().amax(0)
+        most, least, norm, _ = torch.where(both_B4, now_B4, 0).abs().amax(0)
         largest = torch.maximum(most, least)
-        scale_3 = torch.stack([largest, largest, norm])
+        scale_4 = torch.stack([largest, largest, norm, norm])
         steady, coarse = (_STEADY_IF_LINEAR, _COARSE_IF_LINEAR) if self._linear else (_STEADY, _COARSE)
-        least_3 = steady.get(rows_B.dtype, coarse) * scale_3 + torch.finfo(rows_B.dtype).tiny / _TINIEST
-        off_3 = torch.where(off_3 > least_3, off_3, 0)
-        if bool(off_3.any()):
-            self._off[place] = torch.maximum(off_3, self._off.get(place, off_3))
-        self._seen[place] = torch.where(chosen_B.unsqueeze(1), now_B3, values_B3), known_B | chosen_B
+        least_4 = steady.get(rows_B.dtype, coarse) * scale_4 + torch.finfo(rows_B.dtype).tiny / _TINIEST
+        off_4 = torch.where(off_4 > least_4, off_4, 0)
+        if bool(off_4.any()):
+            self._off[place] = torch.maximum(off_4, self._off.get(place, off_4))
+        self._seen[place] = torch.where(chosen_B.unsqueeze(1), now_B4, values_B4), known_B | chosen_B
 
     def differing(self) -> list[Any]:
         """Return the places where gradients differed by more than noise, in the order in which they were found."""
-        noise = ((place, self._noise.get(place, torch.zeros_like(off_3))) for place, off_3 in self._off.items())
-        return [place for place, noise_3 in noise if bool((self._off[place] > OUTSTANDING * noise_3).any())]
+        noise = ((place, self._noise.get(place, torch.zeros_like(off_4))) for place, off_4 in self._off.items())
+        return [place for place, noise_4 in noise if bool((self._off[place] > OUTSTANDING * noise_4).any())]
 
 
-def noise_of(once_N3: Tensor, now_N3: Tensor) -> Tensor:
+def noise_of(once_N4: Tensor, now_N4: Tensor) -> Tensor:
     """Return how far values are from those of the same backward at another time, by columns.
 
     A factor that all have in common is left out: it is no noise, but what a backward function counts or averages.
 
     Args:
-        once_N3: The values.
-        now_N3: The same at another time.
+        once_N4: The values.
+        now_N4: The same at another time.
 
     Returns:
         The largest distance in each column.
     """
-    once_N3, now_N3 = (values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for values in (once_N3, now_N3))
-    factor = torch.where(once_N3 == 0, torch.nan, now_N3 / once_N3).nanmedian().nan_to_num(nan=1.0)
-    return (now_N3 - factor * once_N3).abs().amax(0)
+    once_N4, now_N4 = (values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for values in (once_N4, now_N4))
+    factor = torch.where(once_N4 == 0, torch.nan, now_N4 / once_N4).nanmedian().nan_to_num(nan=1.0)
+    return (now_N4 - factor * once_N4).abs().amax(0)
 
 
-def _norms(rows: Tensor) -> Tensor:
-    """Return the norm of every row, of 16-bit ones in float32."""
+def _norms(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of every row and the sum of its entries, of 16-bit ones in float32."""
     dtype = rows.dtype if rows.dtype.itemsize >= _FULL_BYTES else torch.float32
     rows = rows.unsqueeze(-1)
-    return torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.dim())), dtype=dtype)
+    axes = tuple(range(1, rows.dim()))
+    total = rows.sum(axes, dtype=dtype)
+    return torch.linalg.vector_norm(rows, dim=axes, dtype=dtype), total.real if total.is_complex() else total
 
 
 @dataclass(eq=False)

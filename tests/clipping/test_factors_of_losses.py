@@ -212,3 +212,15 @@ def test_factors_put_together_at_random(seed):
         assert follow, order
     else:
         assert moved <= 1 + 1e-6, (order, form, on_term)
+
+
+def test_a_factor_of_a_loss_of_very_many_terms():
+    """More ways than are followed: the factor of all is met on each of them."""
+    model = nn.Linear(4, 3)
+    with ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
+        each = model(torch.randn(4, 4)).square().sum(1)
+        losses = each
+        for _ in range(11_000):
+            losses = losses + each
+        with pytest.raises(LossReductionError, match="a tensor without axes"):
+            clipper.backward(losses * torch.tensor(0.37))
