@@ -179,7 +179,7 @@ class Probe:
     linear: bool = False
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
-    _uses: dict[Any, ParamUse] = field(default_factory=dict)
+    _uses: dict[Any, tuple[ParamUse, str]] = field(default_factory=dict)
     _company: Company = field(init=False)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
@@ -209,19 +209,41 @@ class Probe:
         if able:
             use.site.chosen = able[0].key
             use.site.attempts = MAX_ATTEMPTS
-            rows = able[0].split(grad, use.num_batch_dims, use.forward.batch_size)
-            place = use.forward, use.site, able[0].key
-            self._uses[place] = use
-            self._company.take(place, able[0], rows, self.weights)
+            for row_map in able if self.linear else able[:1]:
+                rows = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
+                place = use.forward, use.site, row_map.key
+                self._uses[place] = use, _shapes(grad, use)
+                self._company.take(place, row_map, rows, self.weights)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
 
     @property
-    def unsteady(self) -> list[ParamUse]:
-        """Uses where a sample's gradient was another one in other company."""
-        return [self._uses[place] for place in self._company.differing()]
+    def unsteady(self) -> list[tuple[ParamUse, str]]:
+        """Uses where a sample's gradient was another one in other company, by every row map, and shapes of their rows.
+
+        Where backwards are linear, a row map that gives rows to other samples shows in the same way: another is chosen.
+        """
+        differing, found = set(self._company.differing()), []
+        keys = dict[Any, list[Any]]()
+        for forward, site, key in self._uses:
+            if (site, key) not in self._rejected:
+                keys.setdefault((forward, site), []).append(key)
+        for (forward, site), able in keys.items():
+            steady = [
+                key for key in able if (forward, site, key) not in differing and (key[0] != "whole" or len(able) == 1)
+            ]
+            if not steady:
+                found.append(self._uses[forward, site, able[0]])
+            elif self.linear:
+                site.chosen = steady[0]
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether rows could not be given to samples."""
+        return bool(self.failures) or (self.linear and bool(self.unsteady))
 
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""
@@ -240,10 +262,12 @@ class Probe:
             SampleMixingError: Rows of other samples received a gradient under every row map.
             BatchAxisError: The same where the sizes left only an uncertain row map.
         """
-        if not self.failures:
-            self._refuse_unsteady()
+        unsteady = [] if self.failures else self.unsteady
+        if unsteady and not self.linear:
+            self._refuse_unsteady(unsteady[-1][0])
+        if not (self.failures or unsteady):
             return
-        use, shapes = self.failures[-1]
+        use, shapes = (self.failures or unsteady)[-1]
         place = self.describe_module(use.site.names[0])
         forward = use.forward
         if forward.reordered:
@@ -271,18 +295,15 @@ class Probe:
         )
         raise SampleMixingError(message)
 
-    def _refuse_unsteady(self) -> None:
+    def _refuse_unsteady(self, use: ParamUse) -> None:
         """Refuse a backward that makes another gradient of a sample's in other company."""
-        unsteady = self.unsteady
-        if unsteady:
-            use = unsteady[-1]
-            message = (
-                f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
-                f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a "
-                "backward function follows the whole batch (g / g.norm(), a clip by the norm). Treat each sample's "
-                "rows by themselves."
-            )
-            raise SampleMixingError(message)
+        message = (
+            f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
+            f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a backward "
+            "function follows the whole batch (g / g.norm(), a clip by the norm). Treat each sample's rows by "
+            "themselves."
+        )
+        raise SampleMixingError(message)
 
 
 def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: Collection[int]) -> bool:
@@ -371,9 +392,9 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
         linear: Whether all backwards are torch's.
 
     Returns:
-        In the first ones some samples are left out. Where backwards are linear, any two samples are multiplied by
-        different numbers in one of them, the last one aside, which takes all samples as they are. Elsewhere
-        `sample_sets`; of two or three samples, each of which is a set by itself, all of them as well.
+        Where backwards are linear all samples as they are, and then multiplied by numbers of which any two have
+        different ones in one of the backwards; some are left out. Elsewhere `sample_sets`; of two or three samples,
+        each of which is a set by itself, all of them as well.
     """
     every = dict.fromkeys(range(batch_size), 1.0)
     if not linear:
@@ -386,7 +407,7 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
         {sample: _SCALES[scale] for sample in range(batch_size) if (scale := sample // base**place % base)}
         for place in range(digits)
     ]
-    return [*drawn, every]
+    return [every, *drawn]
 
 
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:

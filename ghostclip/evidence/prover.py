@@ -379,7 +379,7 @@ class Evidence:
         forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
-        failed = probe is not None and on_any(capture.gathering, bool(probe.failures))
+        failed = probe is not None and on_any(capture.gathering, probe.failed)
         if failed and forward.guessed and forward.grown is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.grown = self._grown(capture, call)
@@ -809,7 +809,7 @@ def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | No
                 weights=weightings(forward.batch_size, linear=linear),
                 on_any=partial(on_any, capture.gathering),
             )
-        if not probe.failures:
+        if not probe.failed:
             return probe
         first = first or probe
     return first
