@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "# What a first step costs",
         "",
         f"`python -m benchmarks.first_steps`, {about['cpu']}, one thread, Python {about['python']}, "
-        f"torch {torch.__version__}. A first private step (forward, backward, clipped sums and every check) by a steady "
+        f"torch {torch.__version__}. A first private step (forward, backward, clipped sums, every check) by a steady "
         f"one: CPU time, the median of {options.rounds} interleaved turns, and the most bytes of tensors alive beside "
         "the parameters; then CPU milliseconds of a steady step, the least.",
         "",

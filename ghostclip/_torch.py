@@ -783,6 +783,10 @@ def copy_hooks(old: nn.Module, new: nn.Module) -> None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
 
+# Attributes in which a recurrent layer has its parameters once more: ``RNNBase._flat_weights`` and those behind it.
+FLAT_WEIGHTS: Final = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
 def flat_weights(module: nn.RNNBase) -> list[Any]:
     """Return the tensors that a recurrent layer computes with: ``RNNBase._flat_weights``."""
     return module._flat_weights

@@ -18,8 +18,6 @@ from ghostclip.evidence.reachable import Reachable
 
 # What every module has: tables, which are looked after elsewhere, and its mode.
 _OWN: Final = frozenset(vars(nn.Module()))
-# Where a recurrent layer keeps its parameters once more.
-_PARAMETERS: Final = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
 class ModuleState:
@@ -80,7 +78,7 @@ class ModuleState:
         tables = [*self._tables, *((_attributes_of(own), before) for own, before in self._attributes)]
         return any(
             now.keys() != before.keys()
-            or any(now[name] is not value for name, value in before.items() if name not in _PARAMETERS)
+            or any(now[name] is not value for name, value in before.items() if name not in _torch.FLAT_WEIGHTS)
             for now, before in tables
         )
 

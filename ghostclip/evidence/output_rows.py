@@ -19,7 +19,7 @@ from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.evidence.probe import Company, Start, Weights, repeated, roots_of, touches_others
 
 # On the node of a proved output: how its rows map to samples, by the number of the node's output.
-_KEY: Final = "ghostclip_rows"
+_KEY: Final = "ghostclip_proved_rows"
 # A loss has some dozens of nodes; one that has more is followed through the model.
 _MAX_NODES: Final = 4096
 

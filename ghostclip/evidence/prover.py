@@ -391,14 +391,11 @@ class Evidence:
                 probe = self._probed(capture, parts)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        starts = () if probe is None else probe.begun
-        maps = {id(start.edge.tensor): start.row_map for start in starts}
-        rows = {number: maps[id(part)] for number, part in enumerate(parts) if id(part) in maps}
-        asks = self.asks(capture) and (self._asked or capture.forward.met)
-        own = asks and self._look_at_backwards(capture, parts, starts)
+        rows, asks = _rows_of(probe, parts), self.asks(capture) and (self._asked or capture.forward.met)
+        own = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         looked_at, parts = None if probe is None else rows, parts or _parts_of(output)
         if aside:
-            parts, output, probe, starts = [part.detach() for part in parts], None, None, ()
+            parts, output, probe = [part.detach() for part in parts], None, None
         if writes:
             self._refuse_data(capture, call, writes, state)
         if asks:
@@ -744,6 +741,12 @@ def _begin_anew(state: ModuleState | None) -> None:
 def _parts_of(output: Any) -> list[Tensor]:
     """Return the tensors of a model's output; of one that lies on several ranks, this rank's part."""
     return [_torch.part_of(found) for found in outputs_of(output)]
+
+
+def _rows_of(probe: Probe | None, parts: Sequence[Tensor]) -> dict[int, RowMap]:
+    """Return how the rows of outputs map to samples, by number, as a probe began with them."""
+    maps = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
+    return {number: maps[id(part)] for number, part in enumerate(parts) if id(part) in maps}
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:

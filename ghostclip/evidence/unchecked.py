@@ -66,6 +66,9 @@ class Schedule:
 
         Args:
             number: The forward's number, from 1.
+
+        Returns:
+            Whether it is.
         """
         return number >= self._next
 
