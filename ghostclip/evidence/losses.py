@@ -250,6 +250,9 @@ def _keeps_apart(
         begun: Values of the loss.
         weights: What samples are multiplied by in each backward; None for what tells any two apart.
         batch_size: B.
+
+    Returns:
+        False where some sample's values touch another's row, or another one's gradient changes with them.
     """
     # Ranks that share samples go through the model equally often, whatever each of them finds.
     ends, forward = reached(begun) if capture.gathering is None else None, capture.forward

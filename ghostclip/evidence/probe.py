@@ -399,11 +399,11 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
     every = dict.fromkeys(range(batch_size), 1.0)
     if not linear:
         sets = sample_sets(batch_size)
-        found = [dict.fromkeys(sorted(chosen), 1.0) for chosen in sets]
+        found: list[Weights] = [dict.fromkeys(sorted(chosen), 1.0) for chosen in sets]
         return found if any(len(chosen) > 1 for chosen in sets) else [*found, every]
     digits = next(digits for digits in count(1) if len(_SCALES) ** digits >= batch_size)
     base = next(base for base in count(2) if base**digits >= batch_size)
-    drawn = [
+    drawn: list[Weights] = [
         {sample: _SCALES[scale] for sample in range(batch_size) if (scale := sample // base**place % base)}
         for place in range(digits)
     ]

@@ -391,7 +391,7 @@ class Evidence:
                 probe = self._probed(capture, parts)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        rows, asks = _rows_of(probe, parts), self.asks(capture) and (self._asked or capture.forward.met)
+        rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         own = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         looked_at, parts = None if probe is None else rows, parts or _parts_of(output)
         if aside:
