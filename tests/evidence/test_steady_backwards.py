@@ -1,11 +1,14 @@
 """Backwards that make of one sample's gradient another one in other company, with every zero left a zero."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch import nn
 
 import ghostclip
 from ghostclip.errors import GhostClipError, SampleMixingError
+from ghostclip.evidence.probe import weightings
 
 
 class _Backward(torch.autograd.Function):
@@ -82,3 +85,41 @@ def test_two_forwards_of_one_layer_are_two():
     with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
         clipper.backward((model(torch.randn(6, 3)) - model(torch.randn(6, 3))).square().sum(1))
         assert clipper.batch_size == 6
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 31, 32, 33, 100, 1024, 1025])
+def test_any_two_samples_are_multiplied_by_other_numbers(size):
+    every, *drawn = weightings(size, linear=True)
+    assert every == dict.fromkeys(range(size), 1.0)
+    assert len(drawn) == 1 + (size > 32) + (size > 1024)
+    assert len({tuple(one.get(sample, 0.0) for one in drawn) for sample in range(size)}) == size
+    assert all(torch.tensor(weight).frexp().mantissa == 0.5 for one in drawn for weight in one.values())
+
+
+class _OneFollowsAnother(nn.Module):
+    def __init__(self, follower, leader):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.follower, self.leader = follower, leader
+
+    def forward(self, x):
+        h = self.first(x)
+        added = torch.zeros(len(x), len(x))
+        added[self.follower, self.leader] = 1e-3
+        return self.last(h + added @ h)
+
+
+@pytest.mark.parametrize("pair", list(permutations(range(6), 2)), ids=str)
+def test_one_sample_that_follows_another_by_a_thousandth(pair):
+    model = _OneFollowsAnother(*pair)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1), pytest.raises(GhostClipError, match="other samples"):
+        model(torch.randn(6, 3))
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 1.0, 2.0**60])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_any_size_are_told_apart_and_none_is_refused(dtype, scale):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).to(dtype)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        clipper.backward((model(torch.randn(32, 3, dtype=dtype)) * scale).square().sum(1))
+        assert clipper.batch_size == 32
