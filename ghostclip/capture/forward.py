@@ -229,7 +229,6 @@ class ForwardContext:
             noted=self.noted,
             proves=self.proves,
             unproven=self.unproven,
-            has_float16=self.has_float16,
         )
 
     @contextmanager

@@ -26,6 +26,7 @@ from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.clipping.loss_scale import (
     ANY,
     SCHEDULES,
+    Counts,
     Scale,
     constant_of,
     differ,
@@ -123,9 +124,7 @@ class LossExaminer:
         for key, alike in found.items():
             seen = self._seen.setdefault(key, _Seen())
             ways = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
-            self._agree(
-                key, [self._scale(path, forward, _now(path, seen.row_map, forward), roots, grads) for path in ways]
-            )
+            self._agree(key, [self._scale(path, seen, forward, roots, grads) for path in ways])
         self._evidence.refuse_padding(capture, roots, chain.from_iterable(found.values()), forward)
 
     def examine_losses(self, capture: CaptureContext, losses_B: Tensor, forward: ForwardContext) -> None:
@@ -144,7 +143,7 @@ class LossExaminer:
         found, size = ways_of(losses_B, frozenset(forward.use_counts)), forward.batch_size
         for key, alike in found.items():
             constant = constant_of(
-                alike, batch_size=size, axis=forward.batch_axis, counts=self._evidence.padding.counts
+                alike, batch_size=size, axis=forward.batch_axis, counts=self._counts(is_new=key not in self._constants)
             )
             before = self._constants.setdefault(key, constant)
             if differ(before, constant):
@@ -194,9 +193,13 @@ class LossExaminer:
             seen = self._seen.setdefault(key, _Seen())
             seen.row_map, seen.place = row_map, place
 
-    def _scale(self, path: Path, forward: ForwardContext, row_map: RowMap, roots: Any, grads: Any) -> Scale:
-        size = forward.batch_size
-        counts, axis = self._evidence.padding.counts, forward.batch_axis
+    def _counts(self, *, is_new: bool) -> Counts:
+        """Return what counts in the batch: a factor that was looked at before is compared, and nothing else."""
+        return self._evidence.padding.counts if is_new else tuple
+
+    def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
+        size, row_map = forward.batch_size, _now(path, seen.row_map, forward)
+        counts, axis = self._counts(is_new=seen.scale is None), forward.batch_axis
         scale = scale_of(path, row_map, batch_size=size, axis=axis, reduction=self._reduction, counts=counts)
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
             picked = picks_samples(path, size, forward.batch_axis)

@@ -185,12 +185,8 @@ class ShardedModel:
         if all(self._proved):
             if self._schedule is None:
                 seed = sum(self.agree("when to ask again", secrets.randbits(_SEED_BITS)))
-                self._schedule = Schedule(random.Random(seed), after=self._number)
-                self._schedule.asked(self._number)
-            due = self._schedule.is_due(self._number)
-            if due:
-                self._schedule.asked(self._number)
-            asks = due or self._is_due
+                self._schedule = Schedule(random.Random(seed), asked=self._number)
+            asks = self._schedule.take(self._number) or self._is_due
         else:
             found = gathered("forward", able)
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]

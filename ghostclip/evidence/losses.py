@@ -257,7 +257,7 @@ def _keeps_apart(
     # Ranks that share samples go through the model equally often, whatever each of them finds.
     ends, forward = reached(begun) if capture.gathering is None else None, capture.forward
     roots = [start.edge.source for start in begun]
-    linear = is_linear(roots, capture, forward) and not loss_has_own_backwards(roots, forward)
+    linear = weights is None and is_linear(roots, capture, forward)
     asked = weightings(batch_size, linear=linear) if weights is None else weights
     if ends is None:
         apart = _keeps_layers_apart(capture, begun, asked, batch_size, linear=linear)

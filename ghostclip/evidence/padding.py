@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ghostclip import _tree
 from ghostclip.capture.batch_axis import RowMap, samples_axis
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.nodes import Edge, edge_of
+from ghostclip.capture.nodes import Edge
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of, first_apart
@@ -127,23 +127,23 @@ class _Beyond:
 
     Attributes:
         number: Which of the outputs.
-        edge: Its place in the graph, where it is at hand.
         row_map: How its rows map to samples.
         axis: The axis of positions, with samples first.
         count: How many positions.
         length: Of how many.
         leading: Whether the first ones.
         samples: The records.
+        edge: The output's place in the graph, once it is at hand.
     """
 
     number: int
-    edge: Edge | None
     row_map: RowMap
     axis: int
     count: int
     length: int
     leading: bool
     samples: Sequence[int]
+    edge: Edge | None = None
 
     def reached_by(self, grad: Tensor, batch_size: int) -> bool:
         """Return whether a gradient of the output is anything but zero there."""
@@ -313,10 +313,9 @@ class Padding:
             proved = proved or bool(found.lost)
             maps = batch.maps_of(batch.outputs)
             for number, (output, lost, row_map) in enumerate(zip(batch.outputs, found.lost, maps, strict=False)):
-                own, edge = row_map or batch.own_map(output), edge_of(output)
+                own = row_map or batch.own_map(output)
                 if lost is not None and own is not None:
-                    known = None if edge[0] is None else edge
-                    forward.padded.append(_Beyond(number, known, own, *lost, ends.leading, samples))
+                    forward.padded.append(_Beyond(number, own, *lost, ends.leading, samples))
         if proved:
             unchecked.ran(PADDING)
             self._proofs.update(ends.places)

@@ -172,6 +172,8 @@ class Probe:
         failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
         linear: Whether all backwards are torch's, so that gradients follow their scale.
         begun: Where its backwards begin.
+        unsteady: Uses where a sample's gradient was another one in other company, by every row map, and shapes of their
+            rows; see `settle`.
     """
 
     weights: Weights
@@ -179,6 +181,7 @@ class Probe:
     linear: bool = False
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()
+    unsteady: list[tuple[ParamUse, str]] = field(default_factory=list)
     _uses: dict[Any, tuple[ParamUse, str]] = field(default_factory=dict)
     _company: Company = field(init=False)
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
@@ -219,13 +222,13 @@ class Probe:
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
 
-    @property
-    def unsteady(self) -> list[tuple[ParamUse, str]]:
-        """Uses where a sample's gradient was another one in other company, by every row map, and shapes of their rows.
+    def settle(self) -> None:
+        """Compare what all backwards so far have brought.
 
-        Where backwards are linear, a row map that gives rows to other samples shows in the same way: another is chosen.
+        Where backwards are linear, a row map that gives rows to other samples shows as other company does: another one
+        is chosen.
         """
-        differing, found = set(self._company.differing()), []
+        differing, self.unsteady = set(self._company.differing()), []
         keys = dict[Any, list[Any]]()
         for forward, site, key in self._uses:
             if (site, key) not in self._rejected:
@@ -235,10 +238,9 @@ class Probe:
                 key for key in able if (forward, site, key) not in differing and (key[0] != "whole" or len(able) == 1)
             ]
             if not steady:
-                found.append(self._uses[forward, site, able[0]])
+                self.unsteady.append(self._uses[forward, site, able[0]])
             elif self.linear:
                 site.chosen = steady[0]
-        return found
 
     @property
     def failed(self) -> bool:
@@ -262,12 +264,11 @@ class Probe:
             SampleMixingError: Rows of other samples received a gradient under every row map.
             BatchAxisError: The same where the sizes left only an uncertain row map.
         """
-        unsteady = [] if self.failures else self.unsteady
-        if unsteady and not self.linear:
-            self._refuse_unsteady(unsteady[-1][0])
-        if not (self.failures or unsteady):
+        if self.unsteady and not (self.failures or self.linear):
+            self._refuse_unsteady(self.unsteady[-1][0])
+        if not (self.failures or self.unsteady):
             return
-        use, shapes = (self.failures or unsteady)[-1]
+        use, shapes = (self.failures or self.unsteady)[-1]
         place = self.describe_module(use.site.names[0])
         forward = use.forward
         if forward.reordered:
@@ -560,9 +561,11 @@ def ask(
     """
     for chosen in weights:
         _ask(probe, begun, batch_size, run, chosen)
+    probe.settle()
     if on_any(not probe.failures and bool(probe.unsteady)):
         for chosen in repeated(weights, batch_size):
             _ask(probe, begun, batch_size, run, chosen)
+        probe.settle()
 
 
 def _ask(

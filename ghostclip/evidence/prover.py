@@ -267,7 +267,6 @@ class Evidence:
         if self.probes and not forward.is_dummy:
             self.padding.begin(inputs, forward)
         asks = self.asks(capture)
-        forward.has_float16 = asks and _has_float16(_used(capture, call))
         self._asked, watch = asks, self._watched(capture)
         # In these it runs more often than the user has it run.
         self._looks = looks = asks or (capture.gathering is None and self.probes and self.padding.is_pending())
@@ -314,7 +313,8 @@ class Evidence:
             with capture.rehearsing():
                 _, rows = self._weigh(capture, call, read, again=lambda: _copied_call(call), aside=True)
                 self._rehearsed = _Rehearsed(rows, capture.forward.padded)
-                forward.grown, forward.rehearsed, self._asked = capture.forward.grown, True, False
+                forward.grown, forward.has_float16 = capture.forward.grown, capture.forward.has_float16
+                forward.rehearsed, self._asked = True, False
         except _UsersError:
             # The user's code is about to run.
             return
@@ -511,6 +511,7 @@ class Evidence:
         if not self.asks(capture):
             return None
         forward = capture.forward
+        forward.has_float16 = _has_float16([*capture.model.parameters(), *capture.model.buffers(), *found])
         if forward.grown is not None:
             axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
             capture.sites.outputs = () if axes is None else axes

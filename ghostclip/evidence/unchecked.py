@@ -51,15 +51,15 @@ class Schedule:
     have in common; no generator of the program is touched.
     """
 
-    def __init__(self, numbers: random.Random | None = None, *, after: int = 0) -> None:
-        """Ask about the next forward.
+    def __init__(self, numbers: random.Random | None = None, *, asked: int = 0) -> None:
+        """Ask about the first forward, or go on.
 
         Args:
             numbers: Says what nobody can predict; None for the system.
-            after: How many forwards there were.
+            asked: The number of the forward that was asked about last; 0 for none.
         """
         self._numbers = numbers or random.Random(secrets.randbits(_SEED_BITS))
-        self._next = after + 1
+        self._next = asked + (forwards_between(asked, self._numbers) if asked else 1)
 
     def is_due(self, number: int) -> bool:
         """Return whether a forward is one to ask about.
@@ -72,13 +72,19 @@ class Schedule:
         """
         return number >= self._next
 
-    def asked(self, number: int) -> None:
-        """Note that a forward is asked about.
+    def take(self, number: int) -> bool:
+        """Return whether a forward is one to ask about, and choose the next one if so.
 
         Args:
             number: The forward's number.
+
+        Returns:
+            Whether it is.
         """
-        self._next = number + forwards_between(number, self._numbers)
+        due = self.is_due(number)
+        if due:
+            self._next = number + forwards_between(number, self._numbers)
+        return due
 
 
 class Unchecked:
@@ -119,9 +125,7 @@ class Unchecked:
         if self._why.get(LOSSES) == _LONE:
             del self._why[LOSSES]
         self._forwards += 1
-        due = self._schedule.is_due(self._forwards)
-        if due:
-            self._schedule.asked(self._forwards)
+        due = self._schedule.take(self._forwards)
         self._is_again = due and self._forwards > 1
         return due
 

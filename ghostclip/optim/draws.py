@@ -260,9 +260,8 @@ class DrawLog:
         """
         several = [one for one in passes if sum(len(prints_KB) for found in one for _, prints_KB in found) > 1]
         self._several += bool(several)
-        if not several or not self._schedule.is_due(self._several):
+        if not several or not self._schedule.take(self._several):
             return None
-        self._schedule.asked(self._several)
         memory = self._note()
         found = (crossed_in([read(forward) for forward in one], memory) for one in several)
         return next((one for one in found if one is not None), None)

@@ -77,12 +77,8 @@ def test_batch_sizes_may_change_from_step_to_step(strategy):
 
 
 def _asked(count: int) -> list[int]:
-    schedule, found = Schedule(), []
-    for number in range(1, count):
-        if schedule.is_due(number):
-            schedule.asked(number)
-            found.append(number)
-    return found
+    schedule = Schedule()
+    return [number for number in range(1, count) if schedule.take(number)]
 
 
 def test_when(unpredictable):
