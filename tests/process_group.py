@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import distributed, multiprocessing
 
-from tests.schedule import predictable
-
 _THREADS = Path("/proc/self/task")
 _TIMEOUT = timedelta(minutes=2)
 """A rank that waits for one that does not come fails the test, in place of stopping it."""
@@ -53,7 +51,6 @@ def process_group(rank: int, ranks: int, folder: str, *, meshes: bool = False) -
     # the world there already, it would never be let go.
     import torch.distributed.nn.functional  # noqa: F401
 
-    predictable()
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=_TIMEOUT
     )

@@ -127,10 +127,10 @@ def main(given: list[str] | None = None) -> int:
     chosen, case = job.arguments, large_model(job.arguments.case)
     task = case.quick if job.quick else case.task
     title = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
-    with job.case(f"{title}, largest batch" if chosen.largest else title) as row:
+    name = f"{title}, largest batch" if chosen.largest else title
+    with job.case(name) as row, switch.using(chosen.kernels):
         row |= {"engine": chosen.engine, "kernels": chosen.kernels}
         engine = _engine(chosen.engine)
-        switch.set_mode(chosen.kernels)
         task = replace(task, make_model=partial(_made_on, job.device, task.make_model))
         if engine is not COMPILED:
             load_what_a_step_loads(engine, case.small, job.device)

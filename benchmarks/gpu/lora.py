@@ -114,11 +114,11 @@ def main(given: list[str] | None = None) -> int:
     job = started("benchmarks.gpu.lora", __doc__, *own, given=given)
     chosen, case = job.arguments, large_model("llama-1b")
     task = _task(case, quick=job.quick, quantised=chosen.quantised)
-    with job.case(f"{task.title}: {chosen.engine}, kernels {chosen.kernels}") as row:
+    name = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
+    with job.case(name) as row, switch.using(chosen.kernels):
         row |= {"engine": chosen.engine, "kernels": chosen.kernels}
         if chosen.quantised and not find_spec("bitsandbytes"):
             raise CannotDo("bitsandbytes is not installed")
-        switch.set_mode(chosen.kernels)
         engine = _engine(chosen.engine)
         small = replace(case.quick, make_model=partial(adapted, case.quick.make_model, quantised=chosen.quantised))
         load_what_a_step_loads(engine, small, job.device)

@@ -19,11 +19,13 @@ class Gathering(Protocol):
         brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
             them becomes the whole.
         spread: Names of parameters that every rank has whole, and parts of their gradients.
+        proves_again: Whether the latest forward is asked about although none of the ranks has met anything new.
     """
 
     units: Sequence[nn.Module]
     brought_together: frozenset[str]
     spread: frozenset[str]
+    proves_again: bool
 
     @property
     def divides(self) -> bool:

@@ -4,6 +4,7 @@ Every pass listens to one backward. Book-keeping and hooks need one; ghost and f
 first, then the clipped sums, contracted layer by layer as the same gradients arrive again.
 """
 
+import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -109,6 +110,13 @@ class Sequences(Protocol):
     @property
     def shares(self) -> Any:
         """How the ranks share each batch: a `ghostclip.distributed.Shares`."""
+
+    def common_numbers(self, what: str) -> random.Random:
+        """Return a generator that draws the same on all of them; called on all of them.
+
+        Args:
+            what: What it is for.
+        """
 
     def begin(self, forward: ForwardContext) -> None:
         """Make sure that all ranks begin a backward through the same layers.

@@ -9,8 +9,10 @@ rank that cannot go on stops the others at their next exchange, wherever that is
 from __future__ import annotations
 
 import contextlib
+import random
+import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import distributed
 
@@ -21,6 +23,9 @@ from ghostclip.noise.keyed import KeyedNoise
 Group = Any
 """A torch process group; None is all ranks."""
 _T = TypeVar("_T")
+
+# Of each rank's share of a seed.
+_SEED_BITS: Final = 48
 
 
 def world_size(group: Group = None) -> int:
@@ -121,6 +126,19 @@ def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
                 )
             )
     return [other for _, other in found]
+
+
+def common_numbers(what: str, group: Group = None) -> random.Random:
+    """Return a generator that draws the same on all ranks, and that nobody can predict; every rank must call this.
+
+    Args:
+        what: What it is for, for messages.
+        group: The ranks that train together.
+
+    Returns:
+        A generator of its own on each rank.
+    """
+    return random.Random(sum(gathered(what, secrets.randbits(_SEED_BITS), group)))
 
 
 def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:

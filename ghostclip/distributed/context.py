@@ -11,6 +11,7 @@ Shape letters: B samples, S slots, N = B·S, T positions of one rank, I inputs, 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.distributed.agreement import Group, gathered, require_equal
+from ghostclip.distributed.agreement import Group, common_numbers, gathered, require_equal
 from ghostclip.distributed.sample_ranks import along
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Head, Outer, Permuted, Placed, Rows, planner
@@ -64,6 +65,17 @@ class SplitSequences:
         self.ranks = shares.copies
         # Each rank has whole gradients of some samples, and their sums are those of all ranks together.
         self.shares = replace(shares, groups=(None,))
+
+    def common_numbers(self, what: str) -> random.Random:
+        """Return a generator that draws the same on all ranks, and that nobody can predict; called on all of them.
+
+        Args:
+            what: What it is for, for messages.
+
+        Returns:
+            The generator.
+        """
+        return common_numbers(what, self.group)
 
     def all_positions(self, part_BT: Tensor) -> Tensor:
         """Return the positions of all ranks, as attention needs of keys and values; called on all ranks.

@@ -8,19 +8,24 @@ parts of parameters: squared norms are added up over these ranks, and clipped su
 
 from __future__ import annotations
 
-import random
-import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.capture.divided import leaves_empty
-from ghostclip.distributed.agreement import gathered, refused_together, tell_refusal, telling, world_size
+from ghostclip.distributed.agreement import (
+    common_numbers,
+    gathered,
+    refused_together,
+    tell_refusal,
+    telling,
+    world_size,
+)
 from ghostclip.distributed.delivery import Bucket, ShardDelivery
 from ghostclip.distributed.leaving import Leaving, require_company
 from ghostclip.distributed.own_ways import own_ways
@@ -31,10 +36,6 @@ from ghostclip.evidence.unchecked import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-# Of each rank's share of the seed by which forwards are chosen.
-_SEED_BITS: Final = 48
 
 
 class ShardedModel:
@@ -59,6 +60,7 @@ class ShardedModel:
             sample that others do not.
         delivery: Brings the clipped sums to the ranks that hold the parts.
         wants_proof: Whether this rank has met something new in a forward that was not one to be proved.
+        proves_again: Whether the latest forward is asked about although none of the ranks has met anything new.
 
     Raises:
         UnsupportedModelError: If a parameter lies in a way that is not supported.
@@ -81,7 +83,7 @@ class ShardedModel:
         self._proved = [False] * world_size()
         self._schedule: Schedule | None = None
         self._restore: list[Callable[[], None]] = []
-        self._is_open = self._is_held = self._is_due = self._proves = False
+        self._is_open = self._is_held = self._is_due = self._proves = self.proves_again = False
         self.wants_proof = False
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
@@ -184,13 +186,13 @@ class ShardedModel:
         self._number += 1
         if all(self._proved):
             if self._schedule is None:
-                seed = sum(self.agree("when to ask again", secrets.randbits(_SEED_BITS)))
-                self._schedule = Schedule(random.Random(seed), asked=self._number)
-            asks = self._schedule.take(self._number) or self._is_due
+                self._schedule = Schedule(common_numbers("when to ask again"), asked=self._number)
+            due = self._schedule.take(self._number)
+            asks, self.proves_again = due or self._is_due, due and not self._is_due
         else:
             found = gathered("forward", able)
             self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]
-            asks = any(found)
+            asks, self.proves_again = any(found), False
         self._proves = asks
         if self.shared_samples is not None:
             self.shared_samples.begin(will_name=asks)

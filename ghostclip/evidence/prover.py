@@ -6,6 +6,7 @@ are looked at. Everything is put back, and the user's own forward comes last: wh
 is of that one. Only a forward that meets something new unawares is looked at afterwards.
 """
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -68,17 +69,26 @@ class Evidence:
         hands_on: Whether outputs go to another part of the model, which takes their rows for samples as they lie.
     """
 
-    def __init__(self, *, probes: bool, in_parts: bool = False, splits_sequences: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        probes: bool,
+        in_parts: bool = False,
+        splits_sequences: bool = False,
+        numbers: random.Random | None = None,
+    ) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
             in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
             splits_sequences: Whether they have positions of the same samples, which they may exchange.
+            numbers: Says in which forwards to ask again, None for the system: ranks that have positions of the same
+                samples run the model equally often.
         """
         self.probes = probes
         self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
-        self.unchecked = Unchecked()
+        self.unchecked = Unchecked(numbers)
         self.loss_sizes: Sizes = {}
         self.padding = Padding()
         self.records_of: Callable[[int], int] | None = None
@@ -635,8 +645,16 @@ class Evidence:
             maps=[known.get(number) for number in range(len(parts))],
             outputs=outputs,
             seed=self.unchecked.forwards,
-            again=self.unchecked.is_scheduled_again and not forward.met,
+            again=self._asks_again(capture),
         )
+
+    def _asks_again(self, capture: CaptureContext) -> bool:
+        """Return whether the latest forward is asked about although it met nothing new."""
+        ranks, met = capture.gathering, bool(capture.forward.met)
+        if ranks is None:
+            return self.unchecked.is_scheduled_again and not met
+        # Ranks that share samples run the model on the same batches, whatever each of them meets.
+        return ranks.proves_again and (ranks.divides or not met)
 
 
 @contextmanager

@@ -90,13 +90,19 @@ class Schedule:
 class Unchecked:
     """Which checks have not run yet, with the latest reason."""
 
-    def __init__(self) -> None:
-        """Start with nothing asked for."""
+    def __init__(self, numbers: random.Random | None = None) -> None:
+        """Start with nothing asked for.
+
+        Args:
+            numbers: Says when to ask again: of ranks that exchange something in a forward, in common. None for the
+                system.
+        """
+        self._numbers = numbers
         self._why: dict[str, str] = {}
         self._done: set[str] = set()
         self._told: set[str] = set()
         self._forwards = self._alone = 0
-        self._schedule, self._is_again = Schedule(), False
+        self._schedule, self._is_again = Schedule(numbers), False
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
         """Count a forward and decide whether it is one to ask for evidence.
@@ -141,7 +147,7 @@ class Unchecked:
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
-        self._forwards, self._schedule = 0, Schedule()
+        self._forwards, self._schedule = 0, Schedule(self._numbers)
 
     def ran(self, *checks: str) -> None:
         """Note checks that ran and found nothing wrong.

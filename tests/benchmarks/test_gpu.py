@@ -19,16 +19,14 @@ from benchmarks.gpu.models import large_models
 from benchmarks.gpu.page import markdown
 from benchmarks.gpu.stages import Job, Stage
 from ghostclip.graph import GraphOptions
-from ghostclip.kernels import switch
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
+def written(tmp_path):
     """Run a stage's module in this process; give its rows by case."""
-    monkeypatch.setattr(switch, "_set", [])
 
     def run(module, *arguments):
         place = tmp_path / "rows"
