@@ -18,6 +18,8 @@ _LEAVES: Final = frozenset(
     {type(None), bool, int, float, str, slice, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout}
 )
 
+_SEEN: Final = _LEAVES | {Tensor}
+
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves of a tree, in order.
@@ -38,7 +40,7 @@ def _gather(item: Any, found: list[Any]) -> bool:
     kind = type(item)
     if kind is tuple or kind is list or kind is dict:
         for part in item.values() if kind is dict else item:
-            if type(part) is Tensor:
+            if type(part) in _SEEN:
                 found.append(part)
             elif not _gather(part, found):
                 return False

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from ghostclip.capture.growth import Layout
+from ghostclip.capture.sizes import Layout
 from ghostclip.capture.statistics import Statistics
 from ghostclip.capture.tracked import TrackedTensor
 
@@ -73,7 +73,7 @@ class CallSites:
 
     Attributes:
         table: Every call site seen so far.
-        layouts: Where samples lie in the arguments of operations, as grown forwards have shown.
+        layouts: Where samples lie in the arguments of operations, as resized forwards have shown.
         outputs: The same for the model's outputs.
         reentrant: Activation checkpointing of the reentrant kind was met.
         told: Parameters of whose slow sites the user was told.

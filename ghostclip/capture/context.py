@@ -278,7 +278,7 @@ class CaptureContext:
             forward.batch_axis,
             tensors,
             dummy=forward.is_dummy,
-            grown=forward.grown,
+            resized=forward.resized,
             watched=watched,
         )
         for sequence in packed:

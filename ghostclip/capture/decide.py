@@ -24,7 +24,6 @@ from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, Form, Vi
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
-from ghostclip.capture.growth import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.nodes import KeptForm, keep
@@ -34,6 +33,7 @@ from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, 
 from ghostclip.capture.rewrite import rewritten
 from ghostclip.capture.row_maps import RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
+from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import TrackedTensor, plain
 from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
@@ -178,12 +178,12 @@ def _bind(
 def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayout, forward: ForwardContext) -> int:
     """Return the axis of a rule's rows that holds samples, `CONSTANT` or `UNKNOWN`.
 
-    Rows that the rule has turned are asked for once more, of tensors with the shapes for one sample more.
+    Rows that the rule has turned are asked for once more, of tensors with the shapes for another number of samples.
     """
     known = layout.axis(captured.rows)
-    if known != UNKNOWN or not layout.grown or any(tensor is captured.rows for tensor in operation.plain):
+    if known != UNKNOWN or not layout.resized or any(tensor is captured.rows for tensor in operation.plain):
         return known
-    pairs = zip(_tree.tensors((operation.args, operation.kwargs)), layout.grown, strict=True)
+    pairs = zip(_tree.tensors((operation.args, operation.kwargs)), layout.resized, strict=True)
     empty = {id(tensor): _of_shape(tensor, shape) for tensor, shape in pairs}
     try:
         more = _bind(operation, empty)
@@ -191,7 +191,7 @@ def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayo
         return UNKNOWN
     if more is None:
         return UNKNOWN
-    axes = compared((tuple(captured.rows.shape),), (tuple(more[1].rows.shape),), forward.batch_size)
+    axes = compared((tuple(captured.rows.shape),), (tuple(more[1].rows.shape),), forward.batch_size, layout.size)
     return UNKNOWN if axes is None else axes[0]
 
 
@@ -212,7 +212,7 @@ def _broadcast(
     size, axis = forward.batch_size, forward.batch_axis
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
-    found = _grown_axis(data, dims, layout) or broadcast.row_axis_of(data, dims, size, axis)
+    found = _sample_axis(data, dims, layout) or broadcast.row_axis_of(data, dims, size, axis)
     if found is None:
         return None
     place, count, witness = found
@@ -222,7 +222,7 @@ def _broadcast(
     return Broadcast(operation, dims, broadcast.RowAxis(place, count, maps, size), witness) if maps else None
 
 
-def _grown_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tuple[int, int, Tensor] | None:
+def _sample_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tuple[int, int, Tensor] | None:
     """Return the axis of a broadcast result that holds samples, its size, and the tensor that shows it."""
     for tensor in sorted(data, key=lambda tensor: not tensor.requires_grad):
         axis = layout.axis(tensor)
@@ -451,7 +451,7 @@ class DecisionCache:
         for kept in self._kept.get(key, ()):
             rows = kept.data_of(args, kwargs)
             if rows is not None:
-                if not torch.is_grad_enabled() or forward.grown is not None or in_backward():
+                if not torch.is_grad_enabled() or forward.resized is not None or in_backward():
                     return None
                 return kept.run(key[0], rows, forward)
         return None

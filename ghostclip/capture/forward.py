@@ -15,8 +15,8 @@ from torch import Tensor
 from ghostclip.capture import gradient_hooks
 from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Visits
 from ghostclip.capture.casts import Casts
-from ghostclip.capture.growth import Grown
 from ghostclip.capture.row_tracker import RowTracker
+from ghostclip.capture.sizes import Resized
 
 # A use as its forward counts it: its call site, and the leading sizes of its rows, none of another than a rule's.
 Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]
@@ -83,10 +83,10 @@ class ForwardContext:
         noted: What the caller noted of its inputs.
         reordered: Data was put into another order before a parameter met it.
         gathered: Rows that reached a parameter had been gathered on the way.
-        stays_small: The model does not run with one sample more.
+        stays_small: The model does not run with another number of samples.
         visits: How often each operation was called and was a use: see `call_sites.counted_as`.
         guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
-        grown: The same forward with one sample more, where it ran.
+        resized: The same forward with another number of samples, where it ran.
         unplanned: Elements of the per-sample gradients of all other uses.
         casts: What autocast made of inputs.
         input_sizes: What tells the sizes of the model's inputs, where its blocks are watched.
@@ -95,7 +95,6 @@ class ForwardContext:
         spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
             sample are divided among the ranks), by name.
         latest: The number of the node of the latest use; None before the first.
-        hooks: How many hooks on tensors there had been when it began.
         hooks_before: How many hooks of others there had been when it began.
         hooks_until: The same when it had ended.
         announced: The number of the latest hook when it had ended.
@@ -127,7 +126,7 @@ class ForwardContext:
     stays_small: bool = False
     visits: dict[str, Visits] = field(default_factory=dict)
     guessed: bool = False
-    grown: Grown | None = None
+    resized: Resized | None = None
     unplanned: int = 0
     casts: Casts = field(default_factory=Casts)
     input_sizes: Any = None
@@ -135,7 +134,6 @@ class ForwardContext:
     checkpointed_by_model: bool = False
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None
-    hooks: int = field(default_factory=gradient_hooks.noted)
     hooks_before: int = field(default_factory=gradient_hooks.by_others)
     hooks_until: int = field(default_factory=gradient_hooks.by_others)
     announced: int = -1
@@ -216,7 +214,7 @@ class ForwardContext:
 
     def begin_anew(self) -> None:
         """Count hooks from now on: those that were set before are a rehearsal's."""
-        self.hooks, self.hooks_before = gradient_hooks.noted(), gradient_hooks.by_others()
+        self.hooks_before = gradient_hooks.by_others()
 
     def anew(self) -> "ForwardContext":
         """Return a context for the same batch run once more."""
@@ -225,7 +223,7 @@ class ForwardContext:
             self.batch_size,
             self.batch_axis,
             self.is_dummy,
-            grown=self.grown,
+            resized=self.resized,
             noted=self.noted,
             proves=self.proves,
             unproven=self.unproven,

@@ -16,7 +16,6 @@ from ghostclip import _torch
 Hook = Callable[[Tensor], Tensor | None]
 _KEY: Final = "ghostclip_hooks"
 _MARK: Final = "_ghostclip_hooks"
-_noted = [0]
 _by_others = [0]
 
 
@@ -38,7 +37,6 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
         handle = original(tensor, hook)
         node: Any = tensor.grad_fn
         if node is not None:
-            _noted[0] += 1
             _by_others[0] += not str(getattr(hook, "__module__", "")).startswith("ghostclip.")
             # Weakly: a hook that refers to its own tensor would otherwise keep the graph for good.
             node.metadata.setdefault(_KEY, []).append(handle.hooks_dict_ref)
@@ -48,13 +46,8 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     return register_hook
 
 
-def noted() -> int:
-    """Return how many hooks were noted so far: where none was since, no look at the graph is needed."""
-    return _noted[0]
-
-
 def by_others() -> int:
-    """Return how many of the hooks noted so far are not of this package."""
+    """Return how many hooks of others were noted so far: where none was since, no look at the graph is needed."""
     return _by_others[0]
 
 

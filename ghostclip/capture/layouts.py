@@ -14,10 +14,10 @@ from ghostclip.capture.broadcast import is_elementwise
 from ghostclip.capture.call_sites import NEVER, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.growth import CONSTANT, UNKNOWN, Key, Shapes
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.row_origin import UNKNOWN_ORDER
+from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Key, Shapes
 from ghostclip.capture.tracked import TrackedTensor
 
 
@@ -28,14 +28,16 @@ class ArgumentLayout:
     Attributes:
         place: The operation's parameters, the number of axes of its tensors, and the number of the call.
         axes: An axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known.
-        grown: Shapes of its tensors for one sample more, where they are known.
-        call: The call, as a grown forward tells calls apart.
+        resized: Shapes of its tensors for another number of samples, where they are known.
+        size: That number.
+        call: The call, as a resized forward tells calls apart.
         result: The axis of what it returns that holds samples, where its arguments tell.
     """
 
     place: Any
     axes: Mapping[int, int] = field(default_factory=dict)
-    grown: Shapes = ()
+    resized: Shapes = ()
+    size: int = 0
     call: Key = ()
     result: int = UNKNOWN
 
@@ -78,7 +80,7 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     if layout is None:
         return ArgumentLayout(place, call=rows.key)
     axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
-    return ArgumentLayout(place, axes, layout.grown, rows.key)
+    return ArgumentLayout(place, axes, layout.resized, layout.size, rows.key)
 
 
 def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:

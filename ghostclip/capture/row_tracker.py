@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.growth import Calls, Grown, Key, Layout, shapes_of
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
+from ghostclip.capture.sizes import Calls, Key, Layout, Resized, shapes_of
 from ghostclip.capture.tracked import TrackedTensor
 
 _PICKS = {
@@ -108,7 +108,7 @@ class RowTracker(TorchFunctionMode):
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
-        self._grown: Grown | None = None
+        self._resized: Resized | None = None
         self._calls = Calls()
         self._key: Key = ()
         self._depth = 0
@@ -121,7 +121,7 @@ class RowTracker(TorchFunctionMode):
         inputs: Sequence[Tensor] = (),
         *,
         dummy: bool = False,
-        grown: Grown | None = None,
+        resized: Resized | None = None,
         watched: bool = True,
     ) -> None:
         """Follow the rows of a new forward.
@@ -131,14 +131,14 @@ class RowTracker(TorchFunctionMode):
             axis: The model's batch axis.
             inputs: The tensors that the model was called with.
             dummy: The batch was empty, and its one sample is a dummy.
-            grown: The same forward with one sample more, where there is one.
+            resized: The same forward with another number of samples, where there is one.
             watched: Whether to watch it whatever earlier ones have shown.
         """
         self._watched = watched or self.always or self._changed or not self._seen
         self.missed = self.odd = False
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
-        self._grown, self._calls, self._key, self._depth = grown, Calls(), (), 0
+        self._resized, self._calls, self._key, self._depth = resized, Calls(), (), 0
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
@@ -153,7 +153,7 @@ class RowTracker(TorchFunctionMode):
         self._seen = self._changed = self.detaches = False
 
     def layout(self, tree: Any) -> Layout | None:
-        """Return where samples lie in the arguments of the call that runs, as far as a grown forward tells.
+        """Return where samples lie in the arguments of the call that runs, as far as a resized forward tells.
 
         Args:
             tree: Its arguments.
@@ -161,7 +161,7 @@ class RowTracker(TorchFunctionMode):
         Returns:
             One axis a tensor; None where nothing is told.
         """
-        return None if self._grown is None else self._grown.layout(self._key, shapes_of(tree))
+        return None if self._resized is None else self._resized.layout(self._key, shapes_of(tree))
 
     @property
     def key(self) -> Key:
@@ -169,7 +169,7 @@ class RowTracker(TorchFunctionMode):
         return self._key
 
     def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
-        """Return where samples lie in what a call returned, as far as a grown forward tells.
+        """Return where samples lie in what a call returned, as far as a resized forward tells.
 
         Args:
             key: The call.
@@ -178,12 +178,12 @@ class RowTracker(TorchFunctionMode):
         Returns:
             One axis a tensor; empty where nothing is told.
         """
-        return () if self._grown is None else self._grown.of_results(key, shapes_of(result))
+        return () if self._resized is None else self._resized.of_results(key, shapes_of(result))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Yield while the operations inside the call that runs are told apart as well."""
-        if self._grown is None:
+        if self._resized is None:
             yield
             return
         self._depth += 1
@@ -250,7 +250,7 @@ class RowTracker(TorchFunctionMode):
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
         self.detaches = self.detaches or _detaches(func, args, sys._getframe(1))
-        if self._grown is not None:
+        if self._resized is not None:
             self._key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
         if (func not in _SEEN and not self._rows.told) or self._depth:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
-from ghostclip.capture.growth import UNKNOWN
+from ghostclip.capture.sizes import UNKNOWN
 
 _MAX_NODES = 256
 

@@ -3,20 +3,19 @@
 A mask that is left out when no sample is padded, an expert's capacity that earlier samples use up, a sum divided by
 ``len(x)``: no gradient leads from one sample to the other, so that the probe sees nothing. In the forwards that are
 proved, the model is therefore run without gradients and without dropout on the batch with some set of its samples
-replaced by copies of others, and on one half of the samples alone. What the other samples receive must stay the same as
-in the forward itself; where that has drawn random numbers, or something differs, as in another run on the batch as it
-is. All runs draw the same random numbers; half of a batch would meet others, so that it is left to models that draw
-none.
+replaced by copies of others, and on half of the batch by itself. What the other samples receive must stay the same as
+in the forward itself; where that has drawn random numbers, or something differs, one more set is replaced, beside
+another run on the batch as it is. All runs draw the same random numbers; half of a batch would meet others, so that it
+is left to models that draw none.
 
 Which samples. A sample that follows another one is seen if the other is replaced, or left out, and itself is not. The
-first proof, and that of a new way, replaces the first half of the batch, the second half, and one of every two
-neighbours, drawn anew; later proofs replace the drawn half and its complement. So any two samples of different halves
-of the batch, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with probability 1/2 in each
-proof, independently: a model that makes n separate pairs follow each other passes k proofs with probability 2^(-nk).
-All pairs for certain would take about log2(B) runs; what gradients show is asked of all pairs (see
-`ghostclip.evidence.probe`). Some of the drawn ones are left alone: they move to other places of the batch, so that what
-follows a sample's place is seen, too; in later proofs it is the second half, whose places are others as shares of the
-batch as well.
+first proof, and that of a new way, tells the first half of the batch from the second half, and one of every two
+neighbours, drawn anew, from the others; later proofs the drawn half from its complement. So any two samples of
+different halves of the batch, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with
+probability 1/2 in each proof, independently: a model that makes n separate pairs follow each other passes k proofs with
+probability 2^(-nk). All pairs for certain would take about log2(B) runs; what gradients show is asked of all pairs (see
+`ghostclip.evidence.probe`). Samples by themselves move to other places of the batch, also as shares of it, so that what
+follows a sample's place is seen, too.
 
 What lies behind closed gates is looked at in a few samples alone.
 """
@@ -115,6 +114,12 @@ class Batch:
         return [*halves, self.drawn] if self.size > len(halves) else halves
 
     @property
+    def apart(self) -> list[int]:
+        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well."""
+        middle = (self.size + 1) // 2
+        return list(range(middle, self.size)) if self.again else list(range(1, middle + 1))
+
+    @property
     def left(self) -> list[int]:
         """The samples that are looked at alone: beside lists that go by places, and stay whole, the first ones."""
         if self.by_place:
@@ -167,19 +172,19 @@ class Batch:
             return self
         order = list(range(_FEW))
         known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
-        return replace(self, inputs=self._of_samples(order), size=_FEW, maps=known, outputs=())
+        return replace(self, inputs=self.of_samples(order), size=_FEW, maps=known, outputs=())
 
     def whole(self) -> Any:
         """Return copies of the inputs, which a forward may change."""
-        return self._of_samples(range(self.size))
+        return self.of_samples(range(self.size))
 
     def alone(self) -> Any:
         """Return the inputs of the samples that are looked at alone."""
-        return self._of_samples(self.left)
+        return self.of_samples(self.left)
 
     def exchanged(self) -> Any:
         """Return the inputs with every sample replaced by another, and other means over the batch."""
-        return self._of_samples([1, *[0] * (self.size - 1)])
+        return self.of_samples([1, *[0] * (self.size - 1)])
 
     def copied(self, samples: Sequence[int]) -> Any:
         """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind.
@@ -192,7 +197,7 @@ class Batch:
         Returns:
             New tensors; those without B samples as they are.
         """
-        return self._of_samples(self.copies(samples))
+        return self.of_samples(self.copies(samples))
 
     def copies(self, samples: Sequence[int]) -> list[int]:
         """Return which sample stands at each place where some are replaced.
@@ -217,9 +222,11 @@ class Batch:
         Returns:
             As for `copied`.
         """
-        return with_lists(self._of_samples(samples), samples, batch_size=self.size, axis=self.axis)
+        return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
 
-    def _of_samples(self, samples: Sequence[int]) -> Any:
+    def of_samples(self, samples: Sequence[int]) -> Any:
+        """Return the inputs of some samples, those without B samples as they are."""
+
         def take(leaf: Any) -> Any:
             place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
             return leaf if place is None else of_samples(leaf, samples, place)
@@ -354,37 +361,24 @@ def _differ_behind(
     gates: OpenGates, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype
 ) -> list[bool | None]:
     """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
-    first, second = batch.drawn, batch.others(batch.drawn)
-    # No more is held of outputs than half of them, beside those that a run returns.
-    moved = _rows_of(run(batch.copied(first)), second, batch)
+    base = run(batch.whole())
     if gates.leave_written():
         before.restore()
-        moved = _rows_of(run(batch.copied(first)), second, batch)
-    before.restore()
-    base = run(batch.whole())
-    differ = [_alone(batch, second, TOLERANCE, coarsest).differ(base, moved)]
-    del moved
-    base = _rows_of(base, first, batch)
-    before.restore()
-    whole = run(batch.copied(second))
-    differ.append(_alone(batch, first, TOLERANCE, coarsest).differ(whole, base))
-    return [
-        found and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
-        for found, samples in zip(differ, (first, second), strict=True)
-    ]
+        base = run(batch.whole())
+    moved = _differ_replaced(run, batch, base, batch.drawn, before, coarsest)
+    if moved is False and not before.drawn() and _same_alone(run, batch, base, batch.drawn, coarsest):
+        return [False]
+    return [moved, _differ_replaced(run, batch, base, batch.others(batch.drawn), before, coarsest)]
 
 
-def _rows_of(outputs: list[Tensor], samples: Sequence[int], batch: Batch) -> list[Tensor]:
-    """Return outputs with the rows of some samples alone, and as they are where no row is known to be a sample's."""
-    found, wanted = [], torch.tensor(samples)
-    for output, row_map in zip(outputs, batch.maps_of(outputs), strict=True):
-        known = row_map or batch.own_map(output)
-        if known is None or known.kind in ("gathered", "whole", "one"):
-            found.append(output)
-            continue
-        kept = torch.isin(known.samples_of(output.shape[known.axis], batch.size), wanted)
-        found.append(output.index_select(known.axis, kept.nonzero().flatten().to(output.device)))
-    return found
+def _differ_replaced(
+    run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
+) -> bool | None:
+    """Return whether others' outputs change when some samples are replaced; None where that cannot be told."""
+    other, rest = batch.copied(samples), batch.others(samples)
+    before.restore()
+    differ = _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(other))
+    return differ and not (before.drawn() and _meets_other_numbers(run, batch, other, before))
 
 
 def plainly(run: Run) -> Run:
@@ -436,7 +430,12 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     if drawn:
         unchecked.missed("random numbers are drawn", FEWER)
         return ""
-    fewer = _alone(batch, batch.left, FEWER_TOLERANCE, coarsest).differ(base, run(batch.alone()))
+    try:
+        alone = run(batch.alone())
+    except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
+        unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
+        return ""
+    fewer = _alone(batch, batch.left, FEWER_TOLERANCE, coarsest).differ(base, alone)
     _note(unchecked, FEWER, [fewer])
     return "half of the samples were left out" if fewer else ""
 
@@ -489,21 +488,29 @@ def _shows(batch: Batch, samples: Sequence[int]) -> bool:
 
 
 def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> bool:
-    """Return whether nothing differs from what the forward itself returned; where something does, more is looked at."""
+    """Return whether nothing differs from what the forward itself returned; where something does, more is looked at.
+
+    What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
+    """
     base = [output.detach() for output in batch.outputs]
-    for samples in batch.replaced:
-        rest = batch.others(samples)
-        outputs = _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest)
-        if outputs.differ(base, run(batch.copied(samples))) is not False:
+    for samples in (batch.drawn, batch.replaced[-1] if batch.again else batch.replaced[0]):
+        if _differ_replaced(run, batch, base, samples, before, coarsest) is not False:
             return False
-    if before.drawn():
+    if not _same_alone(run, batch, base, batch.apart, coarsest) or before.drawn():
         return False
-    unchecked.ran(REPLACED)
-    fewer = _alone(batch, batch.left, FEWER_TOLERANCE, coarsest).differ(base, run(batch.alone()))
-    if fewer is not False or before.drawn():
-        return False
-    unchecked.ran(FEWER)
+    unchecked.ran(REPLACED, FEWER)
     return True
+
+
+def _same_alone(run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], coarsest: torch.dtype) -> bool:
+    """Return whether samples by themselves come out as in the batch; False also where they do not run."""
+    if batch.has_lists:
+        return False
+    try:
+        found = run(batch.of_samples(samples))
+    except Exception:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
+        return False
+    return _alone(batch, samples, TOLERANCE, coarsest).differ(base, found) is False
 
 
 def _alone(

@@ -99,7 +99,7 @@ def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: b
     Returns:
         False where no hook was set since the forward began, which costs no look at the graph.
     """
-    if gradient_hooks.noted() == forward.hooks:
+    if gradient_hooks.by_others() == forward.hooks_before:
         return False
     nodes = list(above_outputs(map(edge_of, roots)))
     if not outputs_alone and any(any(gradient_hooks.hooks_at(node)) for node, _ in nodes):
@@ -118,7 +118,7 @@ def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
     Returns:
         Empty where no hook was set since the forward began, which costs no look at the graph.
     """
-    if gradient_hooks.noted() == forward.hooks:
+    if gradient_hooks.by_others() == forward.hooks_before:
         return []
     nodes = list(above_outputs(map(edge_of, roots)))
     return gradient_hooks.set_on([*(node for node, _ in nodes), *_outputs_below(roots, nodes)])
@@ -140,7 +140,7 @@ def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> N
     Raises:
         LossReductionError: A hook stands on a node. One on a tensor raises it once it has changed a gradient.
     """
-    hooked = gradient_hooks.noted() != forward.hooks
+    hooked = gradient_hooks.by_others() != forward.hooks_before
     for node, inputs in above_outputs(map(edge_of, roots)):
         # A leaf's node is whose it is: a gradient ends there.
         if inputs and _torch.has_hooks(node):

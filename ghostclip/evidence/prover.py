@@ -1,9 +1,9 @@
 """`Evidence`: what a model is asked in its first forward and in later ones: whose rows are whose, whether samples mix.
 
-Before such a forward runs, it is rehearsed on copies of its inputs: without gradients with one sample more (whose
-shapes tell where samples lie), then as the user will run it; gradients of some samples alone, other batches and buffers
-are looked at. Everything is put back, and the user's own forward comes last: whatever its hooks and methods write down
-is of that one. Only a forward that meets something new unawares is looked at afterwards.
+Before such a forward runs, it is rehearsed on copies of its inputs: without gradients with another number of samples
+(whose shapes tell where samples lie), then as the user will run it; gradients of some samples alone, other batches and
+buffers are looked at. Everything is put back, and the user's own forward comes last: whatever its hooks and methods
+write down is of that one. Only a forward that meets something new unawares is looked at afterwards.
 """
 
 import random
@@ -26,15 +26,14 @@ from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.gathering import on_any
-from ghostclip.capture.growth import Grown, compared, shapes_of
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import refuse_other_axis
+from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.gradient_edges import GradientSource
-from ghostclip.evidence.growth import grown
 from ghostclip.evidence.independence import Batch, Run, refuse_dependence, refuse_memory
 from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs
@@ -51,6 +50,7 @@ from ghostclip.evidence.own_backwards import (
 from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
+from ghostclip.evidence.resized import resized
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 
@@ -255,7 +255,7 @@ class Evidence:
                 refuse_node_hooks([edge_of(root)[0] for root in roots], forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
-        """Decide whether to ask, and run the forward with one sample more.
+        """Decide whether to ask, and rehearse the forward if so.
 
         Args:
             capture: Whose latest forward it is.
@@ -291,10 +291,10 @@ class Evidence:
     def _look_before(
         self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None
     ) -> None:
-        """Run a forward before the user does, with one sample more and as a rehearsal."""
+        """Run a forward before the user does, with another number of samples and as a rehearsal."""
         with _unseen(capture, call, state):
             if self._asked and not capture.sites.layouts:
-                capture.forward.grown = self._grown(capture, call)
+                capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
                     watch.undo()
             if capture.gathering is None and not (capture.calls_samplers or _has_iterators(call)):
@@ -323,7 +323,7 @@ class Evidence:
             with capture.rehearsing():
                 _, rows = self._weigh(capture, call, read, again=lambda: _copied_call(call), aside=True)
                 self._rehearsed = _Rehearsed(rows, capture.forward.padded)
-                forward.grown, forward.has_float16 = capture.forward.grown, capture.forward.has_float16
+                forward.resized, forward.has_float16 = capture.forward.resized, capture.forward.has_float16
                 forward.rehearsed, self._asked = True, False
         except _UsersError:
             # The user's code is about to run.
@@ -349,10 +349,16 @@ class Evidence:
             rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
             return output
-        if self.asks(capture):
+        asks = self.asks(capture)
+        if not (asks or writes or self._looks or self._state is not None):
+            # A steady one: there is nothing to weigh.
+            if not self.probes:
+                capture.forward.prove()
+            return output
+        if asks:
             # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
             self._drew |= any(_torch.version(tensor) != version for tensor, version in given)
-        with _unseen(capture, call) if self.asks(capture) or writes or self._looks else nullcontext():
+        with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
             output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
         _Rehearsed(rows, capture.forward.padded).hand_on(output, capture.forward)
         return output
@@ -390,10 +396,10 @@ class Evidence:
         parts = self._parts(capture, output)
         probe = self._probed(capture, parts)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
-        if failed and forward.guessed and forward.grown is None:
+        if failed and forward.guessed and forward.resized is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
-            forward.grown = self._grown(capture, call)
-            if forward.grown is not None:
+            forward.resized = self._resized(capture, call)
+            if forward.resized is not None:
                 _begin_anew(state)
                 output = capture.again(ModuleCall(*capture.bags.as_rows(*again())))
                 forward, begun = capture.forward, _torch.next_order()
@@ -488,8 +494,8 @@ class Evidence:
             return nullcontext()
         return watch.backward(proves=forward.unproven and not forward.rehearsed, again=forward.runs_again)
 
-    def _grown(self, capture: CaptureContext, call: ModuleCall) -> Grown | None:
-        """Run a forward with one sample more; None where it cannot."""
+    def _resized(self, capture: CaptureContext, call: ModuleCall) -> Resized | None:
+        """Run a forward with another number of samples; None where it cannot."""
         inputs: Any = (call.args, dict(call.kwargs))
         if _has_packed(inputs):
             return None
@@ -506,7 +512,7 @@ class Evidence:
             exchanges if torch.distributed.is_available() and torch.distributed.is_initialized() else nullcontext()
         )
         with capture.substitution.unwatched(), watched:
-            found = grown(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
+            found = resized(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
         if not self._may_exchange:
             exchanges.refuse(capture.model)
         forward.stays_small = found is None
@@ -522,8 +528,8 @@ class Evidence:
             return None
         forward = capture.forward
         forward.has_float16 = _has_float16([*capture.model.parameters(), *capture.model.buffers(), *found])
-        if forward.grown is not None:
-            axes = compared(shapes_of(found), forward.grown.outputs, forward.batch_size)
+        if forward.resized is not None:
+            axes = forward.resized.compared(shapes_of(found), forward.resized.outputs)
             capture.sites.outputs = () if axes is None else axes
         if self.hands_on:
             refuse_other_axis(capture.model, found, forward)

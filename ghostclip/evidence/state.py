@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -82,9 +83,7 @@ class _Tables:
         named = list(model.named_modules())
         self._tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
         self._full = list(filter(None, self._tables))
-        # Held, so that their numbers stay their own.
         self._size, self._held = sum(map(len, self._tables)), list(self._content())
-        self._numbers = list(map(id, self._held))
         self.entries: dict[str, Tensor] = {}
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
@@ -117,7 +116,7 @@ class _Tables:
 
     def hold(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
-        return sum(map(len, self._tables)) == self._size and list(map(id, self._content())) == self._numbers
+        return sum(map(len, self._tables)) == self._size and all(map(is_, self._content(), self._held))
 
 
 class StateWatch:

@@ -35,9 +35,10 @@ def _seen() -> list[int]:
 
 @pytest.mark.parametrize(
     ("dropout", "extra"),
-    # One sample more, the rehearsal, either half and one of every two neighbours replaced, some of these alone; with
-    # open gates four samples, and one of every two neighbours and the others replaced; the forward itself.
-    [(0.0, [B + 1, B, B, B, B, B // 3, 4, 4, 4, B]), (0.5, [B + 1, B, B, B, B, B, B // 3, 4, 4, 4, B])],
+    # Three samples, the rehearsal, one of every two neighbours and the first half replaced, half of them by themselves;
+    # with open gates four samples, one of every two neighbours replaced, and these by themselves; the forward itself.
+    # With dropout also the batch without it, the second half replaced, and fewer of the drawn ones by themselves.
+    [(0.0, [3, B, B, B, B // 2, 4, 4, 2, B]), (0.5, [3, B, B, B, B, B, B // 3, 4, 4, 2, B])],
 )
 def test_how_often_the_model_runs(dropout, extra):
     model = _Counted(dropout)
@@ -49,8 +50,8 @@ def test_how_often_the_model_runs(dropout, extra):
         clipper.backward(model(torch.randn(B, 3)).square().sum(1))
         _seen()
         clipper.backward(model(torch.randn(B, 3)).square().sum(1))
-    # The drawn half replaced and the other one, and the former alone.
-    again = [*extra[1:-6], B // 2, B]
+    # The drawn half replaced and the other one, and the second half alone.
+    again = [B, B, B, *([B] if dropout else []), B // 2, B]
     assert again == _seen()
 
 

@@ -1,11 +1,12 @@
-"""The forward with one sample more, whose shapes tell which axes hold samples: see `ghostclip.capture.growth`.
+"""The forward with another number of samples, whose shapes tell which axes hold samples: see `ghostclip.capture.sizes`.
 
 Shape letter: B samples.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip import _tree
 from ghostclip.capture.decompose import inside_of
-from ghostclip.capture.growth import Calls, Grown, Key, Shapes, shapes_of
+from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
 from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
 from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import unnoticed
 from ghostclip.rules.registry import operation_name
+
+# So many samples of a larger batch show which axes hold them.
+_FEW: Final = 3
 
 
 class _Recorder(TorchFunctionMode):
@@ -48,10 +52,10 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
-def grown(
+def resized(
     model: nn.Module, run: Callable[[Any], Sequence[Tensor]], inputs: Any, *, batch_size: int, axis: int
-) -> Grown | None:
-    """Run a model on a batch with one sample repeated.
+) -> Resized | None:
+    """Run a model on a few samples of a batch, or on one more: the last one repeated.
 
     Args:
         model: The model; its buffers and all random states are put back.
@@ -61,27 +65,28 @@ def grown(
         axis: The expected batch axis.
 
     Returns:
-        What it did; None where it does not run with B + 1 samples.
+        What it did; None where it runs with no other number of them.
     """
-    order = [*range(batch_size), batch_size - 1]
-    more = _tree.mapped(lambda leaf: _with_one_more(leaf, order, axis), inputs)
+    one_more = [*range(batch_size), batch_size - 1]
+    orders = [one_more] if batch_size <= _FEW else [list(range(_FEW)), one_more]
     # Lists of as many values as samples may have one for each.
-    longer = with_lists(more, order, batch_size=batch_size, axis=axis)
+    listed = (True, False) if has_lists(inputs, batch_size=batch_size, axis=axis) else (False,)
     used = [*model.parameters(), *model.buffers(), *_tree.tensors(inputs)]
     # With gradients where it raises without: it may differentiate within its forward.
-    ways = [longer, more] if has_lists(more, batch_size=batch_size, axis=axis) else [more]
-    for gradients, given in product((False, True), ways):
-        recorder = _Recorder()
+    for gradients, order, with_values in product((False, True), orders, listed):
+        given, recorder = _tree.mapped(partial(_taken, order, batch_size, axis), inputs), _Recorder()
+        if with_values:
+            given = with_lists(given, order, batch_size=batch_size, axis=axis)
         try:
             with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
                 with WithoutDropout(), recorder:
                     outputs = run(given)
-            return Grown(recorder.found, shapes_of(list(outputs)), batch_size)
+            return Resized(recorder.found, shapes_of(list(outputs)), batch_size, len(order))
         except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
             continue
     return None
 
 
-def _with_one_more(leaf: Any, order: Sequence[int], axis: int) -> Any:
-    place = batch_axis_of(leaf, batch_size=len(order) - 1, axis=axis)
+def _taken(order: Sequence[int], batch_size: int, axis: int, leaf: Any) -> Any:
+    place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
     return leaf if place is None else of_samples(leaf, order, place)

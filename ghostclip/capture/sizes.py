@@ -1,12 +1,12 @@
-"""Axes that hold samples: those that grow when the batch does.
+"""Axes that hold samples: those that are shorter or longer for another number of samples.
 
-A forward that is proved runs first without gradients on the batch with one sample repeated (see
-`ghostclip.evidence.growth`). Each torch function then
-knows the shapes of its arguments for B + 1 samples, and the forward itself those for B: an axis that has grown holds
-samples, a tensor that has not is a constant. Values play no part, so that rounding does not. Calls are told apart by
-their function, its number, and the call they happen in; where two forwards do not run alike, nothing is known.
+A forward that is proved runs first without gradients on a few samples of the batch, or one more (see
+`ghostclip.evidence.resized`). Each torch function then knows the shapes of its arguments for N samples, and the forward
+itself those for B: an axis that differs holds samples, a tensor that does not is a constant. Values play no part, so
+that rounding does not. Calls are told apart by their function, its number, and the call they happen in; where two
+forwards do not run alike, nothing is known.
 
-Shape letter: B samples.
+Shape letters: B samples of the batch, N of the other forward.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from torch import Tensor
 from ghostclip import _torch, _tree
 
 # In the place of an axis: the tensor is the same for any number of samples; its rows were selected, or several axes
-# have grown.
+# differ.
 CONSTANT: Final = -1
 UNKNOWN: Final = -2
 # Which function, for which time, and the call around it.
@@ -35,12 +35,14 @@ class Layout:
     Attributes:
         inputs: For every tensor among the arguments, in order, an axis, `CONSTANT` or `UNKNOWN`.
         outputs: The same for what the call returns.
-        grown: Shapes of the arguments for B + 1 samples.
+        resized: Shapes of the arguments for N samples.
+        size: N.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...] = ()
-    grown: Shapes = ()
+    resized: Shapes = ()
+    size: int = 0
 
 
 class Calls:
@@ -67,18 +69,20 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A forward with one sample more.
+class Resized:
+    """A forward with another number of samples.
 
     Attributes:
         calls: Shapes of the arguments and of the results of every call.
         outputs: Shapes of the model's outputs.
-        batch_size: B, without that sample.
+        batch_size: B.
+        size: N, another number.
     """
 
     calls: Mapping[Key, tuple[Shapes, Shapes]]
     outputs: Shapes
     batch_size: int
+    size: int
 
     def layout(self, key: Key, shapes: Shapes) -> Layout | None:
         """Compare a call of the forward itself.
@@ -91,8 +95,8 @@ class Grown:
             Where samples lie; None where it has no counterpart.
         """
         found = self.calls.get(key)
-        axes = None if found is None else compared(shapes, found[0], self.batch_size)
-        return None if axes is None or found is None else Layout(axes, (), found[0])
+        axes = None if found is None else self.compared(shapes, found[0])
+        return None if axes is None or found is None else Layout(axes, (), found[0], self.size)
 
     def of_results(self, key: Key, shapes: Shapes) -> tuple[int, ...]:
         """Compare what a call of the forward itself returned.
@@ -105,7 +109,11 @@ class Grown:
             Where samples lie in them; empty where that cannot be told.
         """
         found = self.calls.get(key)
-        return (None if found is None else compared(shapes, found[1], self.batch_size)) or ()
+        return (None if found is None else self.compared(shapes, found[1])) or ()
+
+    def compared(self, shapes: Shapes, resized: Shapes) -> tuple[int, ...] | None:
+        """Compare shapes of the forward itself with those of this one; as `compared`."""
+        return compared(shapes, resized, self.batch_size, self.size)
 
 
 def shapes_of(tree: Any) -> Shapes:
@@ -118,26 +126,27 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
 
 
-def compared(shapes: Shapes, grown: Shapes, batch_size: int) -> tuple[int, ...] | None:
-    """Compare shapes for B samples and for one more.
+def compared(shapes: Shapes, resized: Shapes, batch_size: int, size: int) -> tuple[int, ...] | None:
+    """Compare shapes for two numbers of samples.
 
     Args:
         shapes: For B samples.
-        grown: For B + 1.
+        resized: For N.
         batch_size: B.
+        size: N.
 
     Returns:
         For each of them the axis that holds samples, `CONSTANT` or `UNKNOWN`; None where they are not alike.
     """
-    if [len(shape) for shape in shapes] != [len(shape) for shape in grown]:
+    if [len(shape) for shape in shapes] != [len(shape) for shape in resized]:
         return None
-    return tuple([_axis(*pair, batch_size) for pair in zip(shapes, grown, strict=True)])
+    return tuple([_axis(*pair, batch_size, size) for pair in zip(shapes, resized, strict=True)])
 
 
-def _axis(shape: tuple[int, ...], grown: tuple[int, ...], batch_size: int) -> int:
-    axes = [axis for axis, size in enumerate(shape) if grown[axis] != size]
+def _axis(shape: tuple[int, ...], resized: tuple[int, ...], batch_size: int, size: int) -> int:
+    axes = [axis for axis, length in enumerate(shape) if resized[axis] != length]
     if not axes:
         return CONSTANT
     (axis, *others) = axes
-    fits = not others and shape[axis] > 0 and shape[axis] * (batch_size + 1) == grown[axis] * batch_size
+    fits = not others and shape[axis] > 0 and shape[axis] * size == resized[axis] * batch_size
     return axis if fits and shape[axis] % batch_size == 0 else UNKNOWN
