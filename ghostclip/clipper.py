@@ -155,12 +155,8 @@ class GhostClipper:
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
         self._said: set[str] = set()
-        self._evidence = Evidence(
-            probes=probe,
-            in_parts=sharded is not None,
-            splits_sequences=sequences is not None,
-            numbers=None if sequences is None else sequences.common_numbers("when to ask again"),
-        )
+        numbers = None if sequences is None else sequences.common_numbers("when to ask again")
+        self._evidence = Evidence(probes=probe, in_parts=sharded is not None, numbers=numbers)
         self._examiner = LossExaminer(loss_reduction, self._evidence)
         self._capture = CaptureContext(
             model,

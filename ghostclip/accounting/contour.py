@@ -366,7 +366,7 @@ def _powers(base_J: Complex, count: int) -> Complex:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TailCut:
     """Outcomes that are bounded apart, and the exponent they are bounded with.
 
     Attributes:
@@ -394,7 +394,7 @@ class Nodes:
     smoothing: float
     period: float
     count: int
-    cut: Cut | None = None
+    cut: TailCut | None = None
 
     @property
     def step(self) -> float:
@@ -532,7 +532,7 @@ class Contour:
         )
 
 
-def _log_mass(composition: Composition, cut: Cut | None) -> float:
+def _log_mass(composition: Composition, cut: TailCut | None) -> float:
     """Bound log of the probability of all outcomes that are integrated over."""
     return 0.0 if cut is None else min(0.0, composition.log_above(0.0, cut.loss) + 1e-6)
 
@@ -567,7 +567,7 @@ def log_chernoff(composition: Composition, smoothing: float, c: float, epsilon: 
 
 
 def chosen_nodes(
-    composition: Composition, *, c: float, smoothing: float, epsilon: float, delta: float, cut: Cut | None = None
+    composition: Composition, *, c: float, smoothing: float, epsilon: float, delta: float, cut: TailCut | None = None
 ) -> Nodes:
     """Return a contour fine enough for δ near `delta` at ε.
 

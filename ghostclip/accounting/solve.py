@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ghostclip.accounting.contour import Composition, Contour, Cut, chosen_nodes, log_chernoff
+from ghostclip.accounting.contour import Composition, Contour, TailCut, chosen_nodes, log_chernoff
 from ghostclip.accounting.pairs import Cells
 
 TOLERANCE = 1e-4
@@ -64,7 +64,7 @@ class _Spot:
     c: float
     bend: float
     scale: float
-    cut: Cut | None = None
+    cut: TailCut | None = None
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,10 @@ def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float
     return _Spot(epsilon, math.exp(_lowest(height, math.log(1e-3), math.log(1e4 / epsilon))), bend, epsilon, cut)
 
 
-def _cut_for(composition: Composition, epsilon: float, wanted: float) -> Cut | None:
+def _cut_for(composition: Composition, epsilon: float, wanted: float) -> TailCut | None:
     """Return the largest cut found with δ of the outcomes below it at most e^wanted from an ε on, or None."""
     for share in (0.5, 0.2, 0.1, 0.05, 0.02):
-        cuts = [Cut(share * epsilon, 2.0**power / epsilon) for power in range(2, 16)]
+        cuts = [TailCut(share * epsilon, 2.0**power / epsilon) for power in range(2, 16)]
         best = min(cuts, key=lambda cut: composition.log_below(cut.c, cut.loss) - cut.c * epsilon)
         if composition.log_below(best.c, best.loss) - best.c * epsilon <= wanted:
             return best

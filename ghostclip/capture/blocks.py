@@ -32,7 +32,7 @@ BLOCK_KEY: Final = "ghostclip_block"
 _PLAIN: Final = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor that a graph saved, and what a checkpoint gives it back from."""
 
     __slots__ = ("__weakref__", "holder", "tensor", "version")
@@ -42,13 +42,13 @@ class _Saved:
         self.version, self.holder = _torch.version(tensor), holder
 
 
-class Held:
+class SavedByBlock:
     """What the graph of a checkpointed block saved when it first ran: read without running the block again."""
 
     def __init__(self) -> None:
         """Hold nothing yet."""
         # The graph owns them.
-        self._saved: WeakSet[_Saved] = WeakSet()
+        self._saved: WeakSet[_SavedTensor] = WeakSet()
         self._ran = False
 
     def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +68,12 @@ class Held:
             pack, unpack = _torch.saving_hooks()
 
             @wraps(pack)
-            def hold(tensor: Tensor) -> _Saved:
-                saved = _Saved(tensor, pack(tensor))
+            def hold(tensor: Tensor) -> _SavedTensor:
+                saved = _SavedTensor(tensor, pack(tensor))
                 self._saved.add(saved)
                 return saved
 
-            def give(saved: _Saved) -> Any:
+            def give(saved: _SavedTensor) -> Any:
                 # Hooks hide from autograd what was changed in place: the block forms it again.
                 held = saved.tensor
                 return unpack(saved.holder) if held is None or _torch.version(held) != saved.version else held
@@ -111,7 +111,7 @@ class BlockCall:
     inputs: tuple[tuple[int, int], ...]
     recomputed: bool
     may_be: bool
-    held: Held | None = None
+    held: SavedByBlock | None = None
 
     @property
     def may_be_read(self) -> bool:
@@ -197,7 +197,7 @@ class Blocks:
                 return run(*args, **kwargs)
             may_be = _is_plain((args, kwargs)) and not under_checkpoint()
             first, again = self._number(), name in chosen and may_be
-            held = Held() if again and chosen[name] else None
+            held = SavedByBlock() if again and chosen[name] else None
             if again:
                 with forward.recomputing():
                     output = checkpoint(run if held is None else held.of(run), *args, use_reentrant=False, **kwargs)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from ghostclip.capture.sizes import Layout
+from ghostclip.capture.sizes import CallLayout
 from ghostclip.capture.statistics import Statistics
 from ghostclip.capture.tracked import TrackedTensor
 
@@ -58,7 +58,7 @@ class CallSite:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class OperationForm:
     """What operations have in common that may differ in their parameters alone.
 
     Attributes:
@@ -84,11 +84,11 @@ class CallSites:
     def __init__(self) -> None:
         """Make an empty memory."""
         self.table: dict[Any, CallSite] = {}
-        self.layouts: dict[Any, Layout] = {}
+        self.layouts: dict[Any, CallLayout] = {}
         self.outputs: tuple[int, ...] = ()
         self.reentrant = False
         self.told: set[tuple[str, ...]] = set()
-        self.forms: dict[Any, Form] = {}
+        self.forms: dict[Any, OperationForm] = {}
         self.ends: set[Any] = set()
 
     def forget(self) -> None:

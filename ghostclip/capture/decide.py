@@ -20,7 +20,7 @@ from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import attached_again, look_up, run_and_keep
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, Form, Visits, counted_as, key_of
+from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, OperationForm, Visits, counted_as, key_of
 from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
@@ -266,7 +266,7 @@ def _reading(shape: torch.Size, samples: tuple[int, int], known: int, dims: int)
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _KnownCall:
     """One of the calls of an operation in a forward, which take place in every forward.
 
     Attributes:
@@ -328,9 +328,9 @@ class _Kept:
     factors: FactorFunction
     dims: int
     order: tuple[int, ...]
-    alike: Form | None
-    first: _Call | None = None
-    calls: dict[Visits, _Call] = field(default_factory=dict)
+    alike: OperationForm | None
+    first: _KnownCall | None = None
+    calls: dict[Visits, _KnownCall] = field(default_factory=dict)
 
     def data_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return the data among arguments of the form that was decided on; None where they have another one."""
@@ -482,7 +482,7 @@ class DecisionCache:
             found = self._kept[key]
             found[:] = [kept, *(other for other in found if other.data_of(args, kwargs) is None)]
             self._size += 1
-        call, visits = _Call(use.site, plan.known), forward.visits[kept.visits]
+        call, visits = _KnownCall(use.site, plan.known), forward.visits[kept.visits]
         if visits == FIRST:
             kept.first = call
         else:
@@ -552,7 +552,7 @@ def _is_of_form(operation: Operation, plan: ByRule) -> bool:
     return all(saved is rows for saved in plan.saved) and not any(t.origin.func for t in operation.tracked)
 
 
-def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Form | None:
+def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> OperationForm | None:
     """Return what is equal for operations whose captures differ in nothing but the parameters: see `ParamUse.alike`."""
     if plan.captured.form not in _TOGETHER or plan.captured.order or not _is_of_form(operation, plan):
         return None
@@ -567,7 +567,9 @@ def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Form 
     if any(part is NotImplemented for _, part in form):
         return None
     elements = sum(value.numel() for _, value in values)
-    return forward.around.sites.forms.setdefault((rule_for(operation.name), tuple(form), tuple(own)), Form(elements))
+    return forward.around.sites.forms.setdefault(
+        (rule_for(operation.name), tuple(form), tuple(own)), OperationForm(elements)
+    )
 
 
 def _form_of(item: Any) -> Any:

@@ -36,7 +36,7 @@ FORM: Final = "registered sampler"
 
 
 @dataclass(eq=False)
-class _Call:
+class _ModuleForward:
     """One forward of such a module.
 
     Attributes:
@@ -68,7 +68,7 @@ class OpaqueModules:
             unwatched: Yields while the hooks on a module's children substitute nothing.
         """
         self._unwatched = unwatched
-        self._running: list[_Call] = []
+        self._running: list[_ModuleForward] = []
         self._compared: WeakKeyDictionary[nn.Module, Samplers] = WeakKeyDictionary()
 
     def enter(
@@ -96,7 +96,7 @@ class OpaqueModules:
             raise UnsupportedModelError(message)
         node = keep([leaf for leaf in given if isinstance(leaf, Tensor)])
         leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
-        self._running.append(_Call(module, samplers, tracked, node, leaves, structure, place))
+        self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, place))
         _put(module, {name: one.origin.value for name, one in tracked.items()})
 
     def leave(self, module: nn.Module, output: Any, forward: ForwardContext) -> Any:
@@ -131,7 +131,7 @@ class OpaqueModules:
         """Forget calls that were interrupted."""
         self._running.clear()
 
-    def _captured(self, call: _Call, output: Tensor, forward: ForwardContext) -> Tensor:
+    def _captured(self, call: _ModuleForward, output: Tensor, forward: ForwardContext) -> Tensor:
         site = site_of(forward, call.tracked.values(), type(call.module).__name__, FORM)
         axis = forward.batch_axis if forward.batch_axis < output.dim() else 0
         rows = output.movedim(axis, 0) if output.dim() else output
@@ -143,7 +143,7 @@ class OpaqueModules:
         unwatched, compared = self._unwatched, self._compared
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-            given = _Rows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched)
+            given = _CallRows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched)
             found = _factors(given)
             if compared.get(call.module) != call.samplers and agrees(given, call.module, found, call.place):
                 compared[call.module] = call.samplers
@@ -164,7 +164,7 @@ class OpaqueModules:
 
 
 @dataclass(eq=False)
-class _Rows:
+class _CallRows:
     """A call with the gradient of its output, rows first.
 
     Attributes:
@@ -176,7 +176,7 @@ class _Rows:
         unwatched: Yields while the hooks on the module's children substitute nothing.
     """
 
-    call: _Call
+    call: _ModuleForward
     axis: int
     inputs: list[Tensor]
     grad_n: Tensor
@@ -212,7 +212,7 @@ class _Rows:
         axis, rows = self.axis, self.grad_n.shape[0]
         return tensor.movedim(axis, 0) if axis < tensor.dim() and tensor.shape[axis] == rows else tensor
 
-    def kept(self, keep_n: Tensor) -> "_Rows":
+    def kept(self, keep_n: Tensor) -> "_CallRows":
         """Return the same with the rows that are left out zeroed, in the inputs as well."""
         axis, rows = self.axis, self.grad_n.shape[0]
         inputs = [
@@ -270,10 +270,10 @@ class _Rows:
         return dict(zip(own, found, strict=True))
 
 
-class _Source:
+class _LaterGradient:
     """Forms gradients of one parameter of a call whose norms are known."""
 
-    def __init__(self, rows: _Rows, name: str, sums: "_Sums") -> None:
+    def __init__(self, rows: _CallRows, name: str, sums: "_CallSums") -> None:
         self._rows, self._name, self._sums = rows, name, sums
 
     def gradients(self, keep_B: Tensor) -> Tensor:
@@ -283,10 +283,10 @@ class _Source:
         return self._sums.of(self._name, coef_B, keep_B)
 
 
-class _Sums:
+class _CallSums:
     """Sums of all parameters of a call, formed together and handed out one by one."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: _CallRows) -> None:
         self._rows = rows
         self._asked: tuple[Tensor, Tensor] | None = None
         self._found: dict[str, Tensor] = {}
@@ -299,13 +299,13 @@ class _Sums:
         return self._found.pop(name)
 
 
-def _factors(rows: _Rows) -> dict[str, Factor]:
+def _factors(rows: _CallRows) -> dict[str, Factor]:
     norms = rows.call.samplers.norms
     if norms is None or not rows.one_each():
         return {name: rows.summed(grads_n) for name, grads_n in rows.gradients().items()}
-    sums = _Sums(rows)
+    sums = _CallSums(rows)
     return {
-        name: Sampled(norm_B, _Source(rows, name, sums), shape=rows.call.tracked[name].origin.value.shape)
+        name: Sampled(norm_B, _LaterGradient(rows, name, sums), shape=rows.call.tracked[name].origin.value.shape)
         for name, norm_B in rows.ask(norms, norms=True).items()
     }
 

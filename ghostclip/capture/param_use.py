@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import NEVER, CallSite, Form, Way, counted_as, key_of
+from ghostclip.capture.call_sites import NEVER, CallSite, OperationForm, Way, counted_as, key_of
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
@@ -103,7 +103,7 @@ class ParamUse:
     behind: Any = None
     batch_dim_sizes: tuple[int, ...] = ()
     wants_input_gradient: bool = True
-    alike: Form | None = None
+    alike: OperationForm | None = None
     versions: Mapping[str, int] | None = None
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import carry_out
 from ghostclip.capture.batch_axis import RowMap
-from ghostclip.capture.call_sites import Form
+from ghostclip.capture.call_sites import OperationForm
 from ghostclip.capture.derive import derive
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
@@ -116,7 +116,7 @@ class ByRule(Plan):
     maps: list[RowMap]
     known: int
     call: Callable[[], Tensor]
-    alike: Form | None = None
+    alike: OperationForm | None = None
 
     def use_in(self, forward: ForwardContext) -> ParamUse:
         """Return the use of its parameters, not registered yet.

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
-from ghostclip.capture.sizes import Calls, Key, Layout, Resized, shapes_of
+from ghostclip.capture.sizes import CallLayout, Calls, Key, Resized, shapes_of
 from ghostclip.capture.tracked import TrackedTensor
 
 _PICKS = {
@@ -152,7 +152,7 @@ class RowTracker(TorchFunctionMode):
         """Watch forwards as those of a new model."""
         self._seen = self._changed = self.detaches = False
 
-    def layout(self, tree: Any) -> Layout | None:
+    def layout(self, tree: Any) -> CallLayout | None:
         """Return where samples lie in the arguments of the call that runs, as far as a resized forward tells.
 
         Args:

@@ -36,7 +36,7 @@ def uncompared() -> Iterator[None]:
         _compares.reset(before)
 
 
-class Call(Protocol):
+class SamplerCall(Protocol):
     """A call of a module with a sampler, and the gradient of its output."""
 
     grad_n: Tensor
@@ -59,7 +59,7 @@ class Call(Protocol):
         """
 
 
-def agrees(call: Call, module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
+def agrees(call: SamplerCall, module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
     """Compare what a sampler returned for one sample, the one with the largest gradient, with autograd's gradient.
 
     Random numbers and buffers are put back. What autograd cannot differentiate, or is random, is not compared, and the
@@ -109,7 +109,7 @@ def agrees(call: Call, module: nn.Module, factors: Mapping[str, Factor], place: 
     return largest > 0
 
 
-def _by_autograd(call: Call, module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
+def _by_autograd(call: SamplerCall, module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
     """Return gradients of the parameters that autograd knows; none where the module is random."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     with torch.random.fork_rng(devices=[alone.device] if alone.is_cuda else []):

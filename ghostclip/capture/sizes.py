@@ -29,7 +29,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class CallLayout:
     """Where samples lie in the tensors of one call.
 
     Attributes:
@@ -84,7 +84,7 @@ class Resized:
     batch_size: int
     size: int
 
-    def layout(self, key: Key, shapes: Shapes) -> Layout | None:
+    def layout(self, key: Key, shapes: Shapes) -> CallLayout | None:
         """Compare a call of the forward itself.
 
         Args:
@@ -96,7 +96,7 @@ class Resized:
         """
         found = self.calls.get(key)
         axes = None if found is None else self.compared(shapes, found[0])
-        return None if axes is None or found is None else Layout(axes, (), found[0], self.size)
+        return None if axes is None or found is None else CallLayout(axes, (), found[0], self.size)
 
     def of_results(self, key: Key, shapes: Shapes) -> tuple[int, ...]:
         """Compare what a call of the forward itself returned.
@@ -112,7 +112,15 @@ class Resized:
         return (None if found is None else self.compared(shapes, found[1])) or ()
 
     def compared(self, shapes: Shapes, resized: Shapes) -> tuple[int, ...] | None:
-        """Compare shapes of the forward itself with those of this one; as `compared`."""
+        """Compare shapes of the forward itself with those of this one.
+
+        Args:
+            shapes: Of tensors of the forward itself.
+            resized: Of the same tensors of this one.
+
+        Returns:
+            As `compared`.
+        """
         return compared(shapes, resized, self.batch_size, self.size)
 
 

@@ -21,7 +21,7 @@ AT_ONCE_FORM: Final = "dense, sample by sample at once"
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A product of matrices, one for each of N = B·S: ``(O, T) x (T, I)``.
 
     Attributes:
@@ -76,7 +76,7 @@ class Statistics:
     names: tuple[str, ...]
     kind: str
     samples: int
-    products: tuple[Product, ...]
+    products: tuple[MatrixProduct, ...]
     materialised: bool
     derived: bool
     elements: int
@@ -171,16 +171,16 @@ def _kind(part: Factor) -> str:
     return kinds.get(type(part), "dense")
 
 
-def _product(outer: Outer | Head) -> Product:
+def _product(outer: Outer | Head) -> MatrixProduct:
     if isinstance(outer, Head):
         # Its logits are formed twice more, for the norm and for the sum.
         norm = outer.norm_flops() + 4 * prod(outer.sizes)
-        return Product(outer.batch_size, *outer.sizes, kept=False, norm=norm, plan="tiles of logits")
+        return MatrixProduct(outer.batch_size, *outer.sizes, kept=False, norm=norm, plan="tiles of logits")
     count = outer.batch_size * outer.slots
     if not isinstance(outer, Windows) and min(outer.a_NTI.element_size(), outer.g_NTO.element_size()) >= 4:
-        return Product(count, *outer.sizes)
+        return MatrixProduct(count, *outer.sizes)
     plan, flops = outer.norm_plan()
-    return Product(count, *outer.sizes, kept=outer.keeps_gradient(), norm=flops, plan=plan)
+    return MatrixProduct(count, *outer.sizes, kept=outer.keeps_gradient(), norm=flops, plan=plan)
 
 
 def _added_elements(part: Factor) -> int:
@@ -189,8 +189,8 @@ def _added_elements(part: Factor) -> int:
     return part.g_NTO.numel() if isinstance(part, Outer) else part.element_count()
 
 
-def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[Product, ...]:
+def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[MatrixProduct, ...]:
     if weight.dim() < 2 or grad.dim() == 0:
         return ()
     positions = grad.numel() // max(1, grad.shape[-1] * samples)
-    return (Product(samples, positions, weight.shape[-1], weight.numel() // max(1, weight.shape[-1])),)
+    return (MatrixProduct(samples, positions, weight.shape[-1], weight.numel() // max(1, weight.shape[-1])),)

@@ -19,7 +19,7 @@ from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, samples_axis
 from ghostclip.clipping.shares import counted_positions
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.linear_paths import Number, Path, Reduced, grouped, looks_plain, paths
+from ghostclip.evidence.linear_paths import Number, Path, ReducedAxes, grouped, looks_plain, paths
 from ghostclip.evidence.losses import in_words
 
 _TOLERANCE: Final = 1e-6
@@ -239,7 +239,7 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     return Scale(forms, sign * constant)
 
 
-def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> Iterator[Reduced]:
+def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> Iterator[ReducedAxes]:
     """Yield the reductions over samples; one of what was spread over the samples just before gives nothing."""
     steps = path.reduced
     if row_map.kind == "one":
@@ -250,7 +250,7 @@ def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> It
     if len(steps) == 1 and steps[0].kind != "spread":
         yield steps[0]
         return
-    waiting: list[Reduced] = []
+    waiting: list[ReducedAxes] = []
     for step in steps:
         place = samples_axis(step.sizes, batch_size, axis)
         if place not in step.axes and not (row_map.kind == "gathered" and step is steps[-1]):
@@ -294,7 +294,7 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 
 
 def _divisors(
-    path: Path, steps: list[Reduced], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
+    path: Path, steps: list[ReducedAxes], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
 ) -> dict[int, tuple[str, bool]]:
     """Return what a sum may be divided by: the form that this is, and whether a tensor may hold it."""
     gathered = row_map.samples if row_map.kind == "gathered" else None

@@ -116,6 +116,9 @@ class Sequences(Protocol):
 
         Args:
             what: What it is for.
+
+        Returns:
+            The generator.
         """
 
     def begin(self, forward: ForwardContext) -> None:

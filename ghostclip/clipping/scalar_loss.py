@@ -37,7 +37,7 @@ from ghostclip.clipping.loss_scale import (
 )
 from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.linear_paths import CLASSES, Number, Path, Reduced, grouped, paths
+from ghostclip.evidence.linear_paths import CLASSES, Number, Path, ReducedAxes, grouped, paths
 from ghostclip.evidence.loss_graph import refuse_changed_gradients
 from ghostclip.evidence.losses import Ends, LossRows, gathered_at, is_picked
 from ghostclip.evidence.prover import Evidence
@@ -183,7 +183,7 @@ class LossExaminer:
                 raise LossReductionError(message)
             numbers = () if value == 1 else (Number(abs(value), value, divides=False, plain=True),)
         sizes = shape_at(edge) or ()
-        reduced = (Reduced("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
+        reduced = (ReducedAxes("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
         return edge, Path(numbers=numbers, reduced=reduced)
 
     def _prove(self, capture: CaptureContext, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:

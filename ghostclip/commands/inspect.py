@@ -108,7 +108,7 @@ def run(given: dict[str, Any]) -> int:
     """
     from ghostclip.validation.inspection import inspect_model, load_source
     from ghostclip.validation.inspection.memory import DEVICES
-    from ghostclip.validation.inspection.sources import Request
+    from ghostclip.validation.inspection.sources import InspectionRequest
 
     options = {**_DEFAULTS, **given}
     for name, least in (("batch_size", 2), ("sequence_length", 1)):
@@ -117,12 +117,12 @@ def run(given: dict[str, Any]) -> int:
     if options.get("json", "-") != "-":
         require_writable(Path(options["json"]), "--json")
     names = ("model", "batch_size", "sequence_length", "full", "batch", "input_shape", "batch_axis")
-    request = Request(**{name: options[name] for name in names})
+    request = InspectionRequest(**{name: options[name] for name in names})
     if request.full and ":" in request.model:
         raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
     with quiet(), Working("inspecting"):
         source = load_source(request)
-        proof = load_source(Request(**{**vars(request), "full": False})) if request.full else None
+        proof = load_source(InspectionRequest(**{**vars(request), "full": False})) if request.full else None
         found = inspect_model(
             source,
             strategy=options["strategy"],

@@ -32,7 +32,7 @@ from ghostclip.distributed.own_ways import own_ways
 from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
-from ghostclip.evidence.unchecked import Schedule
+from ghostclip.evidence.unchecked import CheckSchedule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +81,7 @@ class ShardedModel:
         self._number = 0
         self._leaving = Leaving()
         self._proved = [False] * world_size()
-        self._schedule: Schedule | None = None
+        self._schedule: CheckSchedule | None = None
         self._restore: list[Callable[[], None]] = []
         self._is_open = self._is_held = self._is_due = self._proves = self.proves_again = False
         self.wants_proof = False
@@ -186,7 +186,7 @@ class ShardedModel:
         self._number += 1
         if all(self._proved):
             if self._schedule is None:
-                self._schedule = Schedule(common_numbers("when to ask again"), asked=self._number)
+                self._schedule = CheckSchedule(common_numbers("when to ask again"), asked=self._number)
             due = self._schedule.take(self._number)
             asks, self.proves_again = due or self._is_due, due and not self._is_due
         else:

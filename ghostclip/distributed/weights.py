@@ -16,7 +16,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 
 
-class _Entry(NamedTuple):
+class _WeightEntry(NamedTuple):
     """Properties of one parameter or buffer that ranks compare."""
 
     name: str
@@ -74,7 +74,7 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
     if world_size(group) == 1:
         return
     entries = [
-        _Entry(name, _layout(tensor), tensor.requires_grad, digest, _part(name, tensor))
+        _WeightEntry(name, _layout(tensor), tensor.requires_grad, digest, _part(name, tensor))
         for (name, tensor), digest in zip(_tensors(model), digests(model), strict=True)
     ]
     found = gathered("digest of the model", _brief(entries), group)
@@ -103,7 +103,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _brief(entries: Sequence[_Entry]) -> tuple[bytes, bytes, bytes]:
+def _brief(entries: Sequence[_WeightEntry]) -> tuple[bytes, bytes, bytes]:
     """Return digests of what all ranks must have in common, of which parts this one holds, and of these."""
     common = [entry if not entry.part else entry._replace(digest=0, part="") for entry in entries]
     parts = [entry.part for entry in entries]
@@ -121,7 +121,7 @@ def _part(name: str, tensor: torch.Tensor) -> str:
     return str(placement_of(name, tensor).here) if _torch.is_sharded_tensor(tensor) else ""
 
 
-def _complaint(model: str, found: list[list[_Entry]]) -> str:
+def _complaint(model: str, found: list[list[_WeightEntry]]) -> str:
     """Say what is the first thing in which ranks differ, and what helps.
 
     Args:
@@ -156,7 +156,7 @@ def _complaint(model: str, found: list[list[_Entry]]) -> str:
     )
 
 
-def _differs(entry: _Entry, other: _Entry) -> bool:
+def _differs(entry: _WeightEntry, other: _WeightEntry) -> bool:
     """Return whether two ranks cannot have the same parameter; of different parts only the form is compared."""
     if entry.part == other.part:
         return entry != other

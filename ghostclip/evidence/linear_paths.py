@@ -85,7 +85,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedAxes:
     """Axes that were reduced (or, of a value that was spread, those along which it was repeated).
 
     Attributes:
@@ -123,8 +123,8 @@ class Path:
     ends: tuple[Edge, ...] = ()
     name: str = ""
     numbers: tuple[Number, ...] = ()
-    reduced: tuple[Reduced, ...] = ()
-    picked: tuple[Reduced, ...] = ()
+    reduced: tuple[ReducedAxes, ...] = ()
+    picked: tuple[ReducedAxes, ...] = ()
     loss: Any = None
     key: tuple[Any, ...] = ()
     way: Any = None
@@ -242,7 +242,7 @@ def _ended(edge: Edge, name: str, path: Path) -> Path:
         return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key, path.way)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
     sizes = _loss_sizes(node, name, shape_at(ends[0]) or ())
-    step = Reduced(kind, sizes, tuple(range(len(sizes))))
+    step = ReducedAxes(kind, sizes, tuple(range(len(sizes))))
     return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind), path.way)
 
 
@@ -269,7 +269,7 @@ def _follow(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
 def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
     node = edge[0]
     if name in _JOINED:
-        path = _and(path, name, reduced=(Reduced("joined"),))
+        path = _and(path, name, reduced=(ReducedAxes("joined"),))
     if name in _SLICED or name in PICKED:
         path = _and(path, name, picked=(_picked(node, name),))
     condition = _torch.saved_or(node, _CONDITIONS[name], None) if name in _CONDITIONS else None
@@ -304,8 +304,8 @@ def _and(
     name: str,
     *,
     numbers: tuple[Number, ...] = (),
-    reduced: tuple[Reduced, ...] = (),
-    picked: tuple[Reduced, ...] = (),
+    reduced: tuple[ReducedAxes, ...] = (),
+    picked: tuple[ReducedAxes, ...] = (),
 ) -> Path:
     return Path(
         numbers=path.numbers + numbers,
@@ -316,17 +316,19 @@ def _and(
     )
 
 
-def _picked(node: Any, name: str) -> Reduced:
+def _picked(node: Any, name: str) -> ReducedAxes:
     """Return along which axes values were picked; no axis stands for all."""
     sizes = shape_at(node.next_functions[0]) or ()
     if name == "MaskedSelectBackward0":
-        return Reduced("picked", sizes)
+        return ReducedAxes("picked", sizes)
     if name != "IndexBackward0":
-        return Reduced("picked", sizes, (_axis(_torch.saved(node, "dim"), len(sizes)),))
+        return ReducedAxes("picked", sizes, (_axis(_torch.saved(node, "dim"), len(sizes)),))
     indices = _torch.saved(node, "indices")
     # A mask stands for as many axes as it has.
     whole = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return Reduced("picked", sizes, () if whole else tuple(i for i, index in enumerate(indices) if index is not None))
+    return ReducedAxes(
+        "picked", sizes, () if whole else tuple(i for i, index in enumerate(indices) if index is not None)
+    )
 
 
 def _axis(kept: int, count: int) -> int:
@@ -334,12 +336,12 @@ def _axis(kept: int, count: int) -> int:
     return _torch.signed(kept) % max(1, count)
 
 
-def _reduction(node: Any, name: str) -> Reduced:
+def _reduction(node: Any, name: str) -> ReducedAxes:
     sizes = tuple(_torch.saved(node, "self_sym_sizes"))
     axes = list(range(len(sizes)))
     if name.endswith("1") and len(_torch.saved(node, "dim")):
         axes = sorted({_axis(axis, len(sizes)) for axis in _torch.saved(node, "dim") if sizes})
-    return Reduced("mean" if _REDUCING[name] else "sum", sizes, tuple(axes))
+    return ReducedAxes("mean" if _REDUCING[name] else "sum", sizes, tuple(axes))
 
 
 def _spread(edge: Edge, following: Edge, path: Path) -> Path:
@@ -349,7 +351,7 @@ def _spread(edge: Edge, following: Edge, path: Path) -> Path:
         return path
     missing = len(after) - len(before)
     axes = [axis for axis, size in enumerate(after) if size != 1 and (axis < missing or before[axis - missing] != size)]
-    return _and(path, "spread", reduced=(Reduced("spread", after, tuple(axes)),)) if axes else path
+    return _and(path, "spread", reduced=(ReducedAxes("spread", after, tuple(axes)),)) if axes else path
 
 
 def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None:

@@ -31,7 +31,7 @@ from ghostclip.capture.packed import packed_inputs
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of, first_apart
 from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Batch, Run, plainly, tried
-from ghostclip.evidence.linear_paths import Path, Reduced, looks_plain
+from ghostclip.evidence.linear_paths import Path, ReducedAxes, looks_plain
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import PADDING, Unchecked
 
@@ -581,7 +581,7 @@ def _is_apart(pair: _Pair, coarsest: torch.dtype) -> bool:
     return any(bool(((first - second).abs().nan_to_num() > tolerance * scale).any()) for first, second in pairs)
 
 
-def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Reduced, list[tuple[int, bool]]]]:
+def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, ReducedAxes, list[tuple[int, bool]]]]:
     """Yield how many values of one sample each mean of a loss is over, with the sizes that it has and which it is over.
 
     Means over picked samples are left out: they are each sample's own.

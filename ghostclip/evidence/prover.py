@@ -69,25 +69,18 @@ class Evidence:
         hands_on: Whether outputs go to another part of the model, which takes their rows for samples as they lie.
     """
 
-    def __init__(
-        self,
-        *,
-        probes: bool,
-        in_parts: bool = False,
-        splits_sequences: bool = False,
-        numbers: random.Random | None = None,
-    ) -> None:
+    def __init__(self, *, probes: bool, in_parts: bool = False, numbers: random.Random | None = None) -> None:
         """Ask nothing yet.
 
         Args:
             probes: Whether to ask at all.
             in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
-            splits_sequences: Whether they have positions of the same samples, which they may exchange.
-            numbers: Says in which forwards to ask again, None for the system: ranks that have positions of the same
-                samples run the model equally often.
+            numbers: Says in which forwards to ask again, of ranks that have positions of the same samples: they may
+                exchange them, and run the model equally often. None where there are no such ranks.
         """
         self.probes = probes
-        self._may_exchange, self._splits_sequences = in_parts or splits_sequences, splits_sequences
+        self._splits_sequences = numbers is not None
+        self._may_exchange = in_parts or self._splits_sequences
         self.unchecked = Unchecked(numbers)
         self.loss_sizes: Sizes = {}
         self.padding = Padding()

@@ -43,7 +43,7 @@ def forwards_between(number: int, numbers: random.Random) -> int:
     return numbers.randint(number, 5 * number) if number < _SETTLED else _SETTLED + numbers.randint(0, _RARELY)
 
 
-class Schedule:
+class CheckSchedule:
     """Which forwards are asked about: the first one, and later ones that nobody can predict.
 
     A model that remembers a batch, takes another branch in every fifth forward, or orders its rows by what is in them
@@ -102,7 +102,7 @@ class Unchecked:
         self._done: set[str] = set()
         self._told: set[str] = set()
         self._forwards = self._alone = 0
-        self._schedule, self._is_again = Schedule(numbers), False
+        self._schedule, self._is_again = CheckSchedule(numbers), False
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
         """Count a forward and decide whether it is one to ask for evidence.
@@ -114,7 +114,7 @@ class Unchecked:
                 None for all.
 
         Returns:
-            Whether to ask, by `Schedule`; of forwards of copies, those before one that is due.
+            Whether to ask, by `CheckSchedule`; of forwards of copies, those before one that is due.
         """
         if not probes:
             self.missed("probe=False", *_ALL)
@@ -147,7 +147,7 @@ class Unchecked:
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
-        self._forwards, self._schedule = 0, Schedule(self._numbers)
+        self._forwards, self._schedule = 0, CheckSchedule(self._numbers)
 
     def ran(self, *checks: str) -> None:
         """Note checks that ran and found nothing wrong.

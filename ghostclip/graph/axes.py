@@ -23,7 +23,7 @@ from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.trace import Inputs, Traced, operation, outputs_of
 
 
-class Layout(NamedTuple):
+class SampleLayout(NamedTuple):
     """Where samples lie in a value.
 
     Row ``(o · B + b) · inner + i`` along the axis belongs to sample b.
@@ -57,7 +57,7 @@ class Axes:
     """
 
     batch_size: int
-    layouts: dict[fx.Node, Layout | None]
+    layouts: dict[fx.Node, SampleLayout | None]
     depends: frozenset[fx.Node]
     summed: frozenset[fx.Node]
 
@@ -147,7 +147,7 @@ class _Reader:
     """Reads the nodes of a graph in order."""
 
     def __init__(self, batch_size: int, pairs: dict[fx.Node, fx.Node], inputs: Inputs) -> None:
-        self.layouts: dict[fx.Node, Layout | None] = {}
+        self.layouts: dict[fx.Node, SampleLayout | None] = {}
         self.depends: set[fx.Node] = set()
         self._batch_size, self._pairs = batch_size, pairs
         places = [None] * inputs.fixed + list(inputs.in_batch)
@@ -188,7 +188,7 @@ class _Reader:
             if own != other and name not in _PLACES:
                 raise NoGraphError(f"{named(node)} is given {own} where one sample more makes it {other}: it follows B")
 
-    def _layout(self, node: fx.Node, value: Tensor) -> Layout | None:
+    def _layout(self, node: fx.Node, value: Tensor) -> SampleLayout | None:
         shape, grown = tuple(value.shape), tuple(self._pairs[node].meta["val"].shape)
         axes = [axis for axis, size in enumerate(shape) if len(grown) == len(shape) and grown[axis] != size]
         if not axes and shape == grown:
@@ -201,7 +201,7 @@ class _Reader:
             )
         return self._folded(node, axis, rows)
 
-    def _folded(self, node: fx.Node, axis: int, rows: int) -> Layout:
+    def _folded(self, node: fx.Node, axis: int, rows: int) -> SampleLayout:
         """Return how the rows of a sample lie along an axis."""
         name = operation(node)
         source = first_of(node) if node.target is operator.getitem else node
@@ -212,20 +212,20 @@ class _Reader:
         if name in _TAKES:
             self._refuse_taken(node, name)
         if rows == 1:
-            return Layout(axis)
+            return SampleLayout(axis)
         if name == "cat" and all(layout is not None for _, layout in above):
             inside = {layout.inner for _, layout in known if layout.axis == axis}
             if len(inside) == 1 and len(known) == len(_torch.tree_leaves(node.args[0])):
-                return Layout(axis, rows // (inner := inside.pop()), inner)
+                return SampleLayout(axis, rows // (inner := inside.pop()), inner)
         if name == "repeat" and len(known) == 1 and known[0][1].outer and known[0][1].axis == axis:
             times = rows // known[0][1].rows
-            return Layout(axis, times * known[0][1].outer, known[0][1].inner)
+            return SampleLayout(axis, times * known[0][1].outer, known[0][1].inner)
         found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows and layout.outer}
         if not found and node not in self.depends:
-            return Layout(axis, 0, rows)
+            return SampleLayout(axis, 0, rows)
         if len(found) != 1:
             raise NoGraphError(f"{named(node)}: how the {rows} rows of each sample lie along axis {axis} is not known")
-        return Layout(axis, *found.pop())
+        return SampleLayout(axis, *found.pop())
 
     def _refuse_taken(self, node: fx.Node, name: str) -> None:
         """Refuse rows that are picked along the sample axis by what depends on samples."""
@@ -254,7 +254,9 @@ def _numbers(node: fx.Node) -> list[Any]:
     return [item for item in (*node.args, *node.kwargs.values()) if type(item) in (int, float)]
 
 
-def _seen_through(node: fx.Node, axis: int, rows: int, source: fx.Node, layout: Layout, *, batch_size: int) -> Layout:
+def _seen_through(
+    node: fx.Node, axis: int, rows: int, source: fx.Node, layout: SampleLayout, *, batch_size: int
+) -> SampleLayout:
     """Return the layout of a view from that of what it views: no element moves."""
     before, after = shape_of(source), shape_of(node)
     outer = prod(before[: layout.axis]) * layout.outer
@@ -264,7 +266,7 @@ def _seen_through(node: fx.Node, axis: int, rows: int, source: fx.Node, layout: 
     if outer % lead or inner % trail or (outer // lead) * (inner // trail) != rows:
         raise NoGraphError(f"{named(node)} puts samples' entries into each other's places (axis {axis}): they mix")
     assert after[axis] == rows * batch_size
-    return Layout(axis, outer // lead, inner // trail)
+    return SampleLayout(axis, outer // lead, inner // trail)
 
 
 def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset[fx.Node]:

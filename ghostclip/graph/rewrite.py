@@ -25,7 +25,7 @@ from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held,
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.regions import Regions
 from ghostclip.graph.simplify import simplified
-from ghostclip.graph.sums import Reduction, Sum, Value, linear
+from ghostclip.graph.sums import SampleSum, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
 from ghostclip.kernels import reads, switch
 from ghostclip.kernels.precision import full_precision
@@ -70,7 +70,7 @@ class _Factored(fx.Interpreter):
         if operation(n) in _INTO and not _is_zero(n.args[0]):
             raise NoGraphError(f"{n.target} adds samples to what belongs to no sample")
         values: Any = _torch.tree_map(self._valued, (n.args, n.kwargs), is_leaf=lambda item: isinstance(item, fx.Node))
-        return Reduction(n.target, values[0], values[1], self._axes.batch_size).run()
+        return SampleSum(n.target, values[0], values[1], self._axes.batch_size).run()
 
     def _valued(self, item: Any) -> Any:
         if not isinstance(item, fx.Node):

@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
 from ghostclip.factors.convolution import Geometry
-from ghostclip.graph.axes import Layout
+from ghostclip.graph.axes import SampleLayout
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.trace import name_of
 
@@ -67,7 +67,7 @@ class Value:
         layout: Where its samples lie; None where it has no sample axis.
     """
 
-    def __init__(self, tensor: Tensor, layout: Layout | None) -> None:
+    def __init__(self, tensor: Tensor, layout: SampleLayout | None) -> None:
         """Hold both.
 
         Args:
@@ -98,11 +98,11 @@ class Value:
         return split.movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
 
 
-Handler = Callable[["Reduction"], Any]
+Handler = Callable[["SampleSum"], Any]
 _HANDLERS: Final[dict[str, Handler]] = {}
 
 
-class Reduction:
+class SampleSum:
     """One operation that sums over samples.
 
     Attributes:
@@ -199,14 +199,14 @@ def _alike(one: Value, two: Value) -> bool:
     if first is None or second is None or first.rows != second.rows:
         return False
     if first.outer == 0:
-        one.layout = first = Layout(first.axis, second.outer, second.inner)
+        one.layout = first = SampleLayout(first.axis, second.outer, second.inner)
     if second.outer == 0:
-        two.layout = second = Layout(second.axis, first.outer, first.inner)
+        two.layout = second = SampleLayout(second.axis, first.outer, first.inner)
     return first[1:] == second[1:]
 
 
 @_handles("mm")
-def _mm(call: Reduction) -> Sum | None:
+def _mm(call: SampleSum) -> Sum | None:
     left, right = call.args
     if not _alike(left, right):
         return None
@@ -215,7 +215,7 @@ def _mm(call: Reduction) -> Sum | None:
 
 
 @_handles("bmm")
-def _bmm(call: Reduction) -> Sum | None:
+def _bmm(call: SampleSum) -> Sum | None:
     left, right = call.args
     if not _alike(left, right) or left.layout.axis != 2:
         return None
@@ -225,7 +225,7 @@ def _bmm(call: Reduction) -> Sum | None:
 
 
 @_handles("sum")
-def _sum(call: Reduction) -> Sum:
+def _sum(call: SampleSum) -> Sum:
     x = call.apart(0)
     axes = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim() - 1)
     keepdim = bool(call.args[2]) if len(call.args) > 2 else False
@@ -233,7 +233,7 @@ def _sum(call: Reduction) -> Sum:
 
 
 @_handles("embedding_dense_backward")
-def _embedding(call: Reduction) -> Sum | None:
+def _embedding(call: SampleSum) -> Sum | None:
     grad, ids, rows, padding, by_frequency = call.args
     if by_frequency:
         raise NoGraphError("embedding with scale_grad_by_freq=True: its gradient depends on other samples' tokens")
@@ -246,7 +246,7 @@ def _embedding(call: Reduction) -> Sum | None:
 
 
 @_handles("index_put", "unsafe_index_put")
-def _index_put(call: Reduction) -> Sum | None:
+def _index_put(call: SampleSum) -> Sum | None:
     """Rows of a table that was indexed along its first axis."""
     into, indices, values = call.args[:3]
     simple = len(indices) == 1 and len(call.args) > 3 and call.args[3] and into.layout is None
@@ -261,7 +261,7 @@ def _index_put(call: Reduction) -> Sum | None:
 
 
 @_handles("native_layer_norm_backward")
-def _layer_norm(call: Reduction) -> tuple[Any, ...] | None:
+def _layer_norm(call: SampleSum) -> tuple[Any, ...] | None:
     """The normalised input is formed once, for the gradient that goes on and for that of the weight."""
     grad, x, shape, mean, rstd, weight, _, wanted = call.args
     if not _alike(grad, x):
@@ -286,7 +286,7 @@ def _layer_norm(call: Reduction) -> tuple[Any, ...] | None:
 
 
 @_handles("native_batch_norm_backward")
-def _batch_norm(call: Reduction) -> tuple[Any, ...]:
+def _batch_norm(call: SampleSum) -> tuple[Any, ...]:
     """In evaluation mode: what normalises is a buffer, the same for all samples."""
     mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
     if training:
@@ -300,7 +300,7 @@ def _batch_norm(call: Reduction) -> tuple[Any, ...]:
 
 
 @_handles("native_group_norm_backward")
-def _group_norm(call: Reduction) -> tuple[Any, ...]:
+def _group_norm(call: SampleSum) -> tuple[Any, ...]:
     _, _, mean, rstd, _, _, channels, _, groups, wanted = call.args
     inner, *_ = call.plain()
     g_BKC, x_BKC = call.apart(0, 0), call.apart(1, 0)
@@ -316,7 +316,7 @@ def _group_norm(call: Reduction) -> tuple[Any, ...]:
 
 
 @_handles("convolution_backward")
-def _convolution(call: Reduction) -> tuple[Any, ...]:
+def _convolution(call: SampleSum) -> tuple[Any, ...]:
     _, _, weight, _, stride, padding, dilation, transposed, _, groups, wanted = call.args
     inner: Any = None
     if wanted[0]:

@@ -179,11 +179,11 @@ def _numbered(leaf: Any, found: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     found.append(leaf)
-    return Place(len(found) - 1)
+    return Placeholder(len(found) - 1)
 
 
 @dataclass(frozen=True)
-class Place:
+class Placeholder:
     """Stands for a tensor of what a loss function returned beside the losses."""
 
     number: int
@@ -199,7 +199,7 @@ def restored(extra: Any, tensors: Sequence[Tensor]) -> Any:
     Returns:
         What the loss function returns.
     """
-    return _tree.mapped(lambda leaf: tensors[leaf.number] if isinstance(leaf, Place) else leaf, extra)
+    return _tree.mapped(lambda leaf: tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf, extra)
 
 
 def outputs_of(graph: fx.GraphModule) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ghostclip import _torch
 
 
-class Source(Protocol):
+class TensorNoise(Protocol):
     """Adds noise to one tensor."""
 
     def add_(self, tensor: Tensor, std: float) -> None:
@@ -27,7 +27,7 @@ class Source(Protocol):
         """
 
 
-class JointSource(Source, Protocol):
+class JointSource(TensorNoise, Protocol):
     """Adds noise to several tensors at once."""
 
     def add_all_(self, tensors: Sequence[Tensor], std: float) -> None:
@@ -52,7 +52,7 @@ class ReleasingSource(JointSource, Protocol):
         """
 
 
-def add_noise_(source: Source, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
+def add_noise_(source: TensorNoise, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
     """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can.
 
     Args:
@@ -73,7 +73,7 @@ def add_noise_(source: Source, tensors: Sequence[Tensor], std: float, divisor: f
         _torch.divide_all_([_torch.local(tensor) for tensor in tensors], divisor)
 
 
-def draws_at_once(source: Source) -> bool:
+def draws_at_once(source: TensorNoise) -> bool:
     """Return whether a source's `add_all_` stands for its `add_`.
 
     It does not where a subclass, or whoever put something else in its place, knows of `add_` alone: what they changed
@@ -88,7 +88,7 @@ def draws_at_once(source: Source) -> bool:
     return _stands_for(source, "add_all_", "add_")
 
 
-def draws_shares(source: Source) -> bool:
+def draws_shares(source: TensorNoise) -> bool:
     """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`.
 
     Args:
@@ -100,7 +100,7 @@ def draws_shares(source: Source) -> bool:
     return _stands_for(source, "add_share_", "add_", "add_all_", "add_shard_", "release_all_")
 
 
-def _stands_for(source: Source, joint: str, *methods: str) -> bool:
+def _stands_for(source: TensorNoise, joint: str, *methods: str) -> bool:
     for kind in type(source).__mro__:
         own = vars(kind)
         if joint in own:

@@ -18,13 +18,13 @@ import numpy as np
 from torch import Tensor
 
 from ghostclip import _tree
-from ghostclip.evidence.unchecked import Schedule
+from ghostclip.evidence.unchecked import CheckSchedule
 from ghostclip.optim.records import (
     Crossed,
     Kind,
     Leaf,
-    Memory,
     Prints,
+    RecordMemory,
     Replay,
     are_same,
     counted,
@@ -117,12 +117,12 @@ class DrawLog:
         self.compared = self.counted = 0
         self._once_a_pass = once_a_pass
         self._pass = self._several = 0
-        self._schedule = Schedule()
+        self._schedule = CheckSchedule()
         self._kinds: set[Kind] = set()
         self._unnoted: deque[tuple[int, np.ndarray, list[Prints]]] = deque()
         self._unnoted_rows = 0
         self._released: list[tuple[Sequence[Prints], int]] = []
-        self._memory: Memory | None = None
+        self._memory: RecordMemory | None = None
         self._draws: list[Draw] = []
         self._places: frozenset[int] = frozenset([0])
         self._delivered: int | None = None
@@ -331,9 +331,9 @@ class DrawLog:
     def _is_shown(self, span: tuple[int, int]) -> bool:
         return all(draw.is_shown for draw in self._draws[slice(*span)])
 
-    def _note(self) -> Memory:
+    def _note(self) -> RecordMemory:
         """Note what was handed out and released since the last time; waits for the device of the batches."""
-        memory = self._memory = self._memory or Memory()
+        memory = self._memory = self._memory or RecordMemory()
         of_leaf: dict[Leaf, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         for number, records, found in self._unnoted:
             for leaf, own in read(found):

@@ -75,7 +75,7 @@ class Crossed(NamedTuple):
     rows: int
 
 
-class Memory:
+class RecordMemory:
     """Contents that were handed out lately: which record's each is, in which draw it came and when it was released.
 
     A content is noted where its fingerprint says, in the place of what was there: 131,072 places of 30 bytes.
@@ -347,7 +347,7 @@ def counted(parts: Iterable[Rows]) -> Counter[int]:
     return total
 
 
-def telling(forward: Rows, drawn: Mapping[int, int], memory: Memory) -> Rows:
+def telling(forward: Rows, drawn: Mapping[int, int], memory: RecordMemory) -> Rows:
     """Return the rows of the input that tells most of which records a forward is of.
 
     Args:
@@ -368,7 +368,7 @@ def telling(forward: Rows, drawn: Mapping[int, int], memory: Memory) -> Rows:
 
 
 def replay_of(
-    seen: Counter[int], drawn: Mapping[int, int], memory: Memory, *, times: int, released_in: int | None
+    seen: Counter[int], drawn: Mapping[int, int], memory: RecordMemory, *, times: int, released_in: int | None
 ) -> Replay | None:
     """Look for records of a step that its draws do not explain.
 
@@ -401,7 +401,7 @@ def replay_of(
     return Replay(repeated, rows, earlier)
 
 
-def crossed_in(forwards: Sequence[Rows], memory: Memory) -> Crossed | None:
+def crossed_in(forwards: Sequence[Rows], memory: RecordMemory) -> Crossed | None:
     """Look for places that hold a row of one record in an input, and of another one in a further input.
 
     Args:
@@ -422,6 +422,6 @@ def crossed_in(forwards: Sequence[Rows], memory: Memory) -> Crossed | None:
     return None
 
 
-def _records_in(forward: Rows, memory: Memory) -> list[np.ndarray]:
+def _records_in(forward: Rows, memory: RecordMemory) -> list[np.ndarray]:
     """Return the records of the rows of the inputs that tell."""
     return [memory.records_of(prints) for _, prints in forward if memory.known(prints).any() and memory.tells(prints)]

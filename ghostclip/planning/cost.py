@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ghostclip.capture.statistics import Product, Statistics
+from ghostclip.capture.statistics import MatrixProduct, Statistics
 from ghostclip.factors import planner
 
 # Strategies that hold something of every layer until the backward ends.
@@ -93,14 +93,14 @@ def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
     return total
 
 
-def keeps(item: Product) -> bool:
+def keeps(item: MatrixProduct) -> bool:
     """Return whether book-keeping keeps a layer's per-sample gradients in the place of its two factors."""
     if item.kept is not None:
         return item.kept
     return item.positions > 0 and planner.keeps_per_sample(item.positions, item.inputs, item.outputs)
 
 
-def norm_flops(item: Product, *, instantiate: bool = False) -> int:
+def norm_flops(item: MatrixProduct, *, instantiate: bool = False) -> int:
     """Price the norms of a sum of outer products.
 
     Args:
@@ -170,7 +170,7 @@ def _is_factored(item: Statistics, *, strategy: str) -> bool:
     return strategy != "bookkeeping" or not all(map(keeps, item.products))
 
 
-def _cross_outer(first: Product, second: Product) -> int:
+def _cross_outer(first: MatrixProduct, second: MatrixProduct) -> int:
     gram = 2 * first.count * first.positions * second.positions * (first.inputs + first.outputs)
     return min(gram, first.flops + second.flops)
 
@@ -200,7 +200,7 @@ def plan_of(arrived: Statistics, *, strategy: str) -> str:
     return _norm_plan(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")
 
 
-def _norm_plan(item: Product, *, instantiate: bool) -> str:
+def _norm_plan(item: MatrixProduct, *, instantiate: bool) -> str:
     if item.positions == 0:
         return "no rows"
     if item.plan and not instantiate:

@@ -89,7 +89,7 @@ class Step:
 
 
 @dataclass
-class Part:
+class Stretch:
     """Consecutive operations of one block, or between blocks.
 
     Attributes:
@@ -127,7 +127,7 @@ class Timeline:
         parts: The operations, in the order of the backward.
     """
 
-    def __init__(self, calls: Sequence[BlockCall], parts: Sequence[Part], forward: ForwardContext) -> None:
+    def __init__(self, calls: Sequence[BlockCall], parts: Sequence[Stretch], forward: ForwardContext) -> None:
         """Keep what was read.
 
         Args:
@@ -358,13 +358,13 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
     """
     calls: Sequence[BlockCall] = forward.blocks
     constant = footprint.addresses(parameters)
-    parts: list[Part] = []
+    parts: list[Stretch] = []
     nodes = footprint.nodes_in_order(loss.grad_fn)
     for node, waiting in zip(nodes, footprint.passing_of(nodes), strict=True):
         order = footprint.order(node)
         call = next((number for number, one in enumerate(calls) if one.first <= order < one.last), None)
         if not parts or parts[-1].call != call:
-            parts.append(Part(call))
+            parts.append(Stretch(call))
         if call is None or calls[call].may_be_read:
             use, saved, inputs, arriving = footprint.read_node(node, constant)
             names = {} if use is None else {name: name for name in _names(use)}

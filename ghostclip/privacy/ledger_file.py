@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 from ghostclip.distributed import from_first, gathered, is_first, telling
 from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
 from ghostclip.privacy.charges import Charge, checked_charge, joined
-from ghostclip.privacy.ledger_lines import FORMAT, VERSION, Place, decoded, encoded, is_whole
+from ghostclip.privacy.ledger_lines import FORMAT, VERSION, LedgerPosition, decoded, encoded, is_whole
 
 if sys.platform != "win32":
     import fcntl
@@ -193,7 +193,7 @@ class LedgerFile:
         self.entries: list[Entry] = []
         self.mechanisms: list[dict[str, Any]] = []
         self._known: dict[tuple[str, int], str] = {}
-        self._places = [Place()]
+        self._places = [LedgerPosition()]
         self._releases = [0]
         self._holder: Mapping[str, Any] = {}
         self._end = 0
@@ -225,7 +225,7 @@ class LedgerFile:
         elif not whole:
             decoded(torn, self._places[-1], name=str(self.path))
 
-    def _take(self, values: Mapping[str, Any], place: Place, size: int) -> None:
+    def _take(self, values: Mapping[str, Any], place: LedgerPosition, size: int) -> None:
         """Take note of a line that is in the file."""
         if "mechanism" in values:
             self.mechanisms.append(values["mechanism"])
@@ -269,7 +269,7 @@ class LedgerFile:
         Raises:
             ResumeError: If it is another ledger, or lacks lines that it had.
         """
-        was, now = Place(saved["ledger"], saved["lines"], saved["chained"]), self._places[-1]
+        was, now = LedgerPosition(saved["ledger"], saved["lines"], saved["chained"]), self._places[-1]
         if len(self.entries) < saved["releases"] or (was.lines > now.lines and was.ledger == now.ledger):
             raise ResumeError(
                 f"{self.path}: the ledger holds {len(self.entries)} releases in {now.lines} lines; what is loaded was "
@@ -371,7 +371,7 @@ class LedgerFile:
         Returns:
             The file, locked.
         """
-        line, _ = encoded({VERSION: FORMAT}, Place(ledger=secrets.token_hex(8)))
+        line, _ = encoded({VERSION: FORMAT}, LedgerPosition(ledger=secrets.token_hex(8)))
         unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.unfinished")
         file = unfinished.open("w+b", buffering=0)
         try:

@@ -25,7 +25,7 @@ _HASH_DIGITS = 32
 _RESTORE = "Restore the file, from a copy if there is one: without it ε is not known."
 
 
-class Place(NamedTuple):
+class LedgerPosition(NamedTuple):
     """Position in a ledger: its identity, its number of lines, and their hash."""
 
     ledger: str = ""
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """Hash of the last one."""
 
 
-def encoded(values: Mapping[str, Any], after: Place) -> tuple[bytes, Place]:
+def encoded(values: Mapping[str, Any], after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
     """Return the line that continues a ledger.
 
     Args:
@@ -49,10 +49,10 @@ def encoded(values: Mapping[str, Any], after: Place) -> tuple[bytes, Place]:
     numbered = {**values, LEDGER: after.ledger, NUMBER: after.lines}
     body = json.dumps(numbered, separators=(",", ":"), sort_keys=True).encode()
     chained = _hash_of(body, after.chained)
-    return body + _SEPARATOR + chained.encode() + b"\n", Place(after.ledger, after.lines + 1, chained)
+    return body + _SEPARATOR + chained.encode() + b"\n", LedgerPosition(after.ledger, after.lines + 1, chained)
 
 
-def decoded(line: bytes, after: Place, *, name: str) -> tuple[dict[str, Any], Place]:
+def decoded(line: bytes, after: LedgerPosition, *, name: str) -> tuple[dict[str, Any], LedgerPosition]:
     """Return what a line says, if it continues the ledger.
 
     Args:
@@ -72,10 +72,10 @@ def decoded(line: bytes, after: Place, *, name: str) -> tuple[dict[str, Any], Pl
     values: dict[str, Any] = json.loads(body)
     if values.get(VERSION, FORMAT) != FORMAT:
         raise ResumeError(f"{name}: {_of_other_version(values[VERSION])}")
-    return values, Place(values[LEDGER], after.lines + 1, written.decode())
+    return values, LedgerPosition(values[LEDGER], after.lines + 1, written.decode())
 
 
-def is_whole(line: bytes, after: Place) -> bool:
+def is_whole(line: bytes, after: LedgerPosition) -> bool:
     """Say whether a line continues the ledger.
 
     Args:
@@ -101,7 +101,7 @@ def _of_other_version(version: object) -> str:
     )
 
 
-def _what_is_wrong(line: bytes, after: Place) -> str:
+def _what_is_wrong(line: bytes, after: LedgerPosition) -> str:
     """Say in what a line does not continue the ledger.
 
     Args:

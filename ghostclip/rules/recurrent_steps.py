@@ -108,7 +108,7 @@ class Ran:
 
 
 @dataclass
-class Gradients:
+class RecurrentGradients:
     """What a backward gives.
 
     Attributes:
@@ -153,7 +153,7 @@ class Kind(ABC):
     @abstractmethod
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
-    ) -> Gradients:
+    ) -> RecurrentGradients:
         """Run all steps backwards.
 
         Args:
@@ -217,7 +217,7 @@ class LSTM(Kind):
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
-    ) -> Gradients:
+    ) -> RecurrentGradients:
         """Run all steps backwards."""
         gates_NG, cells_NH, before_NH = ran
         width = cells_NH.shape[1]
@@ -248,7 +248,7 @@ class LSTM(Kind):
             c_n.mul_(forget)
             torch.mm(d_gates, weights.hh, out=h_n)
         gates = grads_N4H.flatten(1)
-        return Gradients(gates, gates, (h.whole, c.whole), None if weights.hr is None else total_NP)
+        return RecurrentGradients(gates, gates, (h.whole, c.whole), None if weights.hr is None else total_NP)
 
 
 class GRU(Kind):
@@ -281,7 +281,7 @@ class GRU(Kind):
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
-    ) -> Gradients:
+    ) -> RecurrentGradients:
         """Run all steps backwards."""
         gates_NG, product_NH, before_NH = ran
         r, z, n = gates_NG.chunk(3, 1)
@@ -301,7 +301,7 @@ class GRU(Kind):
             torch.mul(total, update, out=h_n)
             h_n.addmm_(d_flat, weights.hh)
         gates_N3H = torch.cat([grads_N3H[:, :2], (total_NH * new_NH).unsqueeze(1)], 1)
-        return Gradients(gates_N3H.flatten(1), grads_N3H.flatten(1), (h.whole,))
+        return RecurrentGradients(gates_N3H.flatten(1), grads_N3H.flatten(1), (h.whole,))
 
 
 class RNN(Kind):
@@ -333,7 +333,7 @@ class RNN(Kind):
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
-    ) -> Gradients:
+    ) -> RecurrentGradients:
         """Run all steps backwards."""
         (out_NH,) = ran
         slope_NH = (out_NH > 0).to(out_NH.dtype) if self._relu else 1 - out_NH * out_NH
@@ -345,7 +345,7 @@ class RNN(Kind):
             h_n = h.rows(steps.sizes[step])
             torch.mul(h_n.add_(grad), slope, out=d_gates)
             torch.mm(d_gates, weights.hh, out=h_n)
-        return Gradients(grads_NH, grads_NH, (h.whole,))
+        return RecurrentGradients(grads_NH, grads_NH, (h.whole,))
 
 
 KINDS: Final = {"lstm": LSTM(), "gru": GRU(), "rnn_tanh": RNN(relu=False), "rnn_relu": RNN(relu=True)}

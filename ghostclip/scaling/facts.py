@@ -16,7 +16,7 @@ from ghostclip.planning.coverage import Coverage, coverage_of
 from ghostclip.scaling.local import Shard, Unit, keep_one_shard, keep_one_stage, units_of
 from ghostclip.scaling.mesh import Mesh
 from ghostclip.scaling.source import Planned
-from ghostclip.validation.inspection.measure import Plain, call_sites, plain_step
+from ghostclip.validation.inspection.measure import OrdinaryStep, call_sites, plain_step
 
 WAYS: Final[dict[str, str]] = {"book-keeping": "bookkeeping", "two backwards": "ghost"}
 """Private ways, and the strategies that they are."""
@@ -50,7 +50,7 @@ class Facts:
     mesh: Mesh
     itemsize: int
     samples: int
-    plain: Plain
+    plain: OrdinaryStep
     units: list[Unit]
     shards: list[tuple[Shard, int]]
     blocks: list[str]

@@ -19,7 +19,7 @@ from ghostclip.scaling.mesh import Mesh
 from ghostclip.validation.inspection import Source, architectures, load_source
 from ghostclip.validation.inspection.inspect import train_only
 from ghostclip.validation.inspection.measure import losses_of
-from ghostclip.validation.inspection.sources import Request, require_positions
+from ghostclip.validation.inspection.sources import InspectionRequest, require_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -127,7 +127,7 @@ def load_planned(
     Raises:
         InvalidOptionError: The positions cannot be split over that axis.
     """
-    request = Request(model, batch_size, context_length)
+    request = InspectionRequest(model, batch_size, context_length)
     fused = False
     if context_length % mesh.cp or (mesh.cp > 1 and ":" in model):
         raise InvalidOptionError(

@@ -13,7 +13,7 @@ import torch
 
 import ghostclip
 from ghostclip.accounting import GaussianAccountant, create_accountant, get_noise_multiplier
-from ghostclip.accounting.contour import Composition, Contour, Cut, Nodes
+from ghostclip.accounting.contour import Composition, Contour, Nodes, TailCut
 from ghostclip.accounting.history import totals
 from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
 from ghostclip.accounting.rdp import rdp_delta
@@ -180,7 +180,7 @@ def test_outcomes_bounded_apart_change_no_bound(steps, loss):
     step = discretised(SampledGaussian(0.9, 0.01, "remove"), Cells(0.05, 0.01, 1.0, 9.0), "upper")
     composition = Composition([step], [steps])
     plain = Contour(composition, Nodes(8.0, 1e-6, 40.0, 40_000))
-    cut = Contour(composition, Nodes(8.0, 1e-6, 40.0, 40_000, Cut(loss, 30.0)))
+    cut = Contour(composition, Nodes(8.0, 1e-6, 40.0, 40_000, TailCut(loss, 30.0)))
     for epsilon in (0.8, 1.0, 1.5, 2.5):
         assert cut.lower(epsilon) <= plain.upper(epsilon) * (1 + 1e-12)
         assert plain.lower(epsilon) <= cut.upper(epsilon) * (1 + 1e-12)

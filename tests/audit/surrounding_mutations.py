@@ -23,7 +23,7 @@ from ghostclip.optim.foreign import Releases
 from ghostclip.optim.virtual import LogicalBatch
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.charges import Charge
-from ghostclip.privacy.ledger_lines import Place
+from ghostclip.privacy.ledger_lines import LedgerPosition
 from tests.audit.mutations import Mutation, _all_gradients, _clip, _finite, _norms, _sums, _weighted
 from tests.audit.subject import BOUND
 
@@ -78,11 +78,11 @@ def copies_keep_the_key() -> Iterator[None]:
 def ledger_read_without_its_chain() -> Iterator[None]:
     """Each line of a ledger is believed by itself: what is missing between two lines is not seen."""
 
-    def decoded(line: bytes, after: Place, *, name: str) -> tuple[dict[str, Any], Place]:
+    def decoded(line: bytes, after: LedgerPosition, *, name: str) -> tuple[dict[str, Any], LedgerPosition]:
         del name
         body, _, written = line.rpartition(b"\t")
         values = json.loads(body)
-        return values, Place(values["ledger"], after.lines + 1, written.decode())
+        return values, LedgerPosition(values["ledger"], after.lines + 1, written.decode())
 
     with (
         mock.patch("ghostclip.privacy.ledger_file.decoded", decoded),

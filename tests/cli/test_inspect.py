@@ -14,7 +14,7 @@ from benchmarks.flops import counter
 from ghostclip.cli import main
 from ghostclip.validation.inspection import inspect_model, load_source
 from ghostclip.validation.inspection.measure import losses_of
-from ghostclip.validation.inspection.sources import Request
+from ghostclip.validation.inspection.sources import InspectionRequest
 from tests.cli.conftest import Result
 
 SCRIPT = """
@@ -145,7 +145,7 @@ def test_architectures(inspect, name):
 )
 def test_expected_operations_are_those_of_the_step(name, strategy):
     """The whole step is predicted: layers, attention and, for two backwards, attention's backward once more."""
-    source = load_source(Request(name, batch_size=3, sequence_length=20))
+    source = load_source(InspectionRequest(name, batch_size=3, sequence_length=20))
     source.model.eval()
     found = inspect_model(source, strategy=strategy)
 
@@ -283,7 +283,7 @@ def test_wrong_input_is_one_line(inspect, script, words, said):
 
 def test_nothing_is_trained(script):
     """Parameters keep their values and get no gradient; the model of a factory can be used afterwards."""
-    source = load_source(Request(f"{script}:mlp", batch_size=4, sequence_length=3))
+    source = load_source(InspectionRequest(f"{script}:mlp", batch_size=4, sequence_length=3))
     before = [parameter.clone() for parameter in source.model.parameters()]
     inspect_model(source)
     assert all(torch.equal(one, two) for one, two in zip(before, source.model.parameters(), strict=True))
@@ -338,7 +338,7 @@ def test_wrong_memory(inspect, words, part):
 def test_page_agrees_with_the_coverage_of_a_clipper(name):
     """The same plan, with what the memory budget keeps, and one ratio wherever it is shown."""
     # Looked at as a model of its own, whose costs are shown.
-    source = replace(load_source(Request(name, batch_size=5, sequence_length=24)), stand_in=False)
+    source = replace(load_source(InspectionRequest(name, batch_size=5, sequence_length=24)), stand_in=False)
     found = inspect_model(source)
     with ghostclip.GhostClipper(source.model, max_grad_norm=1.0) as clipper:
         clipper.backward(losses_of(source.call(), batch_size=5, axis=0))

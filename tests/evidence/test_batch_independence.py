@@ -185,6 +185,29 @@ def test_dependence_is_refused_where_the_model_raises_without_gradients(way, dro
         model(_batch())
 
 
+class _Neighbours(_Model):
+    """Of two samples that lie side by side each is scaled by the sign of the other's first entry."""
+
+    def __init__(self, first):
+        super().__init__(_by_each_own)
+        self.first = first
+
+    def forward(self, x):
+        one, two = self.first, self.first + 1
+        order = torch.tensor([two if row == one else one if row == two else row for row in range(len(x))])
+        scale = torch.where(order == torch.arange(len(x)), 1.0, x[order, 0].sign())
+        return self.layer(x) * scale.unsqueeze(1)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4, 6])
+def test_neighbours_are_told_apart(first):
+    x = torch.randn(8, 3)
+    x[::2, 0], x[1::2, 0] = 1.0, -1.0
+    with ghostclip.GhostClipper(model := _Neighbours(first), max_grad_norm=0.1):
+        with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+            model(x)
+
+
 class _Experts(nn.Module):
     """Two experts, the sign of a record's first entry tells whose; each serves its first ``room(B)`` records."""
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError
-from ghostclip.evidence.unchecked import Schedule
+from ghostclip.evidence.unchecked import CheckSchedule
 from tests.exactness.runs import engine
 from tests.reference import per_sample_gradients, whole_norm
 
@@ -77,7 +77,7 @@ def test_batch_sizes_may_change_from_step_to_step(strategy):
 
 
 def _asked(count: int) -> list[int]:
-    schedule = Schedule()
+    schedule = CheckSchedule()
     return [number for number in range(1, count) if schedule.take(number)]
 
 

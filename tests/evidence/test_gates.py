@@ -39,6 +39,7 @@ MIXING = {
     "one less a number": lambda m, h, mean: (1.0 - m.number) * h + m.number * mean,
     "weight of a mean": lambda m, h, mean: torch.lerp(h, mean.expand_as(h), m.number),
     "alpha": lambda m, h, mean: torch.add(h, mean, alpha=m.number),
+    "second after first": lambda m, h, mean: h + m.gate * h[0].detach() * torch.eye(len(h))[:, 1:2].to(h),
     "mixup": lambda m, h, mean: (1.0 - m.number) * h + m.number * h.roll(1, 0),
     "new tensor": lambda m, h, mean: h + torch.tensor(m.number, dtype=h.dtype) * mean,
 }

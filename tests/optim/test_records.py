@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip.kernels.fingerprints import is_readable, row_fingerprints
 from ghostclip.optim.draws import Draw, DrawLog, Match
-from ghostclip.optim.records import Memory, Replay
+from ghostclip.optim.records import RecordMemory, Replay
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn,
@@ -71,7 +71,7 @@ def test_what_rows_can_be_read_of(tensor, readable):
 
 
 def test_a_content_of_several_records_is_nobodys():
-    memory = Memory()
+    memory = RecordMemory()
     prints = one(rows_of((4, 3)))
     twice = prints[[0, 1, 2, 0]].numpy()
     leaf = torch.float32, 1, 0

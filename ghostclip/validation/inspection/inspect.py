@@ -14,8 +14,8 @@ from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, Unsu
 from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.validation.fixers import ModuleValidator
-from ghostclip.validation.inspection.measure import Plain, losses_of, plain_step, planned
-from ghostclip.validation.inspection.memory import DEVICES, OPTIMIZERS, Memory, memory_of
+from ghostclip.validation.inspection.measure import OrdinaryStep, losses_of, plain_step, planned
+from ghostclip.validation.inspection.memory import DEVICES, OPTIMIZERS, StepMemory, memory_of
 from ghostclip.validation.inspection.sources import Source
 from ghostclip.validation.report import Problem
 
@@ -49,11 +49,11 @@ class Inspection:
     batch_size: int
     coverage: Coverage
     problems: list[Problem] = field(default_factory=list)
-    plain: Plain | None = None
+    plain: OrdinaryStep | None = None
     parameters: tuple[int, int] = (0, 0)
     parameter_bytes: int = 0
     by_shapes: bool = False
-    memory: Memory | None = None
+    memory: StepMemory | None = None
     optimizer: str = "adamw"
     devices: tuple[int, ...] = DEVICES
 
@@ -197,7 +197,7 @@ def inspect_model(
     )
 
 
-def _priced(source: Source, coverage: Coverage, *, by_shapes: bool) -> tuple[Coverage, Plain]:
+def _priced(source: Source, coverage: Coverage, *, by_shapes: bool) -> tuple[Coverage, OrdinaryStep]:
     """Return the table, made from shapes alone if asked to, and a step without privacy."""
     failure: Exception | None = None
     for attempt in (source, _with_whole_mask(source)):

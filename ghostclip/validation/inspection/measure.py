@@ -62,7 +62,7 @@ _UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
 
 
 @dataclass
-class Block:
+class BlockCost:
     """What one block of a model takes of a step without privacy.
 
     Attributes:
@@ -77,7 +77,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plain:
+class OrdinaryStep:
     """A step without privacy.
 
     Attributes:
@@ -90,7 +90,7 @@ class Plain:
     forward: int
     backward: int
     saved: int
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[BlockCost, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -125,7 +125,7 @@ def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
     )
 
 
-def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequence[nn.Module] = ()) -> Plain:
+def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequence[nn.Module] = ()) -> OrdinaryStep:
     """Count a step without privacy.
 
     Args:
@@ -139,7 +139,7 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequen
     own = {_torch.memory_key(parameter) for parameter in model.parameters()}
     saved: set[int] = set()
     # The last is whatever runs in none of them.
-    counted = [Block() for _ in (*blocks, model)]
+    counted = [BlockCost() for _ in (*blocks, model)]
     running = [counted[-1]]
 
     def pack(tensor: Tensor) -> Tensor:
@@ -158,11 +158,11 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequen
         loss.backward()
     model.zero_grad(set_to_none=True)
     total = sum(block.saved for block in counted)
-    return Plain(forward.get_total_flops(), backward.get_total_flops(), total, tuple(counted[:-1]))
+    return OrdinaryStep(forward.get_total_flops(), backward.get_total_flops(), total, tuple(counted[:-1]))
 
 
 @contextmanager
-def _counting(module: nn.Module, block: Block, running: list[Block], flops: FlopCounterMode) -> Iterator[None]:
+def _counting(module: nn.Module, block: BlockCost, running: list[BlockCost], flops: FlopCounterMode) -> Iterator[None]:
     """Let what a module does count as a block's."""
     forward = module.forward
 

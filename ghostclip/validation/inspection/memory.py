@@ -16,7 +16,7 @@ USABLE: Final = 0.9
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """Bytes of a private step; those of a device are counted in GB of 1000 MB.
 
     Attributes:
@@ -98,7 +98,7 @@ class Memory:
         return lines
 
 
-def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_size: int) -> Memory:
+def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_size: int) -> StepMemory:
     """Add up a private step.
 
     Args:
@@ -115,7 +115,7 @@ def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_
     # Sums are kept in float32 at least.
     sums = sum(p.numel() * max(4, p.element_size()) for p in trained)
     state = OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in trained)
-    return Memory(
+    return StepMemory(
         parameters=sum(p.numel() * p.element_size() for p in model.parameters()), gradients=sums, optimizer=state,
         activations=saved, clipping=held, batch_size=batch_size,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from ghostclip.validation.inspection import architectures
 
 
 @dataclass(frozen=True)
-class Request:
+class InspectionRequest:
     """Model and batch that an inspection was asked for.
 
     Attributes:
@@ -67,7 +67,7 @@ class Source:
         return self.model(self.batch)
 
 
-def load_source(request: Request) -> Source:
+def load_source(request: InspectionRequest) -> Source:
     """Find and build what was asked for.
 
     Args:
@@ -99,7 +99,7 @@ def load_source(request: Request) -> Source:
     return Source(model, batch, f"{request.model} ({type(model).__name__}), {sizes}", stand_in=not request.full)
 
 
-def require_positions(config: Any, request: Request) -> None:
+def require_positions(config: Any, request: InspectionRequest) -> None:
     """Refuse a sequence that is longer than an architecture holds.
 
     Args:
@@ -117,7 +117,7 @@ def require_positions(config: Any, request: Request) -> None:
         )
 
 
-def _from_factory(request: Request) -> Source:
+def _from_factory(request: InspectionRequest) -> Source:
     module, name = _module_and_name(request.model)
     made = _called(_function(module, name, request.model), request, request.model)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
@@ -164,7 +164,7 @@ def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
     return function
 
 
-def _called(function: Callable[..., Any], request: Request, text: str) -> Any:
+def _called(function: Callable[..., Any], request: InspectionRequest, text: str) -> Any:
     """Call a factory with those of batch_size and sequence_length that it names."""
     given = {"batch_size": request.batch_size, "sequence_length": request.sequence_length}
     names = inspect.signature(function).parameters
@@ -174,7 +174,7 @@ def _called(function: Callable[..., Any], request: Request, text: str) -> Any:
         raise InvalidOptionError(f"{text}: {type(error).__name__}: {error}") from error
 
 
-def _batch_for(model: nn.Module, module: ModuleType, request: Request) -> tuple[Any, str]:
+def _batch_for(model: nn.Module, module: ModuleType, request: InspectionRequest) -> tuple[Any, str]:
     name = request.batch or ("example_batch" if hasattr(module, "example_batch") else "")
     if name:
         return _called(_function(module, name, f"--batch {name}"), request, f"--batch {name}"), f"batch of {name}()"
@@ -191,7 +191,7 @@ def _batch_for(model: nn.Module, module: ModuleType, request: Request) -> tuple[
     return x, f"random input of shape {tuple(sizes)}"
 
 
-def _guessed(model: nn.Module, request: Request) -> tuple[int, tuple[int, ...]]:
+def _guessed(model: nn.Module, request: InspectionRequest) -> tuple[int, tuple[int, ...]]:
     """Return (rows of the table for ids, else 0) and the shape of one sample, by the first layer with parameters."""
     first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
     length = request.sequence_length
