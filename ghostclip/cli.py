@@ -28,32 +28,14 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-# Name: what it does, the module with `EXAMPLES` and `add_arguments(parser)`, the module with `run(given) -> exit
-# status`. Both are light to import until `run` is called; `given` holds the options that were given.
-_COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
-    "finetune": (
-        "train a transformer on text, on prompts with answers or on labelled text with differential privacy",
-        "finetune.options",
-        "finetune.job",
-    ),
-    "inspect": (
-        "say how a model's gradients would be clipped, what that costs and what is refused",
-        "commands.inspect",
-        "commands.inspect",
-    ),
-    "plan": (
-        "say what a training takes of each of many devices, private against non-private",
-        "commands.plan",
-        "commands.plan",
-    ),
-    "epsilon": ("bound epsilon of a private training", "commands.epsilon", "commands.epsilon"),
-    "calibrate": (
-        "find the noise, sample rate or number of steps that keeps a privacy budget",
-        "commands.calibrate",
-        "commands.calibrate",
-    ),
-    "audit": ("test a claimed epsilon with the scores of an attack", "commands.audit", "commands.audit"),
+# Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
+_COMMANDS: Final = {
+    "finetune": "finetune.job",
+    **{name: f"commands.{name}" for name in ("inspect", "plan", "epsilon", "calibrate", "audit")},
 }
+_FINETUNE: Final = (
+    "Train a transformer on text, on prompts with answers or on labelled text with differential privacy.\n\n"
+)
 _EXAMPLES: Final = """\
 examples:
   ghostclip finetune                                      train with defaults and show where the results lie
@@ -138,19 +120,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, arguments, job) in _COMMANDS.items():
-        module = importlib.import_module(f"ghostclip.{arguments}")
+    for name, job in _COMMANDS.items():
+        module = importlib.import_module("ghostclip." + ("finetune.options" if name == "finetune" else job))
+        text = _FINETUNE + module.EXAMPLES if name == "finetune" else module.__doc__ or " "
+        description, _, epilog = text.partition("\n\n")
         command = commands.add_parser(
             name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=module.EXAMPLES,
+            help=f"{description[0].lower()}{description[1:].removesuffix('.')}",
+            description=description,
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            argument_default=argparse.SUPPRESS,
+            # Fine-tuning tells what was given from its defaults.
+            argument_default=argparse.SUPPRESS if name == "finetune" else None,
             # A misspelt option that is taken for another one is an option that is silently wrong.
             allow_abbrev=False,
         )
-        module.add_arguments(command)
+        if name == "finetune":
+            module.add_arguments(command)
+        else:
+            for option, how in module.OPTIONS.items():
+                command.add_argument(option, **how)
         command.set_defaults(job=partial(_run, job), parser=command)
     return parser
 
