@@ -104,13 +104,7 @@ class GradientCanaries:
 
     @torch.no_grad()
     def _observe(self, _optimizer: object, _args: object, _options: object) -> None:
-        """Add the canaries of this step to the release, and read every canary's coordinate.
-
-        Args:
-            _optimizer: The wrapped optimizer.
-            _args: Arguments of its step.
-            _options: Options of its step.
-        """
+        """Add the canaries of this step to the release, and read every canary's coordinate."""
         mean = self.optimizer.loss_reduction == "mean"
         divisor = float(self.optimizer.expected_batch_size or 1.0) if mean else 1.0
         bound = self.optimizer.max_grad_norm
