@@ -14,9 +14,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, NoReturn, TextIO
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
 
 import ghostclip
 from ghostclip._files import reason_of
@@ -89,13 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog = parser.prog
         if unknown:
             parser.refuse(unknown)
-        job: Callable[[dict[str, object]], int] = arguments.pop("job")
-        del arguments["command"]
+        job = _COMMANDS[arguments.pop("command")]
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             # What libraries announce to those who call them is nothing that a person at a terminal can mend.
             warnings.simplefilter("ignore", FutureWarning)
-            status = job(arguments)
+            status: int = importlib.import_module(f"ghostclip.{job}").run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -103,8 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GhostClipError as error:
         stopped = isinstance(error, OutputError) and error.__cause__ is not None
         return _complain(prog, error, EXIT_MACHINE if stopped else EXIT_WRONG_INPUT)
-    except (OSError, MemoryError) as error:
-        return _complain(prog, _said(error), EXIT_MACHINE)
+    except OSError as error:
+        place = "the output" if error.filename is None else error.filename
+        said = f"{place}: {reason_of(error)}" if error.errno is not None else str(error) or type(error).__name__
+        return _complain(prog, said, EXIT_MACHINE)
+    except MemoryError as error:
+        return _complain(prog, str(error) or "out of memory", EXIT_MACHINE)
     except KeyboardInterrupt:
         return _complain(prog, "interrupted", EXIT_INTERRUPTED)
     return status
@@ -140,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         else:
             for option, how in module.OPTIONS.items():
                 command.add_argument(option, **how)
-        command.set_defaults(job=partial(_run, job), parser=command)
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -150,10 +152,6 @@ def _version() -> str:
     return f"ghostclip {ghostclip.__version__} (torch {torch}, Python {platform.python_version()})"
 
 
-def _run(module: str, given: dict[str, object]) -> int:
-    return importlib.import_module(f"ghostclip.{module}").run(given)
-
-
 def _forget_stdout() -> None:
     """Let the interpreter's own flush at the end go nowhere: whoever read the output has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -161,21 +159,7 @@ def _forget_stdout() -> None:
     os.close(nowhere)
 
 
-def _said(error: OSError | MemoryError) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        place = "the output" if error.filename is None else error.filename
-        return f"{place}: {reason_of(error)}"
-    return str(error) or "out of memory"
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: Any) -> None:
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

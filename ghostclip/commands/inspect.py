@@ -27,17 +27,7 @@ import argparse
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from ghostclip.commands.options import (
-    FILE,
-    OPTIMIZER,
-    TRAINABLE,
-    Options,
-    gigabytes,
-    quietly,
-    require_files,
-    require_least,
-    write_page,
-)
+from ghostclip.commands import options
 from ghostclip.errors import InvalidOptionError
 
 EXIT_REFUSED = 3
@@ -53,7 +43,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-OPTIONS: Final[Options] = {
+OPTIONS: Final[options.Options] = {
     "model": {"metavar": "MODEL", "help": "an architecture of transformers (gpt2, bert, vit, ...; nothing is "
               "downloaded), a local Hugging Face folder, or a Python function that returns a model or (model, batch): "
               "path/to/file.py:factory, module:factory"},
@@ -64,17 +54,17 @@ OPTIONS: Final[Options] = {
                           "help": "tokens of a sample (default: %(default)s)"},
     "--strategy": {"choices": ("auto", "bookkeeping", "ghost", "fast", "hooks"), "default": "auto",
                    "help": "how gradients are clipped (default: %(default)s)"},
-    **TRAINABLE,
+    **options.TRAINABLE,
     "--batch": {"metavar": "NAME", "default": "",
                 "help": "function beside the factory that makes a batch (default: example_batch)"},
     "--input-shape": {"type": _shape, "metavar": "D,D,...", "default": (),
                       "help": "shape of one sample of a factory's model, as 3,32,32"},
     "--batch-axis": {"type": int, "choices": (0, 1), "default": 0,
                      "help": "where samples lie in the inputs (default: %(default)s)"},
-    **OPTIMIZER,
-    "--device-memory": {"type": gigabytes, "action": "append", "metavar": "GB", "help": "memory of a device to fit on, "
-                        "as 24 or 24GB; may be given several times (default: the usual sizes)"},
-    "--json": {**FILE, "help": "write the findings as JSON; - prints them instead of the page"},
+    **options.OPTIMIZER,
+    "--device-memory": {"type": options.gigabytes, "action": "append", "metavar": "GB", "help": "memory of a device to "
+                        "fit on, as 24 or 24GB; may be given several times (default: the usual sizes)"},
+    "--json": {**options.FILE, "help": "write the findings as JSON; - prints them instead of the page"},
 }  # fmt: skip
 
 
@@ -84,17 +74,17 @@ def run(given: dict[str, Any]) -> int:
     from ghostclip.validation.inspection.memory import DEVICES
     from ghostclip.validation.inspection.sources import Request
 
-    require_least(given, {"batch_size": 2, "sequence_length": 1})
-    require_files(given)
+    options.require_least(given, {"batch_size": 2, "sequence_length": 1})
+    options.require_files(given)
     request = Request(**{one.name: given[one.name] for one in fields(Request)})
     if request.full and ":" in request.model:
         raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
-    with quietly("inspecting"):
+    with options.quietly("inspecting"):
         found = inspect_model(
             load_source(request),
             proof=load_source(replace(request, full=False)) if request.full else None,
             devices=given["device_memory"] or DEVICES,
             **{name: given[name] for name in ("strategy", "trainable", "optimizer")},
         )
-    write_page(given["json"], found)
+    options.write_page(given["json"], found)
     return 0 if found.ok else EXIT_REFUSED

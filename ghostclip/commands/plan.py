@@ -23,19 +23,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ghostclip.commands.options import (
-    FILE,
-    OPTIMIZER,
-    TRAINABLE,
-    Options,
-    gigabytes,
-    quietly,
-    require_files,
-    require_least,
-    write_page,
-)
+from ghostclip.commands import options
 
-OPTIONS: Final[Options] = {
+OPTIONS: Final[options.Options] = {
     "model": {"metavar": "MODEL", "help": "llama-1b, llama-8b, llama-70b or llama-405b at their published sizes; an "
               "architecture of transformers (gpt2, bert, vit, ...), a local Hugging Face folder, or a Python function "
               "that returns a model or (model, batch): path/to/file.py:factory, module:factory"},
@@ -43,7 +33,7 @@ OPTIONS: Final[Options] = {
                "help": "sizes of the mesh's axes replicate, dp, tp, cp and pp, as dp=8,tp=4 (default: %(default)s)"},
     "--context-length": {"type": int, "metavar": "T", "default": 1024,
                          "help": "tokens of a sample (default: %(default)s)"},
-    "--device-memory": {"type": gigabytes, "metavar": "GB", "default": "80",
+    "--device-memory": {"type": options.gigabytes, "metavar": "GB", "default": "80",
                         "help": "memory of a device, as 24 or 24GB (default: %(default)s)"},
     "--batch-size": {"type": int, "metavar": "B",
                      "help": "samples of a device's physical batch (default: the most that fit)"},
@@ -51,11 +41,11 @@ OPTIONS: Final[Options] = {
                        "help": "parts of a batch in a pipeline (default: 4 for each stage of pp)"},
     "--checkpointing": {"action": "store_true",
                         "help": "keep the blocks' inputs alone, and run them again in a backward"},
-    **OPTIMIZER,
-    **TRAINABLE,
+    **options.OPTIMIZER,
+    **options.TRAINABLE,
     "--dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16",
                 "help": "what a step computes in (default: %(default)s)"},
-    "--json": {**FILE, "help": "write the plan as JSON; - prints it instead of the page"},
+    "--json": {**options.FILE, "help": "write the plan as JSON; - prints it instead of the page"},
 }  # fmt: skip
 
 
@@ -65,10 +55,10 @@ def run(given: dict[str, Any]) -> int:
 
     from ghostclip.scaling import Mesh, load_planned, plan_devices
 
-    require_least(given, {"context_length": 1, "batch_size": 1, "microbatches": 1})
-    require_files(given)
+    options.require_least(given, {"context_length": 1, "batch_size": 1, "microbatches": 1})
+    options.require_files(given)
     mesh = Mesh.parse(given["mesh"])
-    with quietly("planning"):
+    with options.quietly("planning"):
         # Of two samples: what all of a batch have in common counts half.
         planned = load_planned(
             given["model"], batch_size=2, context_length=given["context_length"],
@@ -79,5 +69,5 @@ def run(given: dict[str, Any]) -> int:
             optimizer=given["optimizer"], checkpointing=given["checkpointing"],
             microbatches=given["microbatches"] or 0,
         )  # fmt: skip
-    write_page(given["json"], found)
+    options.write_page(given["json"], found)
     return 0
