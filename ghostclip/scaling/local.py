@@ -1,18 +1,20 @@
-"""The part of a model that one device computes with: shards of tensor parallelism, units of FSDP2.
+"""The mesh of devices, and the part of a model that one of them computes with: shards, stages, units of FSDP2.
 
 A model on the meta device becomes the model of one rank: each matrix that tensor parallelism shards is replaced by one
 of its shards, and whatever runs on it then has the sizes of one rank.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import asdict, dataclass, fields
+from math import ceil, prod
 from typing import Any, Final, cast
 
-import torch
 from torch import nn
 
+from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 # A style of transformers' plans: the axis of the weight that is sharded.
@@ -24,6 +26,70 @@ _AXES: Final = {
     "rowwise_rep": 1,
     "embedding_rowwise": 0,
 }
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in up to five axes.
+
+    Attributes:
+        replicate: Copies of the sharded model (HSDP).
+        dp: Ranks that shard parameters, gradients and optimizer state, each with samples of its own (FSDP2).
+        tp: Ranks that share every sample, with a part of each large matrix (tensor parallelism).
+        cp: Ranks that share every sample, with a part of its positions (context parallelism).
+        pp: Ranks that share every sample, with a part of the blocks (stages of a pipeline).
+    """
+
+    replicate: int = 1
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return prod(asdict(self).values())
+
+    @property
+    def data_ranks(self) -> int:
+        """How many groups of devices have samples of their own."""
+        return self.replicate * self.dp
+
+    def __str__(self) -> str:
+        """Return the axes as they are written."""
+        return ",".join(f"{name}={size}" for name, size in asdict(self).items() if name == "dp" or size > 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read axes as they are written.
+
+        Args:
+            text: As ``"dp=8,tp=4"``, axes that are left out being of size 1.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            InvalidOptionError: An axis is unknown, named twice or has no size.
+        """
+        sizes: dict[str, int] = {}
+        known = [axis.name for axis in fields(cls)]
+        for part in text.split(","):
+            name, _, size = (piece.strip() for piece in part.partition("="))
+            if name == "ep":
+                raise InvalidOptionError(
+                    f"mesh {text!r}: experts spread over ranks are not planned. Leave ep out; replicate, dp, tp, cp "
+                    "and pp are."
+                )
+            if name not in known:
+                raise InvalidOptionError(
+                    f"mesh {text!r}: no axis {name!r}; axes are {', '.join(known)}{did_you_mean(name, known)}"
+                )
+            if name in sizes or not size.isdecimal() or int(size) < 1:
+                raise InvalidOptionError(f"mesh {text!r}: {part!r} should name one axis with its size, as dp=8.")
+            sizes[name] = int(size)
+        return cls(**sizes)
 
 
 @dataclass(frozen=True)
@@ -51,19 +117,6 @@ class Shard:
         return self.weight.shape[0] if self.style.startswith("rowwise") else self.weight.shape[1]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that FSDP2 gathers and drops together.
-
-    Attributes:
-        name: Path of the block, or of the module that owns them.
-        elements: How many values one rank of the tensor axis has of them.
-    """
-
-    name: str
-    elements: int
-
-
 def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     """Leave of a model what one rank of the tensor axis computes with.
 
@@ -84,10 +137,9 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     shards = []
     for path, module in model.named_modules():
         style = plan.get(re.sub(r"\d+", "*", path))
-        if style is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
-            continue
-        _replace(path, module, style, ways, new)
-        shards.append(Shard(path, module.weight, style))
+        if style is not None and isinstance(getattr(module, "weight", None), nn.Parameter):
+            _replace(path, module, style, ways, new)
+            shards.append(Shard(path, cast(nn.Parameter, module.weight), style))
     return shards
 
 
@@ -121,28 +173,27 @@ def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
 
 
 def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace a module's weight, and a bias that goes with its outputs, by shards; tied ones by the same."""
+    """Replace a module's weight, and its bias, by shards; tied ones by the same."""
     if style not in _AXES:
         raise UnsupportedModelError(
             f"{path}: tensor parallelism of style {style!r} is not planned (known: {', '.join(_AXES)}). Leave tp out."
         )
     axis = _AXES[style]
-    whole: list[tuple[str, int]] = [("weight", axis)]
-    if axis == 0 and isinstance(getattr(module, "bias", None), nn.Parameter):
-        whole.append(("bias", 0))
-    for name, along in whole:
+    # A bias goes with the outputs.
+    with_bias = axis == 0 and isinstance(getattr(module, "bias", None), nn.Parameter)
+    for name in ("weight", "bias") if with_bias else ("weight",):
         parameter = getattr(module, name)
         if parameter not in new:
-            if parameter.shape[along] % ways:
+            size = list(parameter.shape)
+            if size[axis] % ways:
                 raise UnsupportedModelError(
-                    f"{path}.{name}: axis {along} of {tuple(parameter.shape)} cannot be shared evenly by tp={ways}. "
-                    "Take a tp that divides it."
+                    f"{path}.{name}: axis {axis} of {tuple(size)} cannot be shared evenly by tp={ways}. Take a tp that "
+                    "divides it."
                 )
-            size = [length // ways if k == along else length for k, length in enumerate(parameter.shape)]
-            value = torch.empty(size, dtype=parameter.dtype, device="meta")
-            new[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            size[axis] //= ways
+            shard = nn.Parameter(parameter.new_empty(size, device="meta"), requires_grad=parameter.requires_grad)
             # The shard of a tied weight is found by either.
-            new[new[parameter]] = new[parameter]
+            new[parameter] = new[shard] = shard
         setattr(module, name, new[parameter])
     if isinstance(module, nn.Embedding):
         # The shard need not hold the row that it names.
@@ -161,13 +212,10 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     most = 0
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        members = list(module.named_children())
+        members = list(module.named_children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
         size = sum(p.numel() for p in module.parameters())
         if len(members) > 1 and len({type(member) for _, member in members}) == 1 and size > most:
-            found = [(f"{path}.{name}" if path else name, member) for name, member in members]
-            most = size
+            found, most = [(f"{path}.{name}" if path else name, member) for name, member in members], size
     return found
 
 
@@ -206,7 +254,7 @@ def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]
     return blocks[:kept]
 
 
-def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Unit]:
+def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
     """Return what FSDP2 is taken to wrap: each block, and each module outside of them that owns parameters.
 
     Args:
@@ -214,19 +262,18 @@ def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[
         blocks: Its blocks.
 
     Returns:
-        The units; a tied parameter is in the first that has it.
+        How many values one rank of the tensor axis has of each; a tied parameter is in the first that has it.
     """
     seen: set[nn.Parameter] = set()
     units = []
     inside = tuple(f"{path}." for path, _ in blocks)
-    others = [(path, m) for path, m in model.named_modules() if not f"{path}.".startswith(inside or ("\0",))]
-    for path, module in [*blocks, *others]:
-        own = module.parameters() if (path, module) in blocks else module.parameters(recurse=False)
-        new = set(own) - seen
+    others = [module for path, module in model.named_modules() if not f"{path}.".startswith(inside or "\0")]
+    owned = [list(block.parameters()) for _, block in blocks]
+    for parameters in (*owned, *(list(module.parameters(recurse=False)) for module in others)):
+        new = set(parameters) - seen
         seen |= new
-        if new:
-            units.append(Unit(path, sum(p.numel() for p in new)))
-    return units
+        units.append(sum(p.numel() for p in new))
+    return [size for size in units if size]
 
 
 def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
@@ -240,10 +287,5 @@ def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
     Returns:
         Of the first device, which has the larger parts.
     """
-    total = 0
-    for parameter in model.parameters():
-        if trainable and not parameter.requires_grad:
-            continue
-        rows = parameter.shape[0] if parameter.dim() else 1
-        total += ceil(rows / ways) * (parameter.numel() // max(1, rows))
-    return total
+    shapes = [p.shape for p in model.parameters() if p.requires_grad or not trainable]
+    return sum(ceil(shape[0] / ways) * prod(shape[1:]) if shape else 1 for shape in shapes)
