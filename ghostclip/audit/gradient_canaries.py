@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -80,26 +79,23 @@ class GradientCanaries:
 
     def _choose(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each parameter, which canaries (first) have which of its entries (second)."""
-        sizes = [p.numel() for p in self._parameters]
-        if count > sum(sizes):
-            raise InvalidOptionError(f"count={count}: the optimizer has only {sum(sizes)} trainable entries.")
-        places = self._stream.choice(sum(sizes), count, replace=False)
-        ends = np.cumsum(sizes)
-        owners = np.searchsorted(ends, places, side="right")
-        chosen = []
-        for index, p in enumerate(self._parameters):
-            canaries = np.flatnonzero(owners == index)
-            entries = places[canaries] - (ends[index] - sizes[index])
-            chosen.append((torch.from_numpy(canaries), torch.from_numpy(entries).to(p.device)))
+        total = sum(p.numel() for p in self._parameters)
+        if count > total:
+            raise InvalidOptionError(f"count={count}: the optimizer has only {total} trainable entries.")
+        entry_M = self._stream.choice(total, count, replace=False)
+        chosen, first = [], 0
+        for p in self._parameters:
+            canaries = np.flatnonzero((first <= entry_M) & (entry_M < first + p.numel()))
+            entries = torch.from_numpy(entry_M[canaries] - first).to(p.device)
+            chosen.append((torch.from_numpy(canaries), entries))
+            first += p.numel()
         return chosen
 
     def __enter__(self) -> GradientCanaries:
         self._handle = self.optimizer.register_step_pre_hook(self._observe)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
     @torch.no_grad()
