@@ -67,21 +67,7 @@ class Facts:
 
 
 def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: int = 1) -> Facts:
-    """Count a step on the model of one device.
-
-    Args:
-        planned: The model and the step; the model is changed into that of one device.
-        mesh: The devices.
-        checkpointing: Blocks are run again in every backward.
-        microbatches: Parts that a batch goes through a pipeline in.
-
-    Returns:
-        What was counted.
-
-    Raises:
-        InvalidOptionError: There are no blocks to checkpoint, or to make stages of.
-        UnsupportedModelError: The model does not run on the meta device.
-    """
+    """Count a step on the model of one device, into which the planned model is changed."""
     model = planned.source.model
     blocks = keep_one_stage(model, mesh.pp)
     shards = keep_one_shard(model, mesh.tp)

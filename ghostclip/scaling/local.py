@@ -118,18 +118,7 @@ class Shard:
 
 
 def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
-    """Leave of a model what one rank of the tensor axis computes with.
-
-    Args:
-        model: The model, on the meta device; its sharded parameters are replaced.
-        ways: Ranks of the axis; 1 leaves the model as it is.
-
-    Returns:
-        What was sharded.
-
-    Raises:
-        UnsupportedModelError: The model has no plan, a plan of another style, or sizes that cannot be shared evenly.
-    """
+    """Leave of a model on the meta device what one rank of the tensor axis computes with; return what was sharded."""
     if ways == 1:
         return []
     plan = require_plan(model, ways)
@@ -144,18 +133,7 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
 
 
 def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
-    """Return how a model says that its layers are divided.
-
-    Args:
-        model: The model.
-        ways: Ranks of the axis.
-
-    Returns:
-        Styles by the path of a module or parameter, ``*`` for the numbers of blocks.
-
-    Raises:
-        UnsupportedModelError: It has no plan, or heads that cannot be shared evenly.
-    """
+    """Return how a model says that its layers are divided: styles by path, ``*`` for the numbers of blocks."""
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise UnsupportedModelError(
@@ -201,14 +179,7 @@ def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.P
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of a model: the members of the list of modules that holds most parameters.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Their paths and themselves; none where no list holds two modules of one class.
-    """
+    """Return the repeated blocks of a model, with paths: the members of the list of modules with most parameters."""
     found: list[tuple[str, nn.Module]] = []
     most = 0
     for path, module in model.named_modules():
@@ -220,19 +191,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
-    """Leave of a model the blocks of one stage of a pipeline, and all that is outside of blocks.
-
-    Args:
-        model: The model, on the meta device; the blocks of other stages are deleted.
-        stages: How many there are.
-
-    Returns:
-        The paths of the blocks that are left, and themselves.
-
-    Raises:
-        InvalidOptionError: There are no blocks, or so many stages cannot share them evenly.
-        UnsupportedModelError: A parameter outside of blocks has two places, which would be in different stages.
-    """
+    """Leave of a model the blocks of one stage of a pipeline, and all outside of blocks; return the blocks left."""
     blocks = blocks_of(model)
     if stages == 1:
         return blocks
@@ -255,14 +214,9 @@ def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]
 
 
 def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
-    """Return what FSDP2 is taken to wrap: each block, and each module outside of them that owns parameters.
+    """Return how many values the units of FSDP2 have: of each block, and of each module outside that owns parameters.
 
-    Args:
-        model: The model of one rank of the tensor axis.
-        blocks: Its blocks.
-
-    Returns:
-        How many values one rank of the tensor axis has of each; a tied parameter is in the first that has it.
+    A tied parameter is in the first that has it.
     """
     seen: set[nn.Parameter] = set()
     units = []
@@ -277,15 +231,6 @@ def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[
 
 
 def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
-    """Return how many values one device keeps where each parameter is sharded along its first axis, as FSDP2 does.
-
-    Args:
-        model: The model of one rank of the tensor axis.
-        ways: Ranks of the axis that shards.
-        trainable: Count trainable parameters only.
-
-    Returns:
-        Of the first device, which has the larger parts.
-    """
+    """Return how many values the first device keeps where FSDP2 shards each parameter along its first axis."""
     shapes = [p.shape for p in model.parameters() if p.requires_grad or not trainable]
     return sum(ceil(shape[0] / ways) * prod(shape[1:]) if shape else 1 for shape in shapes)

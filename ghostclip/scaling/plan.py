@@ -5,7 +5,7 @@ says of the same layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from ghostclip import _validate
@@ -52,8 +52,9 @@ class DevicePlan:
     measured: int = 2
 
     def physical_batch(self) -> tuple[int, ...]:
-        """Return the largest physical batch that fits, by way; 0 where not one sample does."""
-        return largest_batches(self.fixed, self.a_sample, self.device_bytes)
+        """Return the largest physical batch that fits on a device, of which a tenth is left, by way; 0 for none."""
+        room = [int(USABLE * self.device_bytes) - used for used in _totals(self.fixed)]
+        return tuple(max(0, free // max(1, each)) for free, each in zip(room, _totals(self.a_sample), strict=True))
 
     def total_bytes(self) -> tuple[int, ...]:
         """Return the bytes of a device, at most, by way."""
@@ -102,21 +103,6 @@ class DevicePlan:
         return as_table((head, *self.ways, "how"), [*_lines(rows, readable), last])
 
 
-def largest_batches(fixed: Sequence[Row], a_sample: Sequence[Row], device_bytes: int) -> tuple[int, ...]:
-    """Return the largest physical batch that fits on a device, of which a tenth is left.
-
-    Args:
-        fixed: Memory that does not depend on the batch.
-        a_sample: Memory that each sample adds.
-        device_bytes: Memory of the device.
-
-    Returns:
-        Samples, by way; 0 where not one fits.
-    """
-    room = [int(USABLE * device_bytes) - used for used in _totals(fixed)]
-    return tuple(max(0, free // max(1, each)) for free, each in zip(room, _totals(a_sample), strict=True))
-
-
 def _totals(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(row.values for row in rows), strict=True)))
 
@@ -163,14 +149,14 @@ def plan_devices(  # noqa: PLR0913 - each choice by its name
             "microbatches."
         )
     facts = counted(planned, mesh, checkpointing=checkpointing, microbatches=microbatches)
-    fixed, a_sample = rows.fixed(facts, optimizer), rows.a_sample(facts)
-    fits = min(largest_batches(fixed, a_sample, device_bytes))
-    batch_size = batch_size or max(microbatches, fits - fits % microbatches)
-    return DevicePlan(
+    plan = DevicePlan(
         title=_title(planned, facts, optimizer), ways=("non-private", *facts.coverages), batch_size=batch_size,
-        device_bytes=device_bytes, fixed=fixed, a_sample=a_sample, wire=rows.wire(facts, batch_size),
-        flops=rows.flops(facts, batch_size), coverage=next(iter(facts.coverages.values())), measured=facts.samples,
+        device_bytes=device_bytes, fixed=rows.fixed(facts, optimizer), a_sample=rows.a_sample(facts), wire=[], flops=[],
+        coverage=next(iter(facts.coverages.values())), measured=facts.samples,
     )  # fmt: skip
+    fits = min(plan.physical_batch())
+    size = batch_size or max(microbatches, fits - fits % microbatches)
+    return replace(plan, batch_size=size, wire=rows.wire(facts, size), flops=rows.flops(facts, size))
 
 
 def _microbatches(planned: Planned, mesh: Mesh, microbatches: int, *, checkpointing: bool) -> int:

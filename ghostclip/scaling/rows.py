@@ -60,15 +60,7 @@ def readable_flops(number: int) -> str:
 
 
 def fixed(facts: Facts, optimizer: str) -> list[Row]:
-    """Return the memory that does not depend on the batch.
-
-    Args:
-        facts: What was counted.
-        optimizer: One of `OPTIMIZERS`.
-
-    Returns:
-        The rows.
-    """
+    """Return the memory that does not depend on the batch."""
     mesh, row, state = facts.mesh, partial(_row, facts), OPTIMIZERS[optimizer]
     values, trained = held_values(facts.model, mesh.dp), held_values(facts.model, mesh.dp, trainable=True)
     part = f"values of a device (tp {mesh.tp}, dp {mesh.dp}) x {WIDE} B"
@@ -154,15 +146,7 @@ def _beyond(facts: Facts, coverage: Coverage) -> int:
 
 
 def wire(facts: Facts, batch_size: int) -> list[Row]:
-    """Return what a device sends in a physical batch.
-
-    Args:
-        facts: What was counted.
-        batch_size: B.
-
-    Returns:
-        The rows.
-    """
+    """Return what a device sends in a physical batch."""
     mesh, row, rows = facts.mesh, partial(_row, facts), []
     shard = held_values(facts.model, mesh.dp, trainable=True)
     if mesh.dp > 1:
@@ -246,15 +230,7 @@ def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
 
 
 def flops(facts: Facts, batch_size: int) -> list[Row]:
-    """Return what a device computes in a physical batch.
-
-    Args:
-        facts: What was counted.
-        batch_size: B.
-
-    Returns:
-        The rows.
-    """
+    """Return what a device computes in a physical batch."""
     plain, row = facts.plain, partial(_row, facts)
 
     def scaled(number: int) -> int:
