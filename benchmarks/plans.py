@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.files import RESULTS, head, write
-from ghostclip.commands.inspect import quiet
+from ghostclip.commands.options import quietly
 from ghostclip.scaling import DevicePlan, Mesh, load_planned, plan_devices
 
 # Model, mesh, whether blocks are checkpointed; of devices of 80 GB and 4096 tokens a sample.
@@ -26,7 +26,7 @@ TOKENS, DEVICE = 4096, 80 * 10**9
 
 def _timed(model: str, mesh: str, *, checkpointing: bool, tokens: int) -> tuple[DevicePlan, float]:
     started = time.perf_counter()
-    with quiet():
+    with quietly(f"planning {model}"):
         planned = load_planned(model, batch_size=2, context_length=tokens, dtype=torch.bfloat16)
         found = plan_devices(planned, mesh=Mesh.parse(mesh), device_bytes=DEVICE, checkpointing=checkpointing)
     return found, time.perf_counter() - started

@@ -8,8 +8,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ghostclip.errors import InvalidOptionError, OutputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".pdf", ".svg")
 # Colours of Okabe and Ito, which readers who do not tell red from green tell apart; lines differ in their dashes too.
@@ -129,6 +133,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{path}: could not be written ({reason_of(error)}).") from error
+
+
+@contextlib.contextmanager
+def picture(path: Path, *, size: tuple[float, float]) -> Iterator[Figure]:
+    """Give an empty figure that is drawn into a file, atomically, when the block ends well.
+
+    Args:
+        path: The file; its ending says the format.
+        size: Width and height in inches.
+
+    Yields:
+        The figure.
+    """
+    # The object interface: pyplot would choose a window system and keep global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    yield figure
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary)
 
 
 def write_text(path: Path, text: str) -> None:

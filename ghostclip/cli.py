@@ -14,9 +14,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, NoReturn, TextIO
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
 
 import ghostclip
 from ghostclip._files import reason_of
@@ -28,32 +27,14 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-# Name: what it does, the module with `EXAMPLES` and `add_arguments(parser)`, the module with `run(given) -> exit
-# status`. Both are light to import until `run` is called; `given` holds the options that were given.
-_COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
-    "finetune": (
-        "train a transformer on text, on prompts with answers or on labelled text with differential privacy",
-        "finetune.options",
-        "finetune.job",
-    ),
-    "inspect": (
-        "say how a model's gradients would be clipped, what that costs and what is refused",
-        "commands.inspect",
-        "commands.inspect",
-    ),
-    "plan": (
-        "say what a training takes of each of many devices, private against non-private",
-        "commands.plan",
-        "commands.plan",
-    ),
-    "epsilon": ("bound epsilon of a private training", "commands.epsilon", "commands.epsilon"),
-    "calibrate": (
-        "find the noise, sample rate or number of steps that keeps a privacy budget",
-        "commands.calibrate",
-        "commands.calibrate",
-    ),
-    "audit": ("test a claimed epsilon with the scores of an attack", "commands.audit", "commands.audit"),
+# Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
+_COMMANDS: Final = {
+    "finetune": "finetune.job",
+    **{name: f"commands.{name}" for name in ("inspect", "plan", "epsilon", "calibrate", "audit")},
 }
+_FINETUNE: Final = (
+    "Train a transformer on text, on prompts with answers or on labelled text with differential privacy.\n\n"
+)
 _EXAMPLES: Final = """\
 examples:
   ghostclip finetune                                      train with defaults and show where the results lie
@@ -107,13 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog = parser.prog
         if unknown:
             parser.refuse(unknown)
-        job: Callable[[dict[str, object]], int] = arguments.pop("job")
-        del arguments["command"]
+        job = _COMMANDS[arguments.pop("command")]
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             # What libraries announce to those who call them is nothing that a person at a terminal can mend.
             warnings.simplefilter("ignore", FutureWarning)
-            status = job(arguments)
+            status: int = importlib.import_module(f"ghostclip.{job}").run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -121,8 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GhostClipError as error:
         stopped = isinstance(error, OutputError) and error.__cause__ is not None
         return _complain(prog, error, EXIT_MACHINE if stopped else EXIT_WRONG_INPUT)
-    except (OSError, MemoryError) as error:
-        return _complain(prog, _said(error), EXIT_MACHINE)
+    except OSError as error:
+        place = "the output" if error.filename is None else error.filename
+        said = f"{place}: {reason_of(error)}" if error.errno is not None else str(error) or type(error).__name__
+        return _complain(prog, said, EXIT_MACHINE)
+    except MemoryError as error:
+        return _complain(prog, str(error) or "out of memory", EXIT_MACHINE)
     except KeyboardInterrupt:
         return _complain(prog, "interrupted", EXIT_INTERRUPTED)
     return status
@@ -138,20 +122,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, arguments, job) in _COMMANDS.items():
-        module = importlib.import_module(f"ghostclip.{arguments}")
+    for name, job in _COMMANDS.items():
+        module = importlib.import_module("ghostclip." + ("finetune.options" if name == "finetune" else job))
+        text = _FINETUNE + module.EXAMPLES if name == "finetune" else module.__doc__ or " "
+        description, _, epilog = text.partition("\n\n")
         command = commands.add_parser(
             name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=module.EXAMPLES,
+            help=f"{description[0].lower()}{description[1:].removesuffix('.')}",
+            description=description,
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            argument_default=argparse.SUPPRESS,
+            # Fine-tuning tells what was given from its defaults.
+            argument_default=argparse.SUPPRESS if name == "finetune" else None,
             # A misspelt option that is taken for another one is an option that is silently wrong.
             allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.set_defaults(job=partial(_run, job), parser=command)
+        if name == "finetune":
+            module.add_arguments(command)
+        else:
+            for option, how in module.OPTIONS.items():
+                command.add_argument(option, **how)
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -161,10 +152,6 @@ def _version() -> str:
     return f"ghostclip {ghostclip.__version__} (torch {torch}, Python {platform.python_version()})"
 
 
-def _run(module: str, given: dict[str, object]) -> int:
-    return importlib.import_module(f"ghostclip.{module}").run(given)
-
-
 def _forget_stdout() -> None:
     """Let the interpreter's own flush at the end go nowhere: whoever read the output has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -172,21 +159,7 @@ def _forget_stdout() -> None:
     os.close(nowhere)
 
 
-def _said(error: OSError | MemoryError) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        place = "the output" if error.filename is None else error.filename
-        return f"{place}: {reason_of(error)}"
-    return str(error) or "out of memory"
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: Any) -> None:
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

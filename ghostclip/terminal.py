@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TextIO
 
 _FIRST, _TERMINAL, _LOG = 2.0, 0.5, 30.0
@@ -41,9 +40,7 @@ class Working:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
         if self._logger is not None:

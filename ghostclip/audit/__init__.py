@@ -6,12 +6,10 @@ An audit gives a *lower* bound. One above the claim contradicts it; one below on
 """
 
 from ghostclip.audit.canaries import CanaryDataset, flip_coins, mislabelled
-from ghostclip.audit.confidence import clopper_pearson_upper
-from ghostclip.audit.finding import Finding
 from ghostclip.audit.gradient_canaries import GradientCanaries
-from ghostclip.audit.methods import METHODS, THRESHOLDS, audit_scores
+from ghostclip.audit.methods import METHODS, THRESHOLDS, Finding, audit_scores
 from ghostclip.audit.one_run import approximate_dp_p_value, contradicts_f_dp, make_guesses
-from ghostclip.audit.operating_points import OperatingPoint, split_point, union_points
+from ghostclip.audit.operating_points import OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.audit.plots import plot_audit
 from ghostclip.audit.recorder import CanaryRecorder
 from ghostclip.audit.scores import Scores, load_scores

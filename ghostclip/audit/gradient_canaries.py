@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -80,37 +79,28 @@ class GradientCanaries:
 
     def _choose(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each parameter, which canaries (first) have which of its entries (second)."""
-        sizes = [p.numel() for p in self._parameters]
-        if count > sum(sizes):
-            raise InvalidOptionError(f"count={count}: the optimizer has only {sum(sizes)} trainable entries.")
-        places = self._stream.choice(sum(sizes), count, replace=False)
-        ends = np.cumsum(sizes)
-        owners = np.searchsorted(ends, places, side="right")
-        chosen = []
-        for index, p in enumerate(self._parameters):
-            canaries = np.flatnonzero(owners == index)
-            entries = places[canaries] - (ends[index] - sizes[index])
-            chosen.append((torch.from_numpy(canaries), torch.from_numpy(entries).to(p.device)))
+        total = sum(p.numel() for p in self._parameters)
+        if count > total:
+            raise InvalidOptionError(f"count={count}: the optimizer has only {total} trainable entries.")
+        entry_M = self._stream.choice(total, count, replace=False)
+        chosen, first = [], 0
+        for p in self._parameters:
+            canaries = np.flatnonzero((first <= entry_M) & (entry_M < first + p.numel()))
+            entries = torch.from_numpy(entry_M[canaries] - first).to(p.device)
+            chosen.append((torch.from_numpy(canaries), entries))
+            first += p.numel()
         return chosen
 
     def __enter__(self) -> GradientCanaries:
         self._handle = self.optimizer.register_step_pre_hook(self._observe)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
     @torch.no_grad()
     def _observe(self, _optimizer: object, _args: object, _options: object) -> None:
-        """Add the canaries of this step to the release, and read every canary's coordinate.
-
-        Args:
-            _optimizer: The wrapped optimizer.
-            _args: Arguments of its step.
-            _options: Options of its step.
-        """
+        """Add the canaries of this step to the release, and read every canary's coordinate."""
         mean = self.optimizer.loss_reduction == "mean"
         divisor = float(self.optimizer.expected_batch_size or 1.0) if mean else 1.0
         bound = self.optimizer.max_grad_norm

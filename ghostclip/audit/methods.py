@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from ghostclip import _validate
-from ghostclip.audit import one_run
-from ghostclip.audit.finding import Finding
-from ghostclip.audit.one_run import Guesses
-from ghostclip.audit.operating_points import OperatingPoint, split_point, union_points
+from ghostclip.audit.one_run import epsilon_of_guesses, guesses_of
+from ghostclip.audit.operating_points import split_point, union_points
 from ghostclip.audit.scores import Scores
 from ghostclip.audit.trade_off import gaussian_epsilon
 from ghostclip.errors import InvalidOptionError
@@ -22,12 +20,77 @@ THRESHOLDS: Final = ("split", "union")
 """How a threshold is chosen without fooling oneself: on a held-out half, or from a fixed list, each paid for."""
 
 
+_ABOUT = {
+    "clopper-pearson": "independent runs; exact bounds on both error rates",
+    "gaussian": "independent runs; exact bounds on both error rates, converted as if the trade-off curve were Gaussian",
+    "one-run": "canaries of one run, included by coin",
+    "one-run-f-dp": "canaries of one run, included by coin; trade-off curve of (epsilon, delta)-DP",
+    "one-run-gaussian": "canaries of one run, included by coin; converted as if the trade-off curve were Gaussian",
+}
+
+
 @dataclass(frozen=True)
-class _Bound:
-    """What a point or a number of guesses proves."""
+class Finding:
+    """A lower bound on ε, and what it rests on.
+
+    Attributes:
+        epsilon: Lower bound on ε at `delta`; 0 when nothing was proved.
+        delta: δ that ε is meant at.
+        confidence: Probability with which the bound is right, over the mechanism's and the attack's randomness.
+        method: How it was found.
+        included: Rows that were included.
+        left_out: Rows that were not.
+        mu: Lower bound on μ of Gaussian DP, for the Gaussian methods.
+        threshold: Score at which the attack decides, for independent runs.
+        fpr: Measured false positive rate there.
+        fnr: Measured false negative rate there.
+        guesses: Guesses the attack made, for one run.
+        correct: Right ones among them.
+        claimed_epsilon: The claim, if there is one.
+    """
 
     epsilon: float
+    delta: float
+    confidence: float
+    method: str
+    included: int
+    left_out: int
     mu: float | None = None
+    threshold: float | None = None
+    fpr: float | None = None
+    fnr: float | None = None
+    guesses: int | None = None
+    correct: int | None = None
+    claimed_epsilon: float | None = None
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the bound exceeds the claim."""
+        return self.claimed_epsilon is not None and self.epsilon > self.claimed_epsilon
+
+    def sentence(self) -> str:
+        """Return what was found, and what it says about the claim, in one line."""
+        found = f"epsilon >= {self.epsilon:.3f} at delta = {self.delta:g} with {100 * self.confidence:g} % confidence"
+        if self.claimed_epsilon is None:
+            return f"{found} ({self.method})."
+        claim = f"the claim epsilon <= {self.claimed_epsilon:g}"
+        if self.contradicts:
+            return f"{found} ({self.method}): {claim} is contradicted."
+        return f"{found} ({self.method}): {claim} is not contradicted, which does not prove it."
+
+    def basis(self) -> str:
+        """Return what the bound assumes and what was measured, in one line."""
+        measured = ""
+        if self.guesses is not None:
+            measured = f"; {self.correct} of {self.guesses} guesses right"
+        elif self.fpr is not None:
+            measured = f"; at score {self.threshold:.6g} false positives {self.fpr:.4f}, false negatives {self.fnr:.4f}"
+        return f"{self.included} included, {self.left_out} left out; {_ABOUT[self.method]}{measured}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, without what does not apply."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**values, "contradicts": self.contradicts, "sentence": self.sentence()}
 
 
 def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's to say, each by name
@@ -76,72 +139,36 @@ def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's t
     if claimed_epsilon is not None:
         _validate.non_negative(claimed_epsilon, "claimed_epsilon")
     if method.startswith("one-run"):
-        return _by_guesses(scores, delta, alpha, method, guesses, claimed_epsilon)
-    if guesses is not None:
+        bounds = _by_guesses(scores, delta, alpha, method, guesses)
+    elif guesses is None:
+        bounds = _by_points(scores, delta, alpha, threshold, gaussian=method == "gaussian")
+    else:
         raise InvalidOptionError(f"guesses={guesses}: method={method!r} makes none; leave it out.")
-    return _by_points(scores, delta, alpha, method, threshold, claimed_epsilon)
+    best = max(bounds, key=lambda values: values["epsilon"])
+    members = int(scores.included_M.sum())
+    return Finding(
+        delta=delta, confidence=1 - alpha, method=method, included=members, left_out=len(scores) - members,
+        claimed_epsilon=claimed_epsilon, **best,
+    )  # fmt: skip
 
 
 def _by_points(
-    scores: Scores, delta: float, alpha: float, method: str, threshold: str, claimed: float | None
-) -> Finding:
-    gaussian = method == "gaussian"
+    scores: Scores, delta: float, alpha: float, threshold: str, *, gaussian: bool
+) -> Iterator[dict[str, Any]]:
     if threshold == "split":
         points = [split_point(scores, alpha=alpha, gaussian=gaussian, delta=delta)]
     else:
         points = union_points(scores, alpha=alpha)
-
-    def bound(point: OperatingPoint) -> _Bound:
-        if not gaussian:
-            return _Bound(point.epsilon(delta=delta))
-        mu = point.mu()
-        return _Bound(gaussian_epsilon(mu, delta=delta), mu)
-
-    best, found = max(((point, bound(point)) for point in points), key=lambda pair: pair[1].epsilon)
-    members = int(scores.included_M.sum())
-    return Finding(
-        epsilon=found.epsilon,
-        delta=delta,
-        confidence=1 - alpha,
-        method=method,
-        included=members,
-        left_out=len(scores) - members,
-        mu=found.mu,
-        threshold=best.threshold,
-        fpr=best.fpr,
-        fnr=best.fnr,
-        claimed_epsilon=claimed,
-    )
+    for point in points:
+        mu = point.mu() if gaussian else None
+        epsilon = point.epsilon(delta=delta) if mu is None else gaussian_epsilon(mu, delta=delta)
+        yield {"epsilon": epsilon, "mu": mu, "threshold": point.threshold, "fpr": point.fpr, "fnr": point.fnr}
 
 
 def _by_guesses(
-    scores: Scores, delta: float, alpha: float, method: str, guesses: int | None, claimed: float | None
-) -> Finding:
-    members = int(scores.included_M.sum())
-    one_run.refuse_unfair_coins(members, len(scores))
-    counts = one_run.guess_counts(len(scores)) if guesses is None else [guesses]
-    share = alpha / len(counts)
-
-    def gaussian(made: Guesses) -> _Bound:
-        mu = one_run.mu_by_f_dp(made, alpha=share)
-        return _Bound(gaussian_epsilon(mu, delta=delta), mu)
-
-    ways: dict[str, Callable[[Guesses], _Bound]] = {
-        "one-run": lambda made: _Bound(one_run.epsilon_by_approximate_dp(made, delta=delta, alpha=share)),
-        "one-run-f-dp": lambda made: _Bound(one_run.epsilon_by_f_dp(made, delta=delta, alpha=share)),
-        "one-run-gaussian": gaussian,
-    }
-    tried = [one_run.make_guesses(scores, made=count) for count in counts]
-    best, found = max(((made, ways[method](made)) for made in tried), key=lambda pair: pair[1].epsilon)
-    return Finding(
-        epsilon=found.epsilon,
-        delta=delta,
-        confidence=1 - alpha,
-        method=method,
-        included=members,
-        left_out=len(scores) - members,
-        mu=found.mu,
-        guesses=best.made,
-        correct=best.correct,
-        claimed_epsilon=claimed,
-    )
+    scores: Scores, delta: float, alpha: float, method: str, guesses: int | None
+) -> Iterator[dict[str, Any]]:
+    tried = guesses_of(scores, guesses)
+    for made in tried:
+        epsilon, mu = epsilon_of_guesses(made, method=method, delta=delta, alpha=alpha / len(tried))
+        yield {"epsilon": epsilon, "mu": mu, "guesses": made.made, "correct": made.correct}

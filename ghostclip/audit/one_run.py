@@ -15,7 +15,7 @@ from scipy import stats
 
 from ghostclip._validate import positive_int
 from ghostclip.audit.scores import Scores
-from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
+from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff, gaussian_epsilon
 from ghostclip.errors import DataError, InvalidOptionError
 
 Array = NDArray[np.float64]
@@ -125,95 +125,60 @@ def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDAr
     return np.asarray(right + wrong > made / m * (1 + 1e-12))
 
 
-def refuse_unfair_coins(included: int, canaries: int) -> None:
-    """Refuse inclusions that fair coins do not produce: every one-run bound would be too high.
+def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
+    """Return guesses about the coins of canaries, as many as asked for, or all, half of them, ..., a sixteenth.
 
     Args:
-        included: Canaries that were included.
-        canaries: All of them.
+        scores: Of all canaries.
+        made: How many guesses; None for several numbers.
+
+    Returns:
+        The guesses, the most first; each is to be paid for.
 
     Raises:
-        DataError: If the number is more than six standard deviations from half.
+        DataError: If the inclusions are none that fair coins produce: every one-run bound would be too high.
     """
+    canaries, included = len(scores), int(scores.included_M.sum())
     if abs(included - canaries / 2) > _DEVIATIONS * (canaries / 4) ** 0.5:
         raise DataError(
             f"{included} of {canaries} canaries were included: the one-run methods need a fair coin for each "
             "(ghostclip.audit.flip_coins)."
         )
+    if made is not None:
+        return [make_guesses(scores, made=made)]
+    counts = [n for n in (canaries // 2**power for power in range(5)) if n >= min(_FEWEST_GUESSES, canaries)]
+    return [make_guesses(scores, made=count) for count in counts]
 
 
-def guess_counts(canaries: int) -> list[int]:
-    """How many guesses an attack tries when none are fixed: all canaries, half of them, a quarter, ..., a sixteenth.
-
-    Args:
-        canaries: m.
-
-    Returns:
-        Numbers of guesses, the largest first.
-    """
-    counts = [canaries // 2**power for power in range(5)]
-    return [count for count in counts if count >= min(_FEWEST_GUESSES, canaries)]
-
-
-def epsilon_by_approximate_dp(guesses: Guesses, *, delta: float, alpha: float) -> float:
-    """Return the largest ε up to which every (ε, δ)-DP claim is rejected by `approximate_dp_p_value`.
+def epsilon_of_guesses(guesses: Guesses, *, method: str, delta: float, alpha: float) -> tuple[float, float | None]:
+    """Return the largest ε up to which every claim is rejected at a level.
 
     Args:
         guesses: m, r and v.
+        method: One of the one-run methods.
         delta: δ.
         alpha: Level.
 
     Returns:
-        ε ≥ 0.
+        ε ≥ 0, and μ for the Gaussian method.
     """
 
-    def rejected(epsilon_K: Array) -> NDArray[np.bool_]:
+    def too_unlikely(epsilon_K: Array) -> NDArray[np.bool_]:
         p_values = [approximate_dp_p_value(guesses, epsilon=float(e), delta=delta) for e in epsilon_K]
         return np.asarray(p_values) <= alpha
 
-    return _first_accepted(rejected, _HIGHEST_EPSILON)
+    def beyond_the_curve(epsilon_K: Array) -> NDArray[np.bool_]:
+        return contradicts_f_dp(guesses, ApproximateTradeOff(epsilon_K, delta), alpha=alpha)
 
-
-def epsilon_by_f_dp(guesses: Guesses, *, delta: float, alpha: float) -> float:
-    """Return the largest ε up to which every (ε, δ)-DP claim is rejected by `contradicts_f_dp`.
-
-    Args:
-        guesses: m, r and v.
-        delta: δ.
-        alpha: Level.
-
-    Returns:
-        ε ≥ 0.
-    """
-    return _first_accepted(
-        lambda epsilon_K: contradicts_f_dp(guesses, ApproximateTradeOff(epsilon_K, delta), alpha=alpha),
-        _HIGHEST_EPSILON,
-    )
-
-
-def mu_by_f_dp(guesses: Guesses, *, alpha: float) -> float:
-    """Return the largest μ up to which every claim of μ-GDP is rejected by `contradicts_f_dp`.
-
-    Args:
-        guesses: m, r and v.
-        alpha: Level.
-
-    Returns:
-        μ ≥ 0.
-    """
-    return _first_accepted(lambda mu_K: contradicts_f_dp(guesses, GaussianTradeOff(mu_K), alpha=alpha), _HIGHEST_MU)
+    if method != "one-run-gaussian":
+        rejected = too_unlikely if method == "one-run" else beyond_the_curve
+        return _first_accepted(rejected, _HIGHEST_EPSILON), None
+    mu = _first_accepted(lambda mu_K: contradicts_f_dp(guesses, GaussianTradeOff(mu_K), alpha=alpha), _HIGHEST_MU)
+    return gaussian_epsilon(mu, delta=delta), mu
 
 
 def _first_accepted(rejected: Callable[[Array], NDArray[np.bool_]], highest: float) -> float:
-    """Return a value below which all are rejected, to 1e-5 of `highest`.
-
-    Args:
-        rejected: Which of an ascending array of values are.
-        highest: Where the search ends.
-
-    Returns:
-        The largest value found before the first that is accepted; 0 if 0 is accepted.
-    """
+    """Return a value below which all of an ascending array are rejected, to 1e-5 of the highest; 0 if 0 is accepted."""
     low, high = 0.0, highest
     for _ in range(_ROUNDS):
         value_K = np.linspace(low, high, _GRID)

@@ -9,16 +9,38 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from ghostclip.audit.confidence import clopper_pearson_upper
 from ghostclip.audit.scores import Scores
 
 Array = NDArray[np.float64]
 
 _SPLIT_SEED = 0
 _RANK_STEP = 4
+
+
+def clopper_pearson_upper(count: ArrayLike, total: int, alpha: float) -> Array:
+    """Return the one-sided upper bound: the p at which so small a count has probability α.
+
+    It is the 1 - α quantile of Beta(k + 1, n - k), and 1 for k = n. It never fails with a probability above α, whatever
+    the true p and however few trials.
+
+    Args:
+        count: k, successes among the trials, any shape.
+        total: n, trials.
+        alpha: Probability with which the bound may fail, in (0, 1).
+
+    Returns:
+        Upper bounds, of the shape of `count`.
+
+    Reference:
+        Clopper, Pearson 1934.
+    """
+    count = np.asarray(count, dtype=np.float64)
+    inside = np.minimum(count, total - 1.0)
+    bound = special.betaincinv(inside + 1, total - inside, 1 - alpha)
+    return np.where(count >= total, 1.0, bound)
 
 
 @dataclass(frozen=True)
@@ -101,12 +123,7 @@ def split_point(
     value_K = _mu(fpr_K, fnr_K) if gaussian else _best_epsilon(fpr_K, fnr_K, delta)
     # Where nothing is proved yet, the threshold that separates best.
     best = np.lexsort((fp_K / other.size + fn_K / member.size, -value_K))[0]
-    threshold = float(threshold_K[best])
-    other, member = held_out.other, held_out.member
-    fp = other.size - int(np.searchsorted(other, threshold, side="right"))
-    return _point(
-        threshold, (fp, other.size), (int(np.searchsorted(member, threshold, side="right")), member.size), alpha
-    )
+    return _point(float(threshold_K[best]), held_out, alpha)
 
 
 def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
@@ -126,16 +143,8 @@ def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
     other, member = scores.other, scores.member
     others, members = _ranks(other.size), _ranks(member.size)
     share = alpha / (len(others) + len(members))
-    points = []
-    for beyond in others:
-        threshold = float(other[other.size - 1 - beyond])
-        fn = int(np.searchsorted(member, threshold, side="right"))
-        points.append(_point(threshold, (beyond, other.size), (fn, member.size), share))
-    for below in members:
-        threshold = float(member[below])
-        fp = other.size - int(np.searchsorted(other, threshold, side="left"))
-        points.append(_point(threshold, (fp, other.size), (below, member.size), share))
-    return points
+    points = [_point(float(other[-1 - beyond]), scores, share, beyond=beyond) for beyond in others]
+    return points + [_point(float(member[below]), scores, share, below=below) for below in members]
 
 
 def _ranks(total: int) -> list[int]:
@@ -144,12 +153,18 @@ def _ranks(total: int) -> list[int]:
     return [0, *(_RANK_STEP**power for power in range(powers + 1))]
 
 
-def _point(threshold: float, positives: tuple[int, int], negatives: tuple[int, int], alpha: float) -> OperatingPoint:
-    (fp, others), (fn, members) = positives, negatives
+def _point(
+    threshold: float, scores: Scores, alpha: float, *, beyond: int | None = None, below: int | None = None
+) -> OperatingPoint:
+    """Return the test "above the threshold", or, for one that is a score by rank, "that score or better"."""
+    other, member = scores.other, scores.member
+    fp = other.size - int(np.searchsorted(other, threshold, side="right" if below is None else "left"))
+    fp = fp if beyond is None else beyond
+    fn = int(np.searchsorted(member, threshold, side="right")) if below is None else below
     return OperatingPoint(
         threshold=threshold,
-        fpr=fp / others,
-        fnr=fn / members,
-        fpr_upper=float(clopper_pearson_upper(fp, others, alpha / 2)),
-        fnr_upper=float(clopper_pearson_upper(fn, members, alpha / 2)),
+        fpr=fp / other.size,
+        fnr=fn / member.size,
+        fpr_upper=float(clopper_pearson_upper(fp, other.size, alpha / 2)),
+        fnr_upper=float(clopper_pearson_upper(fn, member.size, alpha / 2)),
     )

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ghostclip._files import BLACK, BLUE, GREEN, ORANGE, atomic_path, require_picture
-from ghostclip.audit.finding import Finding
+from ghostclip._files import BLACK, BLUE, GREEN, ORANGE, picture, require_picture
+from ghostclip.audit.methods import Finding
 from ghostclip.audit.scores import Scores
 from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MEMBER, _OTHER, _CLAIM, _FOUND = ORANGE, BLUE, BLACK, GREEN
 _MOST_BINS = 60
 
 
@@ -31,18 +30,11 @@ def plot_audit(scores: Scores, finding: Finding, path: str | Path) -> None:
     (``OutputError``) are refused before anything is drawn.
     """
     require_picture(Path(path), "path")
-    # The object interface: pyplot would choose a window system and keep global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _histograms(left, scores, finding)
-    _roc(right, scores, finding)
-    figure.suptitle(f"Audit: ε ≥ {finding.epsilon:.2f} at δ = {finding.delta:g} ({finding.method})", fontsize=11)
-    with atomic_path(Path(path)) as temporary:
-        figure.savefig(temporary)
+    with picture(Path(path), size=(9.0, 4.6)) as figure:
+        left, right = figure.subplots(1, 2)
+        _histograms(left, scores, finding)
+        _roc(right, scores, finding)
+        figure.suptitle(f"Audit: ε ≥ {finding.epsilon:.2f} at δ = {finding.delta:g} ({finding.method})", fontsize=11)
 
 
 def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:
@@ -50,18 +42,17 @@ def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
     count = int(min(_MOST_BINS, max(10, np.sqrt(len(scores)))))
     bins = np.linspace(low, high if high > low else low + 1.0, count + 1).tolist()
-    for values, colour, label in (
-        (scores.other, _OTHER, f"{finding.left_out} left out"),
-        (scores.member, _MEMBER, f"{finding.included} included"),
-    ):
+    sides = (
+        (scores.other, BLUE, f"{finding.left_out} left out"),
+        (scores.member, ORANGE, f"{finding.included} included"),
+    )
+    for values, colour, label in sides:
         inside = values[np.isfinite(values)]
-        axes.hist(
-            inside, bins=bins, weights=np.full(inside.size, 1 / values.size), color=colour, alpha=0.5, label=label
-        )
+        share = np.full(inside.size, 1 / values.size)
+        axes.hist(inside, bins=bins, weights=share, color=colour, alpha=0.5, label=label)
     if finding.threshold is not None and np.isfinite(finding.threshold):
-        axes.axvline(finding.threshold, color=_FOUND, linewidth=1.4, label="threshold")
-    axes.set_xlabel("score (higher: taken for included)")
-    axes.set_ylabel("share of each side's canaries or runs")
+        axes.axvline(finding.threshold, color=GREEN, linewidth=1.4, label="threshold")
+    axes.set(xlabel="score (higher: taken for included)", ylabel="share of each side's canaries or runs")
     axes.margins(y=0.25)
     axes.legend(loc="upper left", edgecolor="none")
     axes.grid(alpha=0.25)
@@ -72,22 +63,20 @@ def _roc(axes: Axes, scores: Scores, finding: Finding) -> None:
     thresholds = np.unique(scores.score_M)
     fpr = 1 - np.searchsorted(other, thresholds, side="right") / other.size
     tpr = 1 - np.searchsorted(member, thresholds, side="right") / member.size
-    axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=_MEMBER, linewidth=2.0, label="this attack")
+    axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=ORANGE, linewidth=2.0, label="this attack")
     rate = np.linspace(0.0, 1.0, 400)
     axes.plot(rate, rate, color="#999999", linewidth=0.8, label="guessing")
     if finding.mu is None:
-        _bound(axes, ApproximateTradeOff(finding.epsilon, finding.delta), _FOUND, f"ε = {finding.epsilon:.2f}, found")
+        _bound(axes, ApproximateTradeOff(finding.epsilon, finding.delta), GREEN, f"ε = {finding.epsilon:.2f}, found")
     else:
-        _bound(axes, GaussianTradeOff(finding.mu), _FOUND, f"μ = {finding.mu:.2f}, found (Gaussian)")
+        _bound(axes, GaussianTradeOff(finding.mu), GREEN, f"μ = {finding.mu:.2f}, found (Gaussian)")
     claimed = finding.claimed_epsilon
     if claimed is not None:
-        _bound(axes, ApproximateTradeOff(claimed, finding.delta), _CLAIM, f"ε = {claimed:.2f}, claimed", dashes=":")
+        _bound(axes, ApproximateTradeOff(claimed, finding.delta), BLACK, f"ε = {claimed:.2f}, claimed", dashes=":")
     if finding.fpr is not None and finding.fnr is not None:
-        axes.plot([finding.fpr], [1 - finding.fnr], "D", color=_FOUND, markersize=6, label="where it was bounded")
-    axes.set_xlim(0.0, 1.0)
-    axes.set_ylim(0.0, 1.03)
-    axes.set_xlabel("false positive rate (left out, taken for included)")
-    axes.set_ylabel("true positive rate (included, found)")
+        axes.plot([finding.fpr], [1 - finding.fnr], "D", color=GREEN, markersize=6, label="where it was bounded")
+    axes.set(xlabel="false positive rate (left out, taken for included)", xlim=(0.0, 1.0))
+    axes.set(ylabel="true positive rate (included, found)", ylim=(0.0, 1.03))
     axes.legend(fontsize=9, loc="lower right")
     axes.grid(alpha=0.25)
 

@@ -86,16 +86,13 @@ class CanaryRecorder:
             DataError: If a score is missing, or the file has another name.
         """
         path, scores = Path(path), self.scores()
-        rows = [
-            {"score": float(s), "included": bool(i)} for s, i in zip(scores.score_M, scores.included_M, strict=True)
-        ]
+        rows = list(zip(scores.score_M.tolist(), scores.included_M.tolist(), strict=True))
         if path.suffix == ".csv":
             with path.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=("score", "included"))
-                writer.writeheader()
-                writer.writerows({"score": repr(row["score"]), "included": int(row["included"])} for row in rows)
+                csv.writer(file).writerows([("score", "included"), *((repr(s), int(i)) for s, i in rows)])
         elif path.suffix == ".json":
-            path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps([{"score": s, "included": i} for s, i in rows], indent=1)
+            path.write_text(text + "\n", encoding="utf-8")
         elif path.suffix == ".npz":
             np.savez(path, score=scores.score_M, included=scores.included_M)
         else:

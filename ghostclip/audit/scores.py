@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,10 +114,8 @@ class Scores:
         first = np.zeros(len(self), bool)
         for chosen in (order[self.included_M[order]], order[~self.included_M[order]]):
             first[chosen[: chosen.size // 2]] = True
-        return (
-            Scores(self.score_M[first], self.included_M[first]),
-            Scores(self.score_M[~first], self.included_M[~first]),
-        )
+        one, other = (Scores(self.score_M[half], self.included_M[half]) for half in (first, ~first))
+        return one, other
 
 
 def load_scores(path: str | Path) -> Scores:
@@ -134,14 +132,13 @@ def load_scores(path: str | Path) -> Scores:
         DataError: If the file is not there, of another kind, or lacks a column.
     """
     path = Path(path)
-    readers = {".csv": _csv_columns, ".json": _json_columns, ".npz": _npz_columns}
-    if path.suffix.lower() not in readers:
+    if path.suffix.lower() not in (".csv", ".json", ".npz"):
         raise DataError(f"{path}: expected a file named .csv, .json or .npz.")
     if not path.is_file():
         raise DataError(f"{path}: no such file.")
     try:
-        columns = readers[path.suffix.lower()](path)
-    except (ValueError, KeyError, UnicodeDecodeError) as error:
+        columns = _columns(path)
+    except (ValueError, KeyError) as error:
         raise DataError(f"{path}: not readable as {path.suffix} ({error}).") from error
     member = next((name for name in MEMBER_COLUMNS if name in columns), None)
     if "score" not in columns or member is None:
@@ -161,27 +158,17 @@ def _truth(value: object) -> bool:
     return text in _YES
 
 
-def _csv_columns(path: Path) -> Mapping[str, Sequence[object]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = [dict(row) for row in csv.DictReader(file, skipinitialspace=True)]
-    return _by_column(rows)
-
-
-def _json_columns(path: Path) -> Mapping[str, Sequence[object]]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(content, dict):
-        return {str(name): value for name, value in content.items() if isinstance(value, list)}
-    if isinstance(content, list) and all(isinstance(row, dict) for row in content):
-        return _by_column(content)
-    raise DataError(f"{path}: expected a list of records, or an object with a list per column.")
-
-
-def _npz_columns(path: Path) -> Mapping[str, Sequence[object]]:
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name].reshape(-1).tolist() for name in arrays.files}
-
-
-def _by_column(rows: Iterable[Mapping[str, object]]) -> dict[str, list[object]]:
-    rows = list(rows)
-    names = list(rows[0]) if rows else []
-    return {name: [row.get(name) for row in rows] for name in names}
+def _columns(path: Path) -> Mapping[str, Sequence[object]]:
+    if path.suffix.lower() == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name].reshape(-1).tolist() for name in arrays.files}
+    if path.suffix.lower() == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, skipinitialspace=True))
+    else:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(rows, dict):
+            return {name: value for name, value in rows.items() if isinstance(value, list)}
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise DataError(f"{path}: expected a list of records, or an object with a list per column.")
+    return {name: [row.get(name) for row in rows] for name in (rows[0] if rows else ())}

@@ -1,4 +1,5 @@
-"""The jobs of the ``ghostclip`` command that are one module each.
+"""Commands of ``ghostclip`` that are one module each.
 
-Every module has ``add_arguments(parser)``, light to import, and ``run(given) -> exit status``.
+A module's docstring is what ``--help`` says, its ``OPTIONS`` are the keywords of argparse by option, and its
+``run(given)`` does the job and returns the exit status. All are light to import until they run.
 """

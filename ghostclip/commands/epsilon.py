@@ -1,25 +1,5 @@
-"""``ghostclip epsilon``: what a training with given noise, sampling and length costs."""
+"""Bound epsilon of a private training.
 
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-from typing import Any
-
-from ghostclip.commands.privacy_options import (
-    Segment,
-    Setting,
-    add_common_arguments,
-    check_files,
-    read_schedule,
-    read_setting,
-    report,
-    require_noise,
-    write_files,
-)
-from ghostclip.errors import InvalidOptionError
-
-EXAMPLES = """\
 examples:
   ghostclip epsilon --noise-multiplier 1 --samples 60000 --batch-size 256 --epochs 10
       a training with Poisson sampling, and a check of delta against 1/60000
@@ -29,68 +9,81 @@ examples:
       noise that changes on the way: noise multiplier, sample rate and steps of each part
 """
 
+from __future__ import annotations
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options.
+import json
+from pathlib import Path
+from typing import Any, Final
 
-    Args:
-        parser: The sub-command's parser.
-    """
-    add_common_arguments(parser)
-    parser.add_argument(
-        "--segment",
-        nargs=3,
-        type=float,
-        action="append",
-        metavar=("S", "Q", "T"),
-        help="noise multiplier, sample rate and steps of one part of the training; may be given several times",
-    )
-    parser.add_argument("--schedule", type=Path, metavar="FILE", help="segments from a file, one in each line, or JSON")
+from ghostclip._files import reason_of
+from ghostclip.commands import privacy
+from ghostclip.commands.options import FILE, Options, require_files
+from ghostclip.commands.privacy import Segment
+from ghostclip.errors import DataError, InvalidOptionError
+
+OPTIONS: Final[Options] = {
+    **privacy.OPTIONS,
+    "--segment": {"nargs": 3, "type": float, "action": "append", "metavar": ("S", "Q", "T"), "default": [], "help":
+                  "noise multiplier, sample rate and steps of one part of the training; may be given several times"},
+    "--schedule": {**FILE, "help": "segments from a file, one in each line, or JSON"},
+}  # fmt: skip
 
 
 def run(given: dict[str, Any]) -> int:
-    """Print ε with its assumptions.
-
-    Args:
-        given: The options that were given.
-
-    Returns:
-        0.
-
-    Raises:
-        InvalidOptionError: If an option is missing, out of range, or contradicts another.
-    """
-    check_files(given)
-    setting = read_setting(given)
-    segments = _segments(given, setting)
-    result = report("", {}, segments, setting)
-    write_files(given, result, segments, setting)
-    return 0
-
-
-def _segments(given: dict[str, Any], setting: Setting) -> list[Segment]:
-    segments = read_schedule(given["schedule"]) if "schedule" in given else []
-    for sigma, rate, steps in given.get("segment", ()):
-        if not float(steps).is_integer():
-            raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
-        segments.append((sigma, rate, int(steps)))
-    for number, (sigma, rate, _) in enumerate(segments, start=1):
-        require_noise(f"segment {number}: noise multiplier", sigma)
-        if not 0 < rate <= 1:
-            raise InvalidOptionError(f"segment {number}: sample rate {rate:g}: must be greater than 0 and at most 1.")
-    one = {"--noise-multiplier": setting.sigma, "--sample-rate": setting.rate, "--steps": setting.steps}
-    if setting.sigma is not None or not segments:
-        missing = [name for name, value in one.items() if value is None]
-        if missing:
-            instead = {
-                "--steps": "--steps or --epochs",
-                "--sample-rate": "--sample-rate, or --samples and --batch-size",
-            }
-            wanted = "; ".join(instead.get(name, name) for name in missing)
-            raise InvalidOptionError(f"{wanted}: needed (or --segment, or --schedule).")
-        segments.insert(0, (setting.sigma or 0.0, setting.rate or 0.0, setting.steps or 0))
-    else:
-        ignored = [name for name, value in one.items() if value is not None]
+    """Print ε with its assumptions, and return 0."""
+    require_files(given)
+    sigma, rate, steps = privacy.mechanism(given)
+    segments = [*([] if given["schedule"] is None else _read(given["schedule"])), *map(_segment, given["segment"])]
+    for number, (noise, share, _) in enumerate(segments, start=1):
+        privacy.require_noise(f"segment {number}: noise multiplier", noise)
+        privacy.require_rate(f"segment {number}: sample rate {share:g}", share)
+    if sigma is None and segments:
+        ignored = [name for name, value in (("--sample-rate", rate), ("--steps", steps)) if value is not None]
         if ignored:
             raise InvalidOptionError(f"{', '.join(ignored)} without --noise-multiplier: segments bring their own.")
+    elif sigma is None or rate is None or steps is None:
+        wanted = {
+            "--noise-multiplier": sigma, "--sample-rate, or --samples and --batch-size": rate,
+            "--steps or --epochs": steps,
+        }  # fmt: skip
+        missing = "; ".join(name for name, value in wanted.items() if value is None)
+        raise InvalidOptionError(f"{missing}: needed (or --segment, or --schedule).")
+    else:
+        segments.insert(0, (sigma, rate, steps))
+    return privacy.release(given, segments)
+
+
+def _segment(values: list[float]) -> Segment:
+    sigma, rate, steps = values
+    if not steps.is_integer():
+        raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
+    return sigma, rate, int(steps)
+
+
+def _whole(steps: str | float) -> int:
+    """Return a number of steps; a part of one is no number of steps, and cutting it off would count too few."""
+    whole = int(steps)
+    if not isinstance(steps, str) and whole != steps:
+        raise ValueError(f"{steps} steps")
+    return whole
+
+
+def _read(path: Path) -> list[Segment]:
+    """Return segments of a file: JSON [[sigma, q, steps], ...], or lines "sigma q steps", commas and # comments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--schedule {path}: cannot be read ({reason_of(error)}).") from error
+    except UnicodeDecodeError:
+        raise DataError(f"--schedule {path}: is no text in UTF-8.") from None
+    try:
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = [line.split("#")[0].replace(",", " ").split() for line in text.splitlines()]
+        segments = [(float(sigma), float(rate), _whole(steps)) for sigma, rate, steps in filter(None, rows)]
+    except (OverflowError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
+    if not segments:
+        raise DataError(f"{path}: holds no segment.")
     return segments

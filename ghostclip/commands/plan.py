@@ -1,18 +1,5 @@
-"""``ghostclip plan``: what a training takes of each device of a mesh, private against non-private."""
+"""Say what a training takes of each of many devices, private against non-private.
 
-from __future__ import annotations
-
-import argparse
-import json
-from pathlib import Path
-from typing import Any, Final
-
-from ghostclip._files import require_writable, write_text
-from ghostclip.commands.inspect import gigabytes, quiet
-from ghostclip.errors import InvalidOptionError
-from ghostclip.terminal import Working
-
-EXAMPLES = """\
 examples:
   ghostclip plan llama-8b --mesh dp=8 --context-length 4096 --device-memory 80
       memory of a device, bytes on the wire and FLOPs; the largest physical batch that fits
@@ -32,103 +19,55 @@ fully_shard over dp (copies over replicate), parallelize_module by the model's t
 blocks over pp.
 """
 
-_DEFAULTS: Final[dict[str, Any]] = {
-    "mesh": "dp=1",
-    "context_length": 1024,
-    "device_memory": 80 * 10**9,
-    "batch_size": 0,
-    "microbatches": 0,
-    "optimizer": "adamw",
-    "trainable": "",
-    "checkpointing": False,
-    "dtype": "bfloat16",
-}
-# Of two samples: what all of a batch have in common counts half.
-_COUNTED: Final = 2
+from __future__ import annotations
 
+from typing import Any, Final
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options.
+from ghostclip.commands import options
 
-    Args:
-        parser: The sub-command's parser.
-    """
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="llama-1b, llama-8b, llama-70b or llama-405b at their published sizes; an architecture of transformers "
-        "(gpt2, bert, vit, ...), a local Hugging Face folder, or a Python function that returns a model or "
-        "(model, batch): path/to/file.py:factory, module:factory",
-    )
-    parser.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="sizes of the mesh's axes replicate, dp, tp, cp and pp, as dp=8,tp=4 (default: dp=1)",
-    )
-    parser.add_argument("--context-length", type=int, metavar="T", help="tokens of a sample (default: 1024)")
-    parser.add_argument(
-        "--device-memory", type=gigabytes, metavar="GB", help="memory of a device, as 24 or 24GB (default: 80)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="B", help="samples of a device's physical batch (default: the most that fit)"
-    )
-    parser.add_argument(
-        "--microbatches", type=int, metavar="M", help="parts of a batch in a pipeline (default: 4 for each stage of pp)"
-    )
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="keep the blocks' inputs alone, and run them again in a backward"
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=("adamw", "momentum", "sgd"),
-        help="whose state is counted; momentum is SGD with it (default: adamw)",
-    )
-    parser.add_argument("--trainable", metavar="REGEX", help="train only parameters whose name it is found in")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="what a step computes in (default: bfloat16)")
-    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - prints it instead of the page")
+OPTIONS: Final[options.Options] = {
+    "model": {"metavar": "MODEL", "help": "llama-1b, llama-8b, llama-70b or llama-405b at their published sizes; an "
+              "architecture of transformers (gpt2, bert, vit, ...), a local Hugging Face folder, or a Python function "
+              "that returns a model or (model, batch): path/to/file.py:factory, module:factory"},
+    "--mesh": {"metavar": "AXES", "default": "dp=1",
+               "help": "sizes of the mesh's axes replicate, dp, tp, cp and pp, as dp=8,tp=4 (default: %(default)s)"},
+    "--context-length": {"type": int, "metavar": "T", "default": 1024,
+                         "help": "tokens of a sample (default: %(default)s)"},
+    "--device-memory": {"type": options.gigabytes, "metavar": "GB", "default": "80",
+                        "help": "memory of a device, as 24 or 24GB (default: %(default)s)"},
+    "--batch-size": {"type": int, "metavar": "B",
+                     "help": "samples of a device's physical batch (default: the most that fit)"},
+    "--microbatches": {"type": int, "metavar": "M",
+                       "help": "parts of a batch in a pipeline (default: 4 for each stage of pp)"},
+    "--checkpointing": {"action": "store_true",
+                        "help": "keep the blocks' inputs alone, and run them again in a backward"},
+    **options.OPTIMIZER,
+    **options.TRAINABLE,
+    "--dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16",
+                "help": "what a step computes in (default: %(default)s)"},
+    "--json": {**options.FILE, "help": "write the plan as JSON; - prints it instead of the page"},
+}  # fmt: skip
 
 
 def run(given: dict[str, Any]) -> int:
-    """Plan a training and print a page.
-
-    Args:
-        given: The options that were given.
-
-    Returns:
-        0.
-
-    Raises:
-        InvalidOptionError: If an option is out of range.
-    """
+    """Plan a training, print a page, and return 0."""
     import torch
 
     from ghostclip.scaling import Mesh, load_planned, plan_devices
 
-    options = {**_DEFAULTS, **given}
-    for name in ("context_length", "batch_size", "microbatches"):
-        if name in given and given[name] < 1:
-            raise InvalidOptionError(f"--{name.replace('_', '-')} is {given[name]}: must be at least 1")
-    if options.get("json", "-") != "-":
-        require_writable(Path(options["json"]), "--json")
-    mesh = Mesh.parse(options["mesh"])
-    with quiet(), Working("planning"):
+    options.require_least(given, {"context_length": 1, "batch_size": 1, "microbatches": 1})
+    options.require_files(given)
+    mesh = Mesh.parse(given["mesh"])
+    with options.quietly("planning"):
+        # Of two samples: what all of a batch have in common counts half.
         planned = load_planned(
-            options["model"],
-            batch_size=_COUNTED,
-            context_length=options["context_length"],
-            dtype=getattr(torch, options["dtype"]),
-            trainable=options["trainable"],
-            mesh=mesh,
-        )
-        names = ("batch_size", "optimizer", "checkpointing", "microbatches")
+            given["model"], batch_size=2, context_length=given["context_length"],
+            dtype=getattr(torch, given["dtype"]), trainable=given["trainable"], mesh=mesh,
+        )  # fmt: skip
         found = plan_devices(
-            planned, mesh=mesh, device_bytes=options["device_memory"], **{name: options[name] for name in names}
-        )
-    text = json.dumps(found.as_dict(), indent=1)
-    if options.get("json") == "-":
-        print(text)
-    else:
-        print(found)
-        if "json" in options:
-            write_text(Path(options["json"]), text + "\n")
+            planned, mesh=mesh, device_bytes=given["device_memory"], batch_size=given["batch_size"] or 0,
+            optimizer=given["optimizer"], checkpointing=given["checkpointing"],
+            microbatches=given["microbatches"] or 0,
+        )  # fmt: skip
+    options.write_page(given["json"], found)
     return 0

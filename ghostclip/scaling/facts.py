@@ -13,8 +13,7 @@ from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.statistics import Statistics
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, coverage_of
-from ghostclip.scaling.local import Shard, Unit, keep_one_shard, keep_one_stage, units_of
-from ghostclip.scaling.mesh import Mesh
+from ghostclip.scaling.local import Mesh, Shard, keep_one_shard, keep_one_stage, units_of
 from ghostclip.scaling.source import Planned
 from ghostclip.validation.inspection.measure import OrdinaryStep, call_sites, plain_step
 
@@ -35,7 +34,7 @@ class Facts:
         itemsize: Bytes of a value that is computed with.
         samples: How many were counted.
         plain: A step without privacy.
-        units: What FSDP2 wraps.
+        units: How many values each unit has that FSDP2 wraps.
         shards: What tensor parallelism shards, with the number of rows that meet each.
         blocks: Paths of the blocks.
         checkpointing: Blocks are run again in every backward.
@@ -51,48 +50,24 @@ class Facts:
     itemsize: int
     samples: int
     plain: OrdinaryStep
-    units: list[Unit]
+    units: list[int]
     shards: list[tuple[Shard, int]]
     blocks: list[str]
     checkpointing: bool
     arrived: dict[str, list[Statistics]]
     of_rank: dict[str, list[Statistics]]
     coverages: dict[str, Coverage]
-    gathered: int = 0
-    microbatches: int = 1
+    gathered: int
+    microbatches: int
 
     @property
     def backwards(self) -> list[int]:
         """How many backwards each way runs."""
         return [1, *(2 if WAYS[way] == "ghost" else 1 for way in self.coverages)]
 
-    @property
-    def in_flight(self) -> int:
-        """How many microbatches a stage has run forward and not backward, at most."""
-        return min(self.mesh.pp, self.microbatches)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether weights are copied before they are computed with."""
-        return self.mesh.dp > 1 or self.itemsize < WIDE
-
 
 def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: int = 1) -> Facts:
-    """Count a step on the model of one device.
-
-    Args:
-        planned: The model and the step; the model is changed into that of one device.
-        mesh: The devices.
-        checkpointing: Blocks are run again in every backward.
-        microbatches: Parts that a batch goes through a pipeline in.
-
-    Returns:
-        What was counted.
-
-    Raises:
-        InvalidOptionError: There are no blocks to checkpoint, or to make stages of.
-        UnsupportedModelError: The model does not run on the meta device.
-    """
+    """Count a step on the model of one device, into which the planned model is changed."""
     model = planned.source.model
     blocks = keep_one_stage(model, mesh.pp)
     shards = keep_one_shard(model, mesh.tp)
@@ -110,41 +85,36 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: 
             f"{planned.source.title}: cannot be planned, since it does not run from shapes alone ({text}). Plan it by "
             "what 'ghostclip inspect' finds with numbers."
         ) from error
-    # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
-    ways = {way: name for way, name in WAYS.items() if not checkpointing or mesh.pp > 1 or name == "ghost"}
-    of_rank = _arrived(sites)
+    of_rank = _arrived(sites, 1)
     if mesh.cp > 1 or mesh.pp > 1:
-        ways = {way: name for way, name in ways.items() if name == "bookkeeping"}
-        _join_positions(sites, mesh.cp)
+        ways = {"book-keeping"}
+    else:
+        # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
+        ways = {"two backwards"} if checkpointing else set(WAYS)
+    arrived = _arrived(sites, mesh.cp)
     return Facts(
         model, mesh, next(model.parameters()).element_size(), planned.samples, plain, units_of(model, blocks),
         [(shard, rows.found.get(shard.weight, 0)) for shard in shards], [path for path, _ in blocks], checkpointing,
-        _arrived(sites), of_rank,
-        {way: coverage_of(model, sites, strategy=name) for way, name in ways.items()},
+        arrived, of_rank,
+        {way: coverage_of(model, sites, strategy=name) for way, name in WAYS.items() if way in ways},
         planned.attention.gathered, microbatches,
     )  # fmt: skip
 
 
-def _arrived(sites: Sequence[CallSite]) -> dict[str, list[Statistics]]:
+def _arrived(sites: Sequence[CallSite], ranks: int) -> dict[str, list[Statistics]]:
+    """Return what came in, of whole sequences: norms are of where positions of several ranks meet."""
     found: defaultdict[str, list[Statistics]] = defaultdict(list)
     for site in sites:
-        for item in site.statistics.values():
-            for name in item.names:
-                found[name].append(item)
-    return found
-
-
-def _join_positions(sites: Sequence[CallSite], ranks: int) -> None:
-    """Let what came in be of whole sequences, as norms are of where positions of several ranks meet."""
-    for site in sites:
         for key, item in site.statistics.items():
-            products = tuple(replace(product, positions=ranks * product.positions) for product in item.products)
-            site.statistics[key] = replace(
+            site.statistics[key] = whole = replace(
                 item,
-                products=products,
+                products=tuple(replace(one, positions=ranks * one.positions) for one in item.products),
                 elements=ranks * item.elements,
                 input_elements=ranks * item.input_elements,
             )
+            for name in item.names:
+                found[name].append(whole)
+    return found
 
 
 class _Rows(TorchFunctionMode):

@@ -1,18 +1,20 @@
-"""The part of a model that one device computes with: shards of tensor parallelism, units of FSDP2.
+"""The mesh of devices, and the part of a model that one of them computes with: shards, stages, units of FSDP2.
 
 A model on the meta device becomes the model of one rank: each matrix that tensor parallelism shards is replaced by one
 of its shards, and whatever runs on it then has the sizes of one rank.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import asdict, dataclass, fields
+from math import ceil, prod
 from typing import Any, Final, cast
 
-import torch
 from torch import nn
 
+from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 # A style of transformers' plans: the axis of the weight that is sharded.
@@ -24,6 +26,70 @@ _AXES: Final = {
     "rowwise_rep": 1,
     "embedding_rowwise": 0,
 }
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in up to five axes.
+
+    Attributes:
+        replicate: Copies of the sharded model (HSDP).
+        dp: Ranks that shard parameters, gradients and optimizer state, each with samples of its own (FSDP2).
+        tp: Ranks that share every sample, with a part of each large matrix (tensor parallelism).
+        cp: Ranks that share every sample, with a part of its positions (context parallelism).
+        pp: Ranks that share every sample, with a part of the blocks (stages of a pipeline).
+    """
+
+    replicate: int = 1
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return prod(asdict(self).values())
+
+    @property
+    def data_ranks(self) -> int:
+        """How many groups of devices have samples of their own."""
+        return self.replicate * self.dp
+
+    def __str__(self) -> str:
+        """Return the axes as they are written."""
+        return ",".join(f"{name}={size}" for name, size in asdict(self).items() if name == "dp" or size > 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read axes as they are written.
+
+        Args:
+            text: As ``"dp=8,tp=4"``, axes that are left out being of size 1.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            InvalidOptionError: An axis is unknown, named twice or has no size.
+        """
+        sizes: dict[str, int] = {}
+        known = [axis.name for axis in fields(cls)]
+        for part in text.split(","):
+            name, _, size = (piece.strip() for piece in part.partition("="))
+            if name == "ep":
+                raise InvalidOptionError(
+                    f"mesh {text!r}: experts spread over ranks are not planned. Leave ep out; replicate, dp, tp, cp "
+                    "and pp are."
+                )
+            if name not in known:
+                raise InvalidOptionError(
+                    f"mesh {text!r}: no axis {name!r}; axes are {', '.join(known)}{did_you_mean(name, known)}"
+                )
+            if name in sizes or not size.isdecimal() or int(size) < 1:
+                raise InvalidOptionError(f"mesh {text!r}: {part!r} should name one axis with its size, as dp=8.")
+            sizes[name] = int(size)
+        return cls(**sizes)
 
 
 @dataclass(frozen=True)
@@ -51,32 +117,8 @@ class Shard:
         return self.weight.shape[0] if self.style.startswith("rowwise") else self.weight.shape[1]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that FSDP2 gathers and drops together.
-
-    Attributes:
-        name: Path of the block, or of the module that owns them.
-        elements: How many values one rank of the tensor axis has of them.
-    """
-
-    name: str
-    elements: int
-
-
 def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
-    """Leave of a model what one rank of the tensor axis computes with.
-
-    Args:
-        model: The model, on the meta device; its sharded parameters are replaced.
-        ways: Ranks of the axis; 1 leaves the model as it is.
-
-    Returns:
-        What was sharded.
-
-    Raises:
-        UnsupportedModelError: The model has no plan, a plan of another style, or sizes that cannot be shared evenly.
-    """
+    """Leave of a model on the meta device what one rank of the tensor axis computes with; return what was sharded."""
     if ways == 1:
         return []
     plan = require_plan(model, ways)
@@ -84,26 +126,14 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     shards = []
     for path, module in model.named_modules():
         style = plan.get(re.sub(r"\d+", "*", path))
-        if style is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
-            continue
-        _replace(path, module, style, ways, new)
-        shards.append(Shard(path, module.weight, style))
+        if style is not None and isinstance(getattr(module, "weight", None), nn.Parameter):
+            _replace(path, module, style, ways, new)
+            shards.append(Shard(path, cast(nn.Parameter, module.weight), style))
     return shards
 
 
 def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
-    """Return how a model says that its layers are divided.
-
-    Args:
-        model: The model.
-        ways: Ranks of the axis.
-
-    Returns:
-        Styles by the path of a module or parameter, ``*`` for the numbers of blocks.
-
-    Raises:
-        UnsupportedModelError: It has no plan, or heads that cannot be shared evenly.
-    """
+    """Return how a model says that its layers are divided: styles by path, ``*`` for the numbers of blocks."""
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise UnsupportedModelError(
@@ -121,28 +151,27 @@ def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
 
 
 def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace a module's weight, and a bias that goes with its outputs, by shards; tied ones by the same."""
+    """Replace a module's weight, and its bias, by shards; tied ones by the same."""
     if style not in _AXES:
         raise UnsupportedModelError(
             f"{path}: tensor parallelism of style {style!r} is not planned (known: {', '.join(_AXES)}). Leave tp out."
         )
     axis = _AXES[style]
-    whole: list[tuple[str, int]] = [("weight", axis)]
-    if axis == 0 and isinstance(getattr(module, "bias", None), nn.Parameter):
-        whole.append(("bias", 0))
-    for name, along in whole:
+    # A bias goes with the outputs.
+    with_bias = axis == 0 and isinstance(getattr(module, "bias", None), nn.Parameter)
+    for name in ("weight", "bias") if with_bias else ("weight",):
         parameter = getattr(module, name)
         if parameter not in new:
-            if parameter.shape[along] % ways:
+            size = list(parameter.shape)
+            if size[axis] % ways:
                 raise UnsupportedModelError(
-                    f"{path}.{name}: axis {along} of {tuple(parameter.shape)} cannot be shared evenly by tp={ways}. "
-                    "Take a tp that divides it."
+                    f"{path}.{name}: axis {axis} of {tuple(size)} cannot be shared evenly by tp={ways}. Take a tp that "
+                    "divides it."
                 )
-            size = [length // ways if k == along else length for k, length in enumerate(parameter.shape)]
-            value = torch.empty(size, dtype=parameter.dtype, device="meta")
-            new[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            size[axis] //= ways
+            shard = nn.Parameter(parameter.new_empty(size, device="meta"), requires_grad=parameter.requires_grad)
             # The shard of a tied weight is found by either.
-            new[new[parameter]] = new[parameter]
+            new[parameter] = new[shard] = shard
         setattr(module, name, new[parameter])
     if isinstance(module, nn.Embedding):
         # The shard need not hold the row that it names.
@@ -150,41 +179,19 @@ def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.P
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks of a model: the members of the list of modules that holds most parameters.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Their paths and themselves; none where no list holds two modules of one class.
-    """
+    """Return the repeated blocks of a model, with paths: the members of the list of modules with most parameters."""
     found: list[tuple[str, nn.Module]] = []
     most = 0
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        members = list(module.named_children())
+        members = list(module.named_children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
         size = sum(p.numel() for p in module.parameters())
         if len(members) > 1 and len({type(member) for _, member in members}) == 1 and size > most:
-            found = [(f"{path}.{name}" if path else name, member) for name, member in members]
-            most = size
+            found, most = [(f"{path}.{name}" if path else name, member) for name, member in members], size
     return found
 
 
 def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
-    """Leave of a model the blocks of one stage of a pipeline, and all that is outside of blocks.
-
-    Args:
-        model: The model, on the meta device; the blocks of other stages are deleted.
-        stages: How many there are.
-
-    Returns:
-        The paths of the blocks that are left, and themselves.
-
-    Raises:
-        InvalidOptionError: There are no blocks, or so many stages cannot share them evenly.
-        UnsupportedModelError: A parameter outside of blocks has two places, which would be in different stages.
-    """
+    """Leave of a model the blocks of one stage of a pipeline, and all outside of blocks; return the blocks left."""
     blocks = blocks_of(model)
     if stages == 1:
         return blocks
@@ -206,44 +213,24 @@ def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]
     return blocks[:kept]
 
 
-def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Unit]:
-    """Return what FSDP2 is taken to wrap: each block, and each module outside of them that owns parameters.
+def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
+    """Return how many values the units of FSDP2 have: of each block, and of each module outside that owns parameters.
 
-    Args:
-        model: The model of one rank of the tensor axis.
-        blocks: Its blocks.
-
-    Returns:
-        The units; a tied parameter is in the first that has it.
+    A tied parameter is in the first that has it.
     """
     seen: set[nn.Parameter] = set()
     units = []
     inside = tuple(f"{path}." for path, _ in blocks)
-    others = [(path, m) for path, m in model.named_modules() if not f"{path}.".startswith(inside or ("\0",))]
-    for path, module in [*blocks, *others]:
-        own = module.parameters() if (path, module) in blocks else module.parameters(recurse=False)
-        new = set(own) - seen
+    others = [module for path, module in model.named_modules() if not f"{path}.".startswith(inside or "\0")]
+    owned = [list(block.parameters()) for _, block in blocks]
+    for parameters in (*owned, *(list(module.parameters(recurse=False)) for module in others)):
+        new = set(parameters) - seen
         seen |= new
-        if new:
-            units.append(Unit(path, sum(p.numel() for p in new)))
-    return units
+        units.append(sum(p.numel() for p in new))
+    return [size for size in units if size]
 
 
 def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
-    """Return how many values one device keeps where each parameter is sharded along its first axis, as FSDP2 does.
-
-    Args:
-        model: The model of one rank of the tensor axis.
-        ways: Ranks of the axis that shards.
-        trainable: Count trainable parameters only.
-
-    Returns:
-        Of the first device, which has the larger parts.
-    """
-    total = 0
-    for parameter in model.parameters():
-        if trainable and not parameter.requires_grad:
-            continue
-        rows = parameter.shape[0] if parameter.dim() else 1
-        total += ceil(rows / ways) * (parameter.numel() // max(1, rows))
-    return total
+    """Return how many values the first device keeps where FSDP2 shards each parameter along its first axis."""
+    shapes = [p.shape for p in model.parameters() if p.requires_grad or not trainable]
+    return sum(ceil(shape[0] / ways) * prod(shape[1:]) if shape else 1 for shape in shapes)

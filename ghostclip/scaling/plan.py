@@ -4,19 +4,111 @@ Sizes are counted on the model of one device, on the meta device; what clipping 
 says of the same layers.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError
+from ghostclip.planning.coverage import Coverage, as_table, readable_bytes
 from ghostclip.scaling import rows
 from ghostclip.scaling.facts import Facts, counted
-from ghostclip.scaling.mesh import Mesh
-from ghostclip.scaling.report import DevicePlan, largest_batches
+from ghostclip.scaling.local import Mesh
+from ghostclip.scaling.rows import Row, readable_flops
 from ghostclip.scaling.source import Planned
-from ghostclip.validation.inspection.memory import OPTIMIZERS
+from ghostclip.validation.inspection.inspect import layers_table
+from ghostclip.validation.inspection.memory import OPTIMIZERS, USABLE
 
+# Microbatches for each stage, so that a fifth of the time at most is idle.
 _A_STAGE: Final = 4
-"""Microbatches for each stage, so that a fifth of the time at most is idle."""
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What one device of a mesh holds, sends and computes.
+
+    Attributes:
+        title: The model, the mesh and the options.
+        ways: Names of the columns: non-private, and the strategies that fit.
+        batch_size: Samples of a physical batch, of each group of devices that has samples of its own.
+        device_bytes: Memory of a device.
+        fixed: Bytes that do not depend on the batch.
+        a_sample: Bytes for each sample.
+        wire: Bytes that a device sends in a physical batch.
+        flops: FLOPs of a device in a physical batch.
+        coverage: How each layer of one device is handled.
+        measured: Samples that the coverage is of.
+    """
+
+    title: list[str]
+    ways: tuple[str, ...]
+    batch_size: int
+    device_bytes: int
+    fixed: list[Row]
+    a_sample: list[Row]
+    wire: list[Row]
+    flops: list[Row]
+    coverage: Coverage = field(repr=False)
+    measured: int = 2
+
+    def physical_batch(self) -> tuple[int, ...]:
+        """Return the largest physical batch that fits on a device, of which a tenth is left, by way; 0 for none."""
+        room = [int(USABLE * self.device_bytes) - used for used in _totals(self.fixed)]
+        return tuple(max(0, free // max(1, each)) for free, each in zip(room, _totals(self.a_sample), strict=True))
+
+    def total_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of a device, at most, by way."""
+        each = _totals(self.a_sample)
+        return tuple(used + self.batch_size * more for used, more in zip(_totals(self.fixed), each, strict=True))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain numbers and texts, for JSON."""
+        return {
+            "title": self.title,
+            "ways": self.ways,
+            "batch_size": self.batch_size,
+            "device_bytes": self.device_bytes,
+            "total_bytes": self.total_bytes(),
+            "physical_batch": self.physical_batch(),
+            **{name: [asdict(row) for row in getattr(self, name)] for name in ("fixed", "a_sample", "wire", "flops")},
+            "total_wire": _totals(self.wire) or (0,) * len(self.ways),
+            "total_flops": _totals(self.flops),
+        }
+
+    def __str__(self) -> str:
+        """Return a page of text."""
+        device, sent = readable_bytes(self.device_bytes), f"bytes that a device sends, B = {self.batch_size}"
+        memory = [
+            *_lines(self.fixed, readable_bytes),
+            ("fixed", *map(readable_bytes, _totals(self.fixed)), ""),
+            *_lines(self.a_sample, readable_bytes, prefix="a sample: "),
+            ("a sample", *map(readable_bytes, _totals(self.a_sample)), ""),
+            ("largest physical batch", *(str(fit) if fit else "none" for fit in self.physical_batch()),
+             f"({USABLE:g} x {device} - fixed) / a sample"),
+            (f"all, B = {self.batch_size}", *map(readable_bytes, self.total_bytes()), "fixed + B x a sample, at most"),
+        ]  # fmt: skip
+        layers = f"layers of one device, {self.coverage.strategy}, for {self.measured} samples (FLOPs over non-private)"
+        return "\n\n".join((
+            "\n".join(self.title),
+            as_table((f"memory of a device of {device}", *self.ways, "how"), memory),
+            self._summed(sent, self.wire, readable_bytes) if self.wire else f"{sent}: none, there is one device",
+            self._summed(f"FLOPs of a device, B = {self.batch_size}", self.flops, readable_flops),
+            f"{layers}\n{layers_table(self.coverage, priced=True)}",
+        ))  # fmt: skip
+
+    def _summed(self, head: str, rows: Sequence[Row], readable: Callable[[int], str]) -> str:
+        total = _totals(rows)
+        ratios = ", ".join(f"{value / max(1, total[0]):.3f} x" for value in total[1:])
+        last = ("all", *map(readable, total), f"over non-private: {ratios}")
+        return as_table((head, *self.ways, "how"), [*_lines(rows, readable), last])
+
+
+def _totals(rows: Sequence[Row]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(row.values for row in rows), strict=True)))
+
+
+def _lines(rows: Sequence[Row], readable: Callable[[int], str], *, prefix: str = "") -> list[tuple[str, ...]]:
+    return [(prefix + row.what, *(readable(value) if value else "-" for value in row.values), row.how) for row in rows]
 
 
 @_validate.suggests_options
@@ -57,14 +149,14 @@ def plan_devices(  # noqa: PLR0913 - each choice by its name
             "microbatches."
         )
     facts = counted(planned, mesh, checkpointing=checkpointing, microbatches=microbatches)
-    fixed, a_sample = rows.fixed(facts, optimizer), rows.a_sample(facts)
-    fits = min(largest_batches(fixed, a_sample, device_bytes))
-    batch_size = batch_size or max(microbatches, fits - fits % microbatches)
-    return DevicePlan(
+    plan = DevicePlan(
         title=_title(planned, facts, optimizer), ways=("non-private", *facts.coverages), batch_size=batch_size,
-        device_bytes=device_bytes, fixed=fixed, a_sample=a_sample, wire=rows.wire(facts, batch_size),
-        flops=rows.flops(facts, batch_size), coverage=next(iter(facts.coverages.values())), measured=facts.samples,
+        device_bytes=device_bytes, fixed=rows.fixed(facts, optimizer), a_sample=rows.a_sample(facts), wire=[], flops=[],
+        coverage=next(iter(facts.coverages.values())), measured=facts.samples,
     )  # fmt: skip
+    fits = min(plan.physical_batch())
+    size = batch_size or max(microbatches, fits - fits % microbatches)
+    return replace(plan, batch_size=size, wire=rows.wire(facts, size), flops=rows.flops(facts, size))
 
 
 def _microbatches(planned: Planned, mesh: Mesh, microbatches: int, *, checkpointing: bool) -> int:
@@ -92,7 +184,7 @@ def _title(planned: Planned, facts: Facts, optimizer: str) -> list[str]:
     lines = [
         f"{planned.source.title}: {planned.elements:,} parameters",
         f"mesh {mesh}: {mesh.devices} devices, {mesh.data_ranks} x B samples at a time; a rank of tp={mesh.tp} "
-        f"computes with {sum(unit.elements for unit in facts.units):,} values, {trained:,} of them trainable",
+        f"computes with {sum(facts.units):,} values, {trained:,} of them trainable",
         f"computed in {computed}; weights, sums and the state of {optimizer} in 32 bits; units of fully_shard: each "
         "block, and each other module that owns parameters",
     ]
@@ -102,20 +194,14 @@ def _title(planned: Planned, facts: Facts, optimizer: str) -> list[str]:
             clipped = "and run again once: stages clip by book-keeping, which keeps their factors"
         lines += [f"blocks are checkpointed, {clipped}"]
     lines += ["the loss is computed in tiles of logits, without privacy as well"] if planned.in_tiles else []
-    lines += [_of_stages(facts)] if mesh.pp > 1 else []
+    if mesh.pp > 1:
+        stages, parts = mesh.pp, facts.microbatches
+        lines += [
+            f"a stage with {len(facts.blocks)} blocks and all that is outside of blocks, more than any has; {parts} "
+            f"microbatches by 1F1B, which idles {stages - 1}/{parts + stages - 1} of the time"
+        ]
     lines += ["keys and values of all positions are gathered by every rank of cp"] if mesh.cp > 1 else []
-    if mesh.cp * mesh.pp > 1:
-        lines += ["strategies of two backwards do not go with cp and pp"]
-        if max(mesh.dp, mesh.tp) > 1 or mesh.cp > 1 < mesh.pp:
-            lines += [
-                "planned only: make_private takes cp and pp with copies (replicate), not with dp, tp or each other"
-            ]
+    lines += ["strategies of two backwards do not go with cp and pp"] if mesh.cp * mesh.pp > 1 else []
+    if mesh.cp * mesh.pp > 1 and (max(mesh.dp, mesh.tp) > 1 or mesh.cp > 1 < mesh.pp):
+        lines += ["planned only: make_private takes cp and pp with copies (replicate), not with dp, tp or each other"]
     return lines
-
-
-def _of_stages(facts: Facts) -> str:
-    stages, parts = facts.mesh.pp, facts.microbatches
-    return (
-        f"a stage with {len(facts.blocks)} blocks and all that is outside of blocks, more than any has; {parts} "
-        f"microbatches by 1F1B, which idles {stages - 1}/{parts + stages - 1} of the time"
-    )

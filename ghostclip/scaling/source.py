@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.errors import InvalidOptionError
 from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
-from ghostclip.scaling.mesh import Mesh
+from ghostclip.scaling.local import Mesh
 from ghostclip.validation.inspection import Source, architectures, load_source
 from ghostclip.validation.inspection.inspect import train_only
 from ghostclip.validation.inspection.measure import losses_of
@@ -24,25 +24,14 @@ from ghostclip.validation.inspection.sources import InspectionRequest, require_p
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_LLAMA: Final = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8}
-PUBLISHED: Final[dict[str, dict[str, Any]]] = {
-    "llama-1b": {
-        **_LLAMA, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        **_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336,
-    },
-    "llama-70b": {
-        **_LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672,
-    },
-    "llama-405b": {
-        **_LLAMA, "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128,
-        "intermediate_size": 53248,
-    },
-}  # fmt: skip
-"""Sizes of Llama 3 as its authors published them (1B: of 3.2), by the names of `ghostclip plan`."""
-
+# Sizes of Llama 3 as its authors published them (1B: of 3.2), by the names of `ghostclip plan`.
+_SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_PUBLISHED: Final = {
+    "llama-1b": (2048, 16, 32, 8192),
+    "llama-8b": (4096, 32, 32, 14336),
+    "llama-70b": (8192, 80, 64, 28672),
+    "llama-405b": (16384, 126, 128, 53248),
+}
 _ATTENTION: Final = "one_kernel_of_shapes"
 _ONE_DEVICE: Final = Mesh()
 
@@ -113,8 +102,8 @@ def load_planned(
     """Build a model without memory, and a step of it.
 
     Args:
-        model: One of `PUBLISHED`, an architecture of transformers, a local folder, ``path/to/file.py:factory`` or
-            ``module:factory``.
+        model: A Llama at its published sizes (llama-1b, -8b, -70b, -405b), an architecture of transformers, a local
+            folder, ``path/to/file.py:factory`` or ``module:factory``.
         batch_size: B of the step.
         context_length: T, for models of tokens.
         dtype: What the step computes in.
@@ -150,36 +139,33 @@ def load_planned(
         source = Source(built, batch, f"{model} ({type(built).__name__})")
     train_only(source.model, trainable)
     source.model.to(device="meta", dtype=dtype)
-    source = replace(source, batch=_tree.mapped(lambda leaf: _as_shapes(leaf, dtype), source.batch))
-
     attention = _OneKernel(mesh.cp)
+
+    def as_shapes(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("meta", dtype if leaf.is_floating_point() else leaf.dtype)
 
     def losses() -> Tensor:
         with attention, without_logits(source.model) if fused else nullcontext():
             output = source.call()
         return output.loss if fused else losses_of(output, batch_size=batch_size, axis=source.batch_axis)
 
+    source = replace(source, batch=_tree.mapped(as_shapes, source.batch))
     elements = sum(p.numel() for p in source.model.parameters())
     return Planned(source, losses, batch_size, elements, fused, mesh, attention)
 
 
-def _as_shapes(leaf: object, dtype: torch.dtype) -> object:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to("meta", dtype if leaf.is_floating_point() else leaf.dtype)
-
-
 def _config_of(model: str) -> PretrainedConfig:
-    if model not in PUBLISHED:
-        return _with_one_kernel(architectures.named_config(model))
-    config = architectures.named_config("llama")
-    return _with_one_kernel(type(config)(**{"tie_word_embeddings": False, **PUBLISHED[model]}))
-
-
-def _with_one_kernel(config: PretrainedConfig) -> PretrainedConfig:
-    """Let attention be one call of torch's function, with no mask to be made from values that are not there."""
+    """Return sizes; attention is one call of torch's function, with no mask made from values that are not there."""
     from transformers import AttentionInterface
 
+    config = architectures.named_config("llama" if model in _PUBLISHED else model)
+    if model in _PUBLISHED:
+        config = type(config)(
+            vocab_size=128256, max_position_embeddings=131072, num_key_value_heads=8,
+            tie_word_embeddings=model == "llama-1b", **dict(zip(_SIZES, _PUBLISHED[model], strict=True)),
+        )  # fmt: skip
     AttentionInterface.register(_ATTENTION, _attention)
     config._attn_implementation = _ATTENTION
     return config

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
 import pytest
 
-from ghostclip.audit import METHODS, THRESHOLDS, CanaryRecorder, flip_coins, load_scores
+from ghostclip.audit import METHODS, THRESHOLDS, CanaryRecorder, audit_scores, flip_coins, load_scores
 from ghostclip.cli import main
 from ghostclip.commands import audit as command
 
@@ -159,8 +160,16 @@ def test_scores_are_never_replaced(audit, recorded):
 
 def test_options_are_those_of_the_library():
     """The command declares them without importing the library."""
-    assert command._METHODS == METHODS
-    assert set(command._DEFAULTS) == {"delta", "confidence", "method", "threshold"}
+    defaults = {name: inspect.signature(audit_scores).parameters[name].default for name in ("method", "threshold")}
+    for name, choices in (("method", METHODS), ("threshold", THRESHOLDS)):
+        assert command.OPTIONS[f"--{name}"]["choices"] == choices
+        assert command.OPTIONS[f"--{name}"]["default"] == defaults[name]
+
+
+def test_a_dash_is_standard_output(audit, recorded):
+    status, out, _ = audit(recorded(".csv"), "--json", "-")
+    assert status == 0
+    assert json.loads(out[out.index("{") :])["sentence"] == out.splitlines()[0]
 
 
 def test_recorded_scores_come_back(recorded):

@@ -17,8 +17,8 @@ from tests.project.source import FunctionNode, functions, module_name, of_every,
 FILES = python_files("ghostclip")
 # Their meaning is Python's or torch's, not ours to explain again.
 GIVEN_ELSEWHERE = {"forward", "backward", "setup_context", "vmap", "jvp", "extra_repr", "state_dict", "load_state_dict"}
-# A program, which nobody calls: one sentence will do everywhere.
-PROGRAMS = ("ghostclip.finetune.",)
+# Programs, whose functions nobody else calls: one sentence will do.
+PROGRAMS = ("ghostclip.finetune.", "ghostclip.commands.", "ghostclip.scaling.")
 SAYS_THE_RESULT = re.compile(r"(?:Return|Yield|Whether|Give|Compute|Count|Build|Make|Find|List)")
 SECTION = r"^\s*{}:\s*$"
 

@@ -1,0 +1,202 @@
+"""What ``ghostclip epsilon`` and ``ghostclip calibrate`` share: options, the assumptions they state, a picture."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ghostclip._files import BLACK, BLUE, PALE, picture
+from ghostclip.commands.options import DELTA, FILE, Options, write_json
+from ghostclip.errors import InvalidOptionError
+from ghostclip.terminal import Working
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ghostclip.accounting import Bounds
+
+_RELATIONS: Final = {
+    "zero_out": "one sample replaced by one without contribution (the number of samples is public)",
+    "add_remove": "one sample added or removed",
+    "replace_one": "one sample replaced by any other",
+}
+OPTIONS: Final[Options] = {
+    "--noise-multiplier": {"type": float, "metavar": "S", "help": "noise over sensitivity (sigma)"},
+    "--sample-rate": {"type": float, "metavar": "Q", "help": "probability of each sample to be in a batch"},
+    "--samples": {"type": int, "metavar": "N", "help": "samples in the data set, for the rate and a check of delta"},
+    "--batch-size": {"type": int, "metavar": "B", "help": "expected batch size: the rate is B / N"},
+    "--steps": {"type": int, "metavar": "T", "help": "optimizer steps"},
+    "--epochs": {"type": float, "metavar": "E", "help": "passes over the data instead: E / Q steps"},
+    **DELTA,
+    "--accountant": {"metavar": "NAME", "default": "best",
+                     "help": "best, pld, prv, rdp or dp_accounting (default: %(default)s)"},
+    "--neighbours": {"choices": tuple(_RELATIONS), "default": "zero_out",
+                     "help": "what two neighbouring data sets are (default: %(default)s)"},
+    "--json": {**FILE, "help": "write the result as JSON; - for standard output"},
+    "--plot": {**FILE, "help": "picture of epsilon over steps and noise (.png, .pdf)"},
+}  # fmt: skip
+# Its square is computed with; more noise than this has no epsilon to speak of.
+_MOST_NOISE: Final = 1e100
+_POINTS: Final = 12
+
+Segment = tuple[float, float, int]
+"""(σ, q, steps)."""
+
+
+def mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
+    """Return σ, q and the number of steps that options give, None for what they leave out."""
+    sigma, rate, samples, batch = (given[k] for k in ("noise_multiplier", "sample_rate", "samples", "batch_size"))
+    if rate is not None and batch is not None:
+        raise InvalidOptionError("--sample-rate and --batch-size: give one of the two.")
+    if batch is not None:
+        if samples is None:
+            raise InvalidOptionError(f"--batch-size {batch}: needs --samples, how many there are in the data set.")
+        if not 0 < batch <= samples:
+            raise InvalidOptionError(f"--batch-size {batch}: must be from 1 to --samples, {samples}.")
+        rate = batch / samples
+    if rate is not None:
+        require_rate(f"--sample-rate {rate}", rate)
+    if sigma is not None:
+        require_noise("--noise-multiplier", sigma)
+    return sigma, rate, _steps(given["steps"], given["epochs"], rate)
+
+
+def _steps(steps: int | None, epochs: float | None, rate: float | None) -> int | None:
+    if steps is not None and epochs is not None:
+        raise InvalidOptionError("--steps and --epochs: give one of the two.")
+    if epochs is None:
+        if steps is not None and steps < 1:
+            raise InvalidOptionError(f"--steps {steps}: must be at least 1.")
+        return steps
+    if rate is None:
+        raise InvalidOptionError("--epochs needs --sample-rate, or --samples and --batch-size.")
+    if not 0 < epochs < math.inf:
+        raise InvalidOptionError(f"--epochs {epochs}: must be greater than 0.")
+    return max(1, math.ceil(epochs / rate - 1e-9))
+
+
+def require_rate(said: str, rate: float) -> None:
+    """Refuse what is no sampling rate, in the words that say it."""
+    if not 0 < rate <= 1:
+        raise InvalidOptionError(f"{said}: must be greater than 0 and at most 1.")
+
+
+def require_noise(name: str, sigma: float) -> None:
+    """Refuse noise that no accountant can compute with, by the name of what says it."""
+    if not 0 <= sigma <= _MOST_NOISE:
+        raise InvalidOptionError(f"{name} {sigma:g}: must be from 0 to {_MOST_NOISE:g}.")
+
+
+def _bounds(segments: Sequence[Segment], given: dict[str, Any]) -> Bounds:
+    from ghostclip.accounting import bounding_accountant
+
+    accountant, relation = given["accountant"], given["neighbours"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = bounding_accountant(accountant, relation=relation)
+        made.load_state_dict({"mechanism": made.mechanism(), "relation": relation, "history": list(segments)})
+        return made.epsilon_bounds(given["delta"])
+
+
+def release(given: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
+    """Print ε of segments with all that it assumes, after what was solved for, write files of it, and return 0."""
+    from ghostclip.accounting import delta_too_large
+
+    delta, relation, solved = given["delta"], given["neighbours"], solved or {}
+    with Working("bounding epsilon"):
+        bounds = _bounds(segments, given)
+    shown = [f"noise multiplier {sigma:g}, sample rate {rate:g}, {steps} steps" for sigma, rate, steps in segments[:4]]
+    shown += [f"and {len(segments) - 4} more segments"] if len(segments) > 4 else []
+    full = all(rate == 1 for _, rate, _ in segments)
+    sampling = "every sample in every batch" if full else "Poisson: each sample joins each batch independently"
+    for name, value in solved.items():
+        print(f"{name} = {value:.6g}")
+    print(
+        f"{'reached: ' if solved else ''}epsilon <= {_rounded(bounds.upper, math.ceil)} at delta = {delta:g}",
+        f"no accountant can go below epsilon = {_rounded(bounds.lower, math.floor)}",
+        f"steps: {sum(steps for _, _, steps in segments)}; {'; '.join(shown)}",
+        f"sampling: {sampling} (shuffled batches: one step of rate 1 per epoch)",
+        f"neighbours: {relation}: {_RELATIONS[relation]}",
+        "a sample: what is clipped as one, once in the data set",
+        f"accountant: {given['accountant']}",
+        sep="\n",
+    )
+    too_large = delta_too_large(delta, given["samples"])
+    if too_large:
+        print(f"warning: {too_large}", file=sys.stderr)
+    plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
+    values = {
+        **solved, "epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta, "segments": segments,
+        "sampling": "full" if full else "poisson", "neighbours": relation, "accountant": given["accountant"],
+        "warnings": [too_large] if too_large else [],
+    }  # fmt: skip
+    target = {"target_epsilon": given["target_epsilon"]} if solved else {}
+    write_json(given["json"], {**values, **target})
+    if given["plot"] is not None:
+        with Working("drawing"):
+            _plot(segments, given, given["plot"])
+    return 0
+
+
+def _rounded(value: float, towards: Callable[[float], int]) -> str:
+    """Return a number with five digits, never on the other side of it."""
+    if value == 0 or math.isinf(value):
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 4)
+    slack = 1 - 1e-12 if towards is math.ceil else 1 + 1e-12
+    return f"{towards(value / unit * slack) * unit:.5g}"
+
+
+def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
+    """Draw ε against the steps of a training, and against the noise it might have had, each with the lower bound."""
+    total = sum(steps for _, _, steps in segments)
+    at = sorted({max(1, round(total * point / _POINTS)) for point in range(1, _POINTS + 1)})
+    scales = [2.0 ** (point / 5) for point in range(-5, 6)]
+    noisier = [[(sigma * scale, rate, steps) for sigma, rate, steps in segments] for scale in scales]
+    one = len(segments) == 1
+    noise, middle = [changed[0][0] for changed in noisier] if one else scales, len(scales) // 2
+    by_steps = [_bounds(_until(segments, steps), given) for steps in at]
+    by_noise = [_bounds(changed, given) for changed in noisier]
+    here = by_steps[-1].upper
+    this = f"this training: ε ≤ {math.ceil(here * 1e3) / 1e3:g}" if math.isfinite(here) else "this training"
+    with picture(path, size=(9, 4.0)) as figure:
+        left, right = figure.subplots(1, 2)
+        for axes, places, curve, place in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
+            _draw_bounds(axes, places, curve)
+            axes.plot([place], [_finite(here)], "o", color=BLACK, markersize=7, zorder=5, label=this)
+            axes.set_ylabel(f"ε at δ = {given['delta']:g}")
+        left.set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
+        varied = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
+        right.set(xlabel=varied, xscale="log", yscale="log")
+        ends = (0, middle, -1)
+        right.set_xticks([noise[k] for k in ends], [f"{noise[k]:.3g}" for k in ends])
+        heights = [by_noise[k].upper for k in ends if 0 < by_noise[k].upper < math.inf]
+        right.set_yticks(heights, [f"{height:.3g}" for height in heights])
+        right.minorticks_off()
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def _draw_bounds(axes: Axes, places: Sequence[float], curve: Sequence[Bounds]) -> None:
+    # The bounds nearly coincide: a thin dashed line on a broad one shows both.
+    axes.plot(places, [_finite(one.upper) for one in curve], color=PALE, lw=5, label="ε, upper bound")
+    lows = [one.lower for one in curve]
+    axes.plot(places, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
+    axes.grid(alpha=0.3)
+
+
+def _finite(value: float) -> float:
+    return math.nan if math.isinf(value) else value
+
+
+def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:
+    """Return the part of the segments before a step."""
+    before: list[Segment] = []
+    for sigma, rate, length in segments:
+        if steps > 0:
+            before.append((sigma, rate, min(length, steps)))
+        steps -= length
+    return before
