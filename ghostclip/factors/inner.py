@@ -25,7 +25,7 @@ from ghostclip.kernels.bounds import dots
 from ghostclip.kernels.rows import add_rows_
 
 
-class Product(NamedTuple):
+class InnerProducts(NamedTuple):
     """Inner products of the gradients that two factors stand for.
 
     Attributes:
@@ -37,7 +37,7 @@ class Product(NamedTuple):
     absolute_B: Tensor
 
 
-def inner(first: Factor, second: Factor) -> Product:
+def inner(first: Factor, second: Factor) -> InnerProducts:
     """Return ``⟨first_b, second_b⟩`` for every sample.
 
     Args:
@@ -55,18 +55,18 @@ def inner(first: Factor, second: Factor) -> Product:
     return _dots(first.materialize().reshape(first.batch_size, -1), second.materialize().reshape(first.batch_size, -1))
 
 
-def _dots(first_BP: Tensor, second_BP: Tensor) -> Product:
+def _dots(first_BP: Tensor, second_BP: Tensor) -> InnerProducts:
     return _added(first_BP * second_BP)
 
 
-def _added(products_BP: Tensor) -> Product:
+def _added(products_BP: Tensor) -> InnerProducts:
     """Return products added up (in place), pairwise: a BLAS dot product of a million float32 values drifts by 1e-3."""
     value_B = products_BP.sum(1)
-    return Product(value_B, products_BP.abs_().sum(1))
+    return InnerProducts(value_B, products_BP.abs_().sum(1))
 
 
-def _sum(parts: Sequence[Product]) -> Product:
-    return Product(*(sum_tensors(list(part)) for part in zip(*parts, strict=True)))
+def _sum(parts: Sequence[InnerProducts]) -> InnerProducts:
+    return InnerProducts(*(sum_tensors(list(part)) for part in zip(*parts, strict=True)))
 
 
 def _same_form(first: Factor, second: Factor) -> bool:
@@ -81,27 +81,27 @@ def _form(factor: Factor) -> tuple[int, int, int] | None:
     return (1, *factor.matrix) if isinstance(factor, Rows) else None
 
 
-def _placed_placed(first: Placed, second: Placed) -> Product:
+def _placed_placed(first: Placed, second: Placed) -> InnerProducts:
     if first.index == second.index:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
 
 
-def _permuted_permuted(first: Permuted, second: Permuted) -> Product:
+def _permuted_permuted(first: Permuted, second: Permuted) -> InnerProducts:
     if first.order == second.order:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
 
 
-def _stacked_stacked(first: Stacked, second: Stacked) -> Product:
+def _stacked_stacked(first: Stacked, second: Stacked) -> InnerProducts:
     common = [number for number in first.parts if number in second.parts]
     if not common:
         zero_B = torch.zeros_like(first.sqnorm().value_B)
-        return Product(zero_B, zero_B)
+        return InnerProducts(zero_B, zero_B)
     return _sum([inner(first.parts[number], second.parts[number]) for number in common])
 
 
-def _outer_outer(first: Outer, second: Outer) -> Product:
+def _outer_outer(first: Outer, second: Outer) -> InnerProducts:
     positions, inputs, outputs = first.sizes
     other = second.sizes[0]
     if positions * other * (inputs + outputs) > (positions + other) * inputs * outputs:
@@ -118,10 +118,10 @@ def _outer_outer(first: Outer, second: Outer) -> Product:
     total = _sum(parts)
     if first.slots == 1:
         return total
-    return Product(*(part_N.view(-1, first.slots).sum(1) for part_N in total))
+    return InnerProducts(*(part_N.view(-1, first.slots).sum(1) for part_N in total))
 
 
-def _outer_rows(outer: Outer, rows: Rows) -> Product:
+def _outer_rows(outer: Outer, rows: Rows) -> InnerProducts:
     """Return ``Σ_{t,u} ⟨a_t, r_u⟩ · g_t[ids_u]``: the embedding-to-head cross term without a V×I tensor."""
     outer = outer.reshaped(rows.matrix)
     a_BTI, r_BUI = to_accumulation(outer.a_NTI), to_accumulation(rows.g_BTI)
@@ -136,35 +136,35 @@ def _outer_rows(outer: Outer, rows: Rows) -> Product:
     return _sum(parts)
 
 
-def _head_rows(head: Head, rows: Rows) -> Product:
+def _head_rows(head: Head, rows: Rows) -> InnerProducts:
     """Return ``Σ_u ⟨r_u, row ids_u of the head's gradient⟩``, of rows at the sample's own tokens alone."""
     row_BUI, mass_BU = head.rows_at(rows.ids_BT)
     r_BUI = to_accumulation(rows.g_BTI).to(head.dtype)
     norm_BU = torch.linalg.vector_norm(r_BUI, dim=2)
-    return Product((row_BUI * r_BUI).flatten(1).sum(1), (norm_BU * mass_BU).sum(1))
+    return InnerProducts((row_BUI * r_BUI).flatten(1).sum(1), (norm_BU * mass_BU).sum(1))
 
 
-def _rows_rows(first: Rows, second: Rows) -> Product:
+def _rows_rows(first: Rows, second: Rows) -> InnerProducts:
     pairs_1, sums_1 = first.segments()
     pairs_2, sums_2 = second.segments()
     place = torch.searchsorted(pairs_2, pairs_1).clamp(max=max(pairs_2.numel() - 1, 0))
     zero_B = sums_1.new_zeros(first.batch_size)
     if pairs_1.numel() == 0 or pairs_2.numel() == 0:
-        return Product(zero_B, zero_B)
+        return InnerProducts(zero_B, zero_B)
     met_K1 = (pairs_2[place] == pairs_1).unsqueeze(1)
     found = _added(sums_1 * sums_2[place] * met_K1)
     # What belongs to no sample has no gradient.
     sample_K = (pairs_1 // first.matrix[0]).clamp(max=first.batch_size - 1)
-    return Product(*(add_rows_(zero_B.clone(), sample_K, part_K) for part_K in found))
+    return InnerProducts(*(add_rows_(zero_B.clone(), sample_K, part_K) for part_K in found))
 
 
-def _dense_rows(dense: Dense, rows: Rows) -> Product:
+def _dense_rows(dense: Dense, rows: Rows) -> InnerProducts:
     index = rows.ids_BT.unsqueeze(-1).expand(-1, -1, rows.matrix[1])
     picked_BTI = dense.grad_BP.reshape(dense.batch_size, *rows.matrix).gather(1, index)
     return _added((picked_BTI * to_accumulation(rows.g_BTI)).flatten(1))
 
 
-_PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., Product]]] = {
+_PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., InnerProducts]]] = {
     (Placed, Placed): _placed_placed,
     (Permuted, Permuted): _permuted_permuted,
     (Stacked, Stacked): _stacked_stacked,

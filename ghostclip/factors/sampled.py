@@ -13,7 +13,7 @@ from ghostclip.factors.base import Factor, SquaredNorm, no_error, to_accumulatio
 from ghostclip.factors.dense import Dense
 
 
-class Source(Protocol):
+class ParameterGradients(Protocol):
     """What forms gradients of one parameter."""
 
     def gradients(self, keep_B: Tensor) -> Tensor:
@@ -41,7 +41,9 @@ class Source(Protocol):
 class Sampled(Factor):
     """The gradient of sample b has the norm ``norm_B[b]``; its entries are the source's."""
 
-    def __init__(self, norm_B: Tensor, source: Source, *, shape: Sequence[int], keep_B: Tensor | None = None) -> None:
+    def __init__(
+        self, norm_B: Tensor, source: ParameterGradients, *, shape: Sequence[int], keep_B: Tensor | None = None
+    ) -> None:
         """Keep the norms.
 
         Args:

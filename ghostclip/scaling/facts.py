@@ -76,7 +76,7 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: 
             f"{type(model).__name__} has no list of blocks of one class to checkpoint: leave checkpointing out."
         )
     try:
-        with _Rows(shards) as rows:
+        with _RowCounts(shards) as rows:
             plain = plain_step(model, planned.losses, blocks=[block for _, block in blocks])
         sites = call_sites(model, planned.losses, axis=planned.source.batch_axis)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -117,7 +117,7 @@ def _arrived(sites: Sequence[CallSite], ranks: int) -> dict[str, list[Statistics
     return found
 
 
-class _Rows(TorchFunctionMode):
+class _RowCounts(TorchFunctionMode):
     """Counts the rows that meet each sharded weight in a forward."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
