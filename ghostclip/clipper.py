@@ -166,9 +166,8 @@ class GhostClipper:
             prover=self._evidence,
             gathering=sharded,
         )
-        mean = loss_reduction == "mean"
         self._state = ClippingState(
-            model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=mean
+            model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=loss_reduction == "mean"
         )
         self._store = self._state.store
         self._zero_grad = ZeroGrad(model)
