@@ -15,12 +15,14 @@ import torch
 
 from benchmarks import machine
 from benchmarks.proof_cost import _ENVIRONMENT, ROOT, _commit
-from benchmarks.tree_worker import TreeWorker
+from benchmarks.tree_worker import PREDICTABLE, TreeWorker
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 # Answers "time" by CPU seconds of a first step and of steady ones, "bytes" by the peaks of both.
-_WORKER = """
+_WORKER = (
+    PREDICTABLE
+    + """
 import gc, json, logging, sys, time, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import torch
@@ -29,13 +31,6 @@ from torch.nn import functional as F
 sys.path.append(sys.argv[2])
 from benchmarks import models
 from benchmarks.live import LiveBytes
-import ghostclip
-try:
-    # No steady step is one that is checked.
-    from ghostclip.evidence import unchecked
-    unchecked.forwards_between = lambda number, numbers: 3 * number
-except ImportError:
-    pass
 torch.set_num_threads(1); torch.manual_seed(0)
 
 def classes(model, x, count):
@@ -96,6 +91,7 @@ for line in sys.stdin:
     gc.collect()
     print(json.dumps([first, min(steady), again]), flush=True)
 """
+)
 
 _SHAPES = {
     "GPT 256x4, T 512, B 8": "gpt(8, 512)",

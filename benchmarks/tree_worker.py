@@ -8,7 +8,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+# Begins a program whose steady steps are to be steady: with checks at the powers of four, and at no others.
+PREDICTABLE: Final = """
+import ghostclip
+try:
+    from ghostclip.evidence import unchecked
+    unchecked.forwards_between = lambda number, numbers: 3 * number
+except ImportError:
+    pass
+"""
 
 
 class TreeWorker:

@@ -21,7 +21,6 @@ from ghostclip.kernels.precision import full_convolutions, full_precision
 from ghostclip.planning.timeline import Holding
 from tests.exactness.runs import STRATEGIES
 from tests.randomised import settings
-from tests.schedule import after_three_times
 
 HERE = Path(__file__).parent
 # transformers builds from configs only; should anything ask for a file, it is not to be looked for.
@@ -212,9 +211,9 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _predictable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests know which forwards are asked about, but for those of the schedule itself."""
+    """Tests know which forwards are asked about, those of powers of four, but for tests of the schedule itself."""
     if "unpredictable" not in request.fixturenames:
-        monkeypatch.setattr(unchecked, "forwards_between", after_three_times)
+        monkeypatch.setattr(unchecked, "forwards_between", lambda number, _: 3 * number)
 
 
 @pytest.fixture

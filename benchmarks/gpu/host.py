@@ -25,7 +25,7 @@ import torch
 from benchmarks import options
 from benchmarks.files import RESULTS, head, write
 from benchmarks.report import heading
-from benchmarks.tree_worker import TreeWorker
+from benchmarks.tree_worker import PREDICTABLE, TreeWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bookkeeping", "ghost", "graph")
@@ -35,20 +35,15 @@ LAYERS = 36
 
 # Runs in a process of its own for each tree, with nothing of this one on its path but how reads are counted; answers
 # each line by a line.
-_WORKER = """
+_WORKER = (
+    PREDICTABLE
+    + """
 import gc, importlib.util, json, logging, sys, time, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import torch
 from torch import nn
 from torch.nn import functional as F
-import ghostclip
 from ghostclip.optim import DPOptimizer
-try:
-    # No step that is counted is one that is checked.
-    from ghostclip.evidence import unchecked
-    unchecked.forwards_between = lambda number, numbers: 3 * number
-except ImportError:
-    pass
 name, strategy, layers, reads_file = sys.argv[1:]
 torch.set_num_threads(1)
 
@@ -145,6 +140,7 @@ for line in sys.stdin:
         gc.collect()
     print(json.dumps(answer), flush=True)
 """
+)
 
 
 _ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}

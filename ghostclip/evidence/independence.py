@@ -109,9 +109,9 @@ class Batch:
         if self.again:
             return [self.drawn, self.others(self.drawn)]
         middle = (self.size + 1) // 2
-        halves = [list(range(middle)), list(range(middle, self.size))]
-        # Of two samples each is a half.
-        return [*halves, self.drawn] if self.size > len(halves) else halves
+        # Of two samples each is a half, and the second one is drawn.
+        second = [list(range(middle, self.size))] if middle > 1 else []
+        return [self.drawn, list(range(middle)), *second]
 
     @property
     def apart(self) -> list[int]:
@@ -365,20 +365,24 @@ def _differ_behind(
     if gates.leave_written():
         before.restore()
         base = run(batch.whole())
-    moved = _differ_replaced(run, batch, base, batch.drawn, before, coarsest)
-    if moved is False and not before.drawn() and _same_alone(run, batch, base, batch.drawn, coarsest):
+
+    def moved(samples: Sequence[int]) -> bool | None:
+        differ = _differ_replaced(run, batch, base, samples, before, coarsest)
+        return differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
+
+    first = moved(batch.drawn)
+    if first is False and not before.drawn() and _same_alone(run, batch, base, batch.drawn, coarsest):
         return [False]
-    return [moved, _differ_replaced(run, batch, base, batch.others(batch.drawn), before, coarsest)]
+    return [first, moved(batch.others(batch.drawn))]
 
 
 def _differ_replaced(
     run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
 ) -> bool | None:
     """Return whether others' outputs change when some samples are replaced; None where that cannot be told."""
-    other, rest = batch.copied(samples), batch.others(samples)
+    rest = batch.others(samples)
     before.restore()
-    differ = _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(other))
-    return differ and not (before.drawn() and _meets_other_numbers(run, batch, other, before))
+    return _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(batch.copied(samples)))
 
 
 def plainly(run: Run) -> Run:
@@ -418,12 +422,10 @@ def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coar
     # One after the other: outputs may be as large as all activations of a layer.
     differ = []
     for samples in batch.replaced:
-        other, rest = batch.copied(samples), batch.others(samples)
-        before.restore()
-        differ.append(_Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(other)))
+        differ.append(_differ_replaced(run, batch, base, samples, before, coarsest))
         if not differ[-1]:
             continue
-        if not (drawn and _meets_other_numbers(run, batch, other, before)):
+        if not (drawn and _meets_other_numbers(run, batch, batch.copied(samples), before)):
             return "half of the samples were replaced"
         unchecked.missed("which random numbers a sample meets depends on the others", REPLACED)
     _note(unchecked, REPLACED, differ)
@@ -493,7 +495,7 @@ def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Random
     What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
     """
     base = [output.detach() for output in batch.outputs]
-    for samples in (batch.drawn, batch.replaced[-1] if batch.again else batch.replaced[0]):
+    for samples in batch.replaced[:2]:
         if _differ_replaced(run, batch, base, samples, before, coarsest) is not False:
             return False
     if not _same_alone(run, batch, base, batch.apart, coarsest) or before.drawn():

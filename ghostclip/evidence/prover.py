@@ -412,7 +412,7 @@ class Evidence:
             self._refuse_own_backwards(capture, call, parts, rows, own=own, state=state)
             self.unchecked.tell()
         self._refuse_padding(capture, call, parts, looked_at, state=state)
-        if self.asks(capture) or not self.probes:
+        if self.asks(capture):
             capture.forward.prove()
         if writes and self._watch is not None:
             self._watch.put_back()
