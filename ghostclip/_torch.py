@@ -615,19 +615,19 @@ def child_table(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-_tables: Final = operator.attrgetter("_parameters", "_modules")
+_tables: Final = operator.itemgetter("_parameters", "_modules")
 
 
-def parameter_and_child_tables(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+def parameter_and_child_tables(attributes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the tables of `parameter_table` and `child_table` of modules: ``_parameters`` and ``_modules``.
 
     Args:
-        modules: The modules.
+        attributes: Of each module, ``vars(module)``.
 
     Returns:
         Both of each, in order.
     """
-    return list(chain.from_iterable(map(_tables, modules)))
+    return list(chain.from_iterable(map(_tables, attributes)))
 
 
 def non_persistent(module: nn.Module) -> set[str]:

@@ -723,7 +723,7 @@ def test_base_classes_cover_every_kind(base, kinds):
 def test_tables_are_what_a_forward_reads():
     module = nn.BatchNorm1d(2)
     whole = nn.Sequential(module)
-    both = _torch.parameter_and_child_tables([whole, module])
+    both = _torch.parameter_and_child_tables([vars(whole), vars(module)])
     wanted = [table(one) for one in (whole, module) for table in (_torch.parameter_table, _torch.child_table)]
     assert all(own is other for own, other in zip(both, wanted, strict=True))
     stand_in = torch.full((2,), 3.0)

@@ -58,12 +58,13 @@ class ModuleCall(NamedTuple):
 class Prover(Protocol):
     """Whoever asks for evidence that forwards are read right."""
 
-    def begin(self, capture: "CaptureContext", call: ModuleCall) -> None:
+    def begin(self, capture: "CaptureContext", call: ModuleCall, inputs: Sequence[Tensor]) -> None:
         """Look at a forward before it runs.
 
         Args:
             capture: Whose latest forward it is.
             call: What is about to run.
+            inputs: The tensors that it is called with.
         """
 
     def end(self, capture: "CaptureContext", call: ModuleCall, output: Any) -> Any:
@@ -216,38 +217,38 @@ class CaptureContext:
         self.stop_listening()
         self.let_go()
         self.substitution.take_stock()
-        self.forward = ForwardContext(self._around, 0, self.axis)
+        self.forward = forward = ForwardContext(self._around, 0, self.axis)
         size = self.bags.batch_size(call.args, call.kwargs, self.axis)
-        inputs: Any = call.args, call.kwargs
         if size == 0:
             inputs = _tree.mapped(lambda item: with_dummy(item, self.axis), (call.args, dict(call.kwargs)))
-        self.forward = forward = ForwardContext(self._around, max(1, size), self.axis, is_dummy=size == 0)
+            call = ModuleCall(call.module, *inputs)
+        forward.batch_size, forward.is_dummy = max(1, size), size == 0
+        tensors = _tree.tensors((call.args, call.kwargs))
         if size and self.note_inputs is not None:
-            forward.noted = self.note_inputs(_tree.tensors(inputs), size)
-        call = ModuleCall(call.module, *inputs)
+            forward.noted = self.note_inputs(tensors, size)
         if self._prover is not None:
             try:
                 with nullcontext() if self.gathering is None else self.gathering.telling():
-                    self._prover.begin(self, call)
+                    self._prover.begin(self, call, tensors)
             except BaseException:
                 self._break_off()
                 self.doubt()
                 raise
-        call = ModuleCall(call.module, *self._tied(call.args, call.kwargs))
+        if is_to_tie(self.model, tensors):
+            call, tensors = self._tied(call)
         self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
         self._running = Running(call.module, call.kwargs, self._break_off)
         token = self._running.hand_over()
-        self._start(call.args, call.kwargs)
+        self._start(call.args, call.kwargs, tensors=tensors)
         if self._inner_calls_say_nothing():
             self._watch.inner_off(call.module)
         return call.args, token
 
-    def _tied(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let inputs with a gradient lead to the anchor."""
-        if is_to_tie(self.model, _tree.tensors((args, kwargs))):
-            return _tree.mapped(lambda item: tied(item, self._anchor), (args, dict(kwargs)))
-        return args, kwargs
+    def _tied(self, call: ModuleCall) -> tuple[ModuleCall, list[Tensor]]:
+        """Let inputs with a gradient lead to the anchor; returns the call, and the tensors of its inputs."""
+        inputs = _tree.mapped(lambda item: tied(item, self._anchor), (call.args, dict(call.kwargs)))
+        return ModuleCall(call.module, *inputs), _tree.tensors(inputs)
 
     def _refuse_late_shards(self) -> None:
         """Refuse a model divided since, before proofs: they follow a rank's samples, and would gather on it alone."""
@@ -262,12 +263,12 @@ class CaptureContext:
         """Return whether nothing is made of calls inside the outermost one: no sampler, no rank, no unit of its own."""
         return not (any_samplers(self._watch.kinds) or self.substitution.units or _torch.several_ranks())
 
-    def _start(self, *inputs: Any) -> None:
+    def _start(self, *inputs: Any, tensors: Sequence[Tensor] | None = None) -> None:
         """Substitute the parameters and watch what is done with them and with the data."""
         if self.substitution.substitute():
             self._adopt()
         self._forget_old_plans()
-        forward, tensors = self.forward, _tree.tensors(inputs)
+        forward, tensors = self.forward, _tree.tensors(inputs) if tensors is None else tensors
         if inputs:
             forward.inputs = frozenset(map(id, tensors))
         # A packed sequence is a tuple of tensors.
@@ -489,7 +490,9 @@ class CaptureContext:
         Returns:
             Its output.
         """
-        output = self._read(ModuleCall(call.module, *self._tied(call.args, call.kwargs)))
+        if is_to_tie(self.model, _tree.tensors((call.args, call.kwargs))):
+            call, _ = self._tied(call)
+        output = self._read(call)
         self._meet_end(outputs_of(output))
         return output
 

@@ -353,19 +353,20 @@ def edge_of(root: Any) -> Edge:
     return (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else (root[0], root[1])
 
 
-def is_to_tie(model: nn.Module, inputs: Iterable[Any]) -> bool:
+def is_to_tie(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
     """Return whether a backward to these inputs would pass a model's anchor by.
 
     Args:
         model: The model; one that is frozen has no backward of its own to hear of.
-        inputs: The leaves of what it is called with.
+        inputs: The tensors that it is called with.
 
     Returns:
         True when the model has a trainable parameter and some input requires grad.
     """
-    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs):
-        return False
-    return any(parameter.requires_grad for parameter in model.parameters())
+    for tensor in inputs:
+        if tensor.requires_grad:
+            return any(parameter.requires_grad for parameter in model.parameters())
+    return False
 
 
 def tied(item: Any, anchor: Tensor) -> Any:

@@ -6,7 +6,7 @@ whoever enters next looks whether the call is still on the stack.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -26,7 +26,7 @@ class Token(dict[str, Any]):
 
 
 class Running:
-    """The outermost module call, as a place on the stack.
+    """The outermost module call.
 
     Attributes:
         module: The module called.
@@ -42,23 +42,18 @@ class Running:
             expired: Called when the call's frames are gone and it was never ended.
         """
         self.module = module
-        # A frame is not held, or it would keep the token alive; its number is its own as long as the token lives.
-        self._frame = _call_of(module)
         self.token: Token | None = Token(kwargs)
 
         def check() -> None:
-            if not self.is_on_stack():
+            # Somebody else's hook may have put other arguments in the token's place.
+            if not _calls_of(module):
                 expired()
 
         self.token.expired = check
 
-    def is_on_stack(self) -> bool:
-        """Return whether the call is still being executed by this thread."""
-        return any(id(frame) == self._frame for frame in _frames())
-
     def was_broken_off(self, module: Any) -> bool:
-        """Return whether a new call of the same module shows that this one is over."""
-        return module is self.module and not self.is_on_stack()
+        """Return whether a new call of the same module, which has begun, shows that this one is over."""
+        return module is self.module and _calls_of(module) == 1
 
     def hand_over(self) -> Token:
         """Return the token, to be held by the call's frames from now on."""
@@ -74,16 +69,11 @@ class Running:
             token.expired = None
 
 
-def _frames() -> Iterator[FrameType]:
+def _calls_of(module: Any) -> int:
+    """Return how many calls of a module this thread is executing."""
     frame: FrameType | None = sys._getframe(1)
+    count = 0
     while frame is not None:
-        yield frame
+        count += _torch.is_call_of(frame, module)
         frame = frame.f_back
-
-
-def _call_of(module: Any) -> int:
-    """Return the number of the frame of ``module.__call__`` nearest on the stack; 0 where there is none."""
-    for frame in _frames():
-        if _torch.is_call_of(frame, module):
-            return id(frame)
-    return 0
+    return count

@@ -37,12 +37,20 @@ class Snapshot:
         self._norms = [module for module in self.modules if isinstance(module, _torch.AnyBatchNorm)]
         self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._kinds = list(map(type, self.modules))
-        self._tables = _torch.parameter_and_child_tables(self.modules)
-        self._sizes = list(map(len, self._tables))
-        self._names = list(chain.from_iterable(self._tables))
-        self._held: list[Any] = [item for table in self._tables for item in table.values()]
+        self._attributes = list(map(vars, self.modules))
+        self._tables = _torch.parameter_and_child_tables(self._attributes)
+        self._empty = [table for table in self._tables if not table]
+        self._full = list(filter(None, self._tables))
+        self._sizes = list(map(len, self._full))
+        self._names = list(chain.from_iterable(self._full))
+        # Views, which follow their tables.
+        self._views = [table.values() for table in self._full]
+        self._held: list[Any] = list(chain.from_iterable(self._views))
         held = [item for item in self._held if isinstance(item, nn.Parameter)]
         self._frozen = [parameter for parameter in held if not parameter.requires_grad]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Let a copy of the model be looked at anew."""
 
     def note_trained(self, parameters: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> None:
         """Note which parameters are trained, and their memory.
@@ -69,14 +77,14 @@ class Snapshot:
 
     def _holds_modules(self) -> bool:
         """Return whether modules are of the same classes and hold the same objects under the same names."""
-        tables = _torch.parameter_and_child_tables(self.modules)
         return (
             list(map(type, self.modules)) == self._kinds
-            and all(map(is_, tables, self._tables))
-            and list(map(len, tables)) == self._sizes
-            and list(chain.from_iterable(tables)) == self._names
+            and all(map(is_, _torch.parameter_and_child_tables(self._attributes), self._tables))
+            and not any(self._empty)
+            and list(map(len, self._full)) == self._sizes
+            and list(chain.from_iterable(self._full)) == self._names
             # By identity: parameters that are compared make a tensor.
-            and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._held))
+            and all(map(is_, chain.from_iterable(self._views), self._held))
         )
 
     def _holds_memory(self) -> bool:

@@ -234,7 +234,7 @@ class Alike:
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
             return False
-        always = kept and tuple(name in kept for name in use.site.names)
+        always = kept and tuple(map(kept.__contains__, use.site.names))
         # What else is to be equal follows from these: sizes of parameters, types and devices are those of the form.
         key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))

@@ -247,12 +247,13 @@ class Evidence:
             if forward.unproven:
                 refuse_node_hooks([edge_of(root)[0] for root in roots], forward)
 
-    def begin(self, capture: CaptureContext, call: ModuleCall) -> None:
+    def begin(self, capture: CaptureContext, call: ModuleCall, inputs: Sequence[Tensor]) -> None:
         """Decide whether to ask, and rehearse the forward if so.
 
         Args:
             capture: Whose latest forward it is.
             call: What is about to run.
+            inputs: The tensors that it is called with.
 
         Raises:
             UnsupportedModelError: torch splits sequences over ranks, and nobody says over which.
@@ -263,7 +264,6 @@ class Evidence:
         records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
         forward.proves = records > 1
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes, records=records)
-        inputs = _tree.tensors((call.args, call.kwargs))
         self._given = [(tensor, _torch.version(tensor)) for tensor in inputs]
         if self.probes and capture.gathering is not None:
             forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)

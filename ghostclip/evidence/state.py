@@ -81,9 +81,11 @@ class _Tables:
 
     def __init__(self, model: nn.Module, *, parameters: bool) -> None:
         named = list(model.named_modules())
-        self._tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
-        self._full = list(filter(None, self._tables))
-        self._size, self._held = sum(map(len, self._tables)), list(self._content())
+        tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
+        self._empty = [table for table in tables if not table]
+        # Views, which follow their tables.
+        self._views = [table.values() for table in tables if table]
+        self._held = list(chain.from_iterable(self._views))
         self.entries: dict[str, Tensor] = {}
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
@@ -111,12 +113,14 @@ class _Tables:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
 
-    def _content(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._full))
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Let a copy of the model be looked at anew."""
 
     def hold(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
-        return sum(map(len, self._tables)) == self._size and all(map(is_, self._content(), self._held))
+        if any(self._empty) or sum(map(len, self._views)) != len(self._held):
+            return False
+        return all(map(is_, chain.from_iterable(self._views), self._held))
 
 
 class StateWatch:
