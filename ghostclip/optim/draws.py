@@ -290,7 +290,9 @@ class DrawLog:
             return match
         last = self._pass if self._once_a_pass else None
         found = {
-            span: replay_of(seen, rows, memory, times=times, released_in=last) if self._is_shown(span) else None
+            span: replay_of(seen, rows, self._members_of(span), memory, times=times, released_in=last)
+            if self._is_shown(span)
+            else None
             for span, rows in drawn.items()
         }
         spans = frozenset(span for span, replay in found.items() if replay is None)
@@ -327,6 +329,9 @@ class DrawLog:
 
     def _drawn_in(self, span: tuple[int, int]) -> Counter[int]:
         return counted(read(part) for draw in self._draws[slice(*span)] for part in draw.parts)
+
+    def _members_of(self, span: tuple[int, int]) -> set[int]:
+        return {record for draw in self._draws[slice(*span)] for record in draw.members}
 
     def _is_shown(self, span: tuple[int, int]) -> bool:
         return all(draw.is_shown for draw in self._draws[slice(*span)])

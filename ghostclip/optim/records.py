@@ -368,13 +368,20 @@ def telling(forward: Rows, drawn: Mapping[int, int], memory: RecordMemory) -> Ro
 
 
 def replay_of(
-    seen: Counter[int], drawn: Mapping[int, int], memory: RecordMemory, *, times: int, released_in: int | None
+    seen: Counter[int],
+    drawn: Mapping[int, int],
+    members: Container[int],
+    memory: RecordMemory,
+    *,
+    times: int,
+    released_in: int | None,
 ) -> Replay | None:
     """Look for records of a step that its draws do not explain.
 
     Args:
         seen: How often each row went through the model.
         drawn: How often each row was handed out with the draws.
+        members: Numbers of the draws' records: one that the loop pads further looks as it did in an earlier batch.
         memory: What was handed out.
         times: How often a record may take part.
         released_in: Where a record may stand for another of its pass: number of the pass; else None.
@@ -382,16 +389,17 @@ def replay_of(
     Returns:
         What was found, if it is enough not to be chance.
     """
-    beyond = {told: count - times * drawn.get(told, 0) for told, count in seen.items()}
-    candidates = [told for told, count in beyond.items() if count > 0]
+    candidates = [told for told, count in seen.items() if count > times * drawn.get(told, 0)]
     if not candidates:
         return None
     certain = memory.foreign(candidates, released_in=None)
     again = memory.foreign(candidates, released_in=released_in)
+    records = memory.records_of(np.asarray(candidates, np.int64))
     found: dict[int, int] = {}
-    for told, is_certain, is_again in zip(candidates, certain.tolist(), again.tolist(), strict=True):
+    for told, record, is_certain, is_again in zip(candidates, records.tolist(), certain, again, strict=True):
         # What was not released in its pass may be released once, in place of the draw's.
-        count = beyond[told] if is_again else seen[told] - times * max(1, drawn.get(told, 0))
+        due = max(drawn.get(told, 0), record in members or not is_again)
+        count = seen[told] - times * due
         if is_certain and count > 0:
             found[told] = count
     repeated, rows = sum(found.values()), seen.total()

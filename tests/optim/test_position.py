@@ -757,6 +757,31 @@ def test_records_that_were_drawn_are_known_again(loop, poisson):
     assert "records: compared with those drawn;" in run.engine.summary(DELTA)
 
 
+@pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning")
+def test_a_record_that_the_loop_pads_as_an_earlier_batch_was_is_that_of_its_own_draw():
+    numbers = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 13, (200,), generator=numbers)
+    ids = torch.randint(1, 30, (200, 12), generator=numbers)
+    model = nn.Sequential(nn.Embedding(30, 4, padding_idx=0), nn.Flatten(), nn.Linear(48, 3))
+    model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(
+            [row[:length] for row, length in zip(ids, lengths, strict=True)],
+            batch_size=20,
+            collate_fn=lambda rows: nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            generator=numbers,
+        ),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for batch in (batch for _ in range(10) for batch in loader):
+        optimizer.zero_grad()
+        padded = nn.functional.pad(batch, (0, 12 - batch.shape[1]))
+        nn.functional.cross_entropy(model(padded), padded[:, 0] % 3).backward()
+        optimizer.step()
+
+
 def test_the_scheme_that_the_account_goes_by_is_fixed():
     sampler = Run().loader.private_sampler
     with pytest.raises(AttributeError, match="scheme"):
