@@ -366,7 +366,8 @@ class StateWatch:
         uncounted = [write.name for write in writes if write.times == 0 and write.name in before.entries]
         self._copies = {name: before.entries[name].detach().clone() for name in uncounted}
         try:
-            with same_randomness([*self._model.parameters(), *self._model.buffers()]):
+            tensors = [*self._model.parameters(), *self._model.buffers()]
+            with same_randomness(tensors), _torch.own_parametrization_cache():
                 runs.run(inputs)
             written, now = self._since(before), self._marks()
         except SampleMixingError:

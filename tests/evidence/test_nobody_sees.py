@@ -209,15 +209,18 @@ def _array():
     return _Model(write), lambda model: counts.tolist(), lambda model, x: model(x)
 
 
-def _parametrized():
-    model = _Model()
-    parametrizations.weight_norm(model.first)
+def _parametrized(parametrization):
+    def make():
+        model = _Model()
+        parametrization(model.first)
 
-    def call(model, x):
-        with parametrize.cached():
-            return model(x) + model(0.5 * x)
+        def call(model, x):
+            with parametrize.cached():
+                return model(x) + model(0.5 * x)
 
-    return model, lambda model: None, call
+        return model, lambda model: [buffer.tolist() for buffer in model.buffers()], call
+
+    return make
 
 
 def _in_attribute(name):
@@ -267,7 +270,8 @@ PROGRAMS = {
     "inputs changed in place": _in_place,
     "generators of one's own": _own_generators,
     "array": _array,
-    "cached parametrization": _parametrized,
+    "cached parametrization": _parametrized(parametrizations.weight_norm),
+    "cached parametrization that writes": _parametrized(parametrizations.spectral_norm),
     "list in an attribute": _in_attribute("list"),
     "object in an attribute": _in_attribute("object"),
     **{f"{on}, {box}": _by_hook(_ON[on], *_BOXES[box]) for on in _ON for box in _BOXES},
