@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from ghostclip.finetune.measure import held_out_quality, sample_losses
 from ghostclip.finetune.models import make_model
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.samples import SampleDataset
+from ghostclip.finetune.samples import Sample, SampleDataset
 from ghostclip.finetune.tokens import byte_tokens
 from ghostclip.finetune.training import learning_rate_at
 
@@ -28,8 +28,8 @@ def model(request):
 
 
 def dataset(windows, width=9):
-    windows = [np.array(window, dtype=np.int32) for window in windows]
-    return SampleDataset(windows, [1] * len(windows), pad_id=0, width=width, classes=False)
+    samples = [Sample(np.array(window, dtype=np.int32), 1) for window in windows]
+    return SampleDataset(samples, pad_id=0, width=width, classes=False)
 
 
 def losses(model, windows):

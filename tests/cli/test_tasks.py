@@ -16,7 +16,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ghostclip.finetune import tokens
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.progress import StopRequest
 from ghostclip.finetune.ranks import Ranks
@@ -305,8 +304,7 @@ def test_wrong_input(finetune, given, tmp_path, monkeypatch, words, parts):
 
 
 def test_a_name_that_cannot_be_fetched_says_so_and_names_the_toy(finetune, text_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(tokens, "in_cache", lambda name: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = finetune("--data", text_file, "--model", "gpt2", *TINY_GIVEN, "--output", tmp_path / "out")
     assert result.status == 2
     assert "--model gpt2: no such file or folder" in result.err
