@@ -20,7 +20,6 @@ from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ghostclip.finetune.state import ResumePoint  # noqa: E402
 from ghostclip.finetune.training import FinetuneTrainer  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -183,7 +182,7 @@ def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path,
     after_step(3, crash)
     with pytest.raises(RuntimeError, match="went away"):
         finetune("--data", text_file, "--output", out, *TINY)
-    assert len(LedgerFile(ResumePoint.of(out).ledger).entries) == 3
+    assert len(LedgerFile(out / "private" / "resume" / "ledger.txt").entries) == 3
     resumed = finetune("--resume", "--output", out)
     assert resumed.status == 0, resumed.err
     assert "of which 3 are done or counted as spent" in " ".join(resumed.out.split())
@@ -250,7 +249,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(finetune, text_file, tmp_path
     out = tmp_path / "out"
     after_step(2, interrupt)
     assert finetune("--data", text_file, "--output", out, *TINY).status == 130
-    other = LedgerFile(ResumePoint.of(out).ledger)
+    other = LedgerFile(out / "private" / "resume" / "ledger.txt")
     other.lock()
     refused = finetune("--resume", "--output", out)
     assert refused.status == 2
@@ -286,7 +285,7 @@ def test_resume_with_other_data_or_a_damaged_state_is_refused(finetune, text_fil
     text_file.write_text(TEXT.replace("sentence", "SENTENCE"))
     assert "the data (or its tokenizer) changed" in finetune("--resume", "--output", out).err
     text_file.write_text(TEXT)
-    state = ResumePoint.of(out).path
+    state = out / "private" / "resume" / "state.pt"
     state.write_bytes(state.read_bytes()[:100])
     damaged = finetune("--resume", "--output", out)
     assert damaged.status == 2

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.progress import StopRequest
 from ghostclip.finetune.ranks import Ranks
 from ghostclip.finetune.samples import read_samples
 from ghostclip.finetune.tokens import TokenEncoder, byte_tokens
@@ -28,7 +27,7 @@ peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("accelerate")
 
-from ghostclip.finetune.prepare import prepare  # noqa: E402
+from ghostclip.finetune.run import FinetuneRun  # noqa: E402
 from ghostclip.finetune.training import FinetuneTrainer, training_arguments  # noqa: E402
 
 pytestmark = [
@@ -110,14 +109,14 @@ def first_step(given, tmp_path):
     """Take the first step of a kind at σ = 0; give the samples, the model before and what the inner optimizer got."""
 
     def run(kind, *, emptied=None):
-        prepared = prepare(options_of(given, kind, output=tmp_path / f"out-{emptied}"), None, Ranks())
+        prepared = FinetuneRun(options_of(given, kind, output=tmp_path / f"out-{emptied}"), None, Ranks())
         torch.manual_seed(8)
         for parameter in prepared.model.parameters():
             # Adapters begin at zero, where half of their gradients vanish.
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         before = copy.deepcopy(prepared.model).double()
-        run = replace(prepared, mechanism=replace(prepared.mechanism, noise_multiplier=0.0, steps=1))
-        trainer = FinetuneTrainer(run, training_arguments(run), stop=StopRequest())
+        prepared.mechanism = replace(prepared.mechanism, noise_multiplier=0.0, steps=1)
+        trainer = FinetuneTrainer(prepared, training_arguments(prepared))
         samples, got, plain = [], {}, trainer._record_losses
 
         def losses(model, inputs, **options):
