@@ -63,8 +63,6 @@ def _run(given: dict[str, Any], ranks: Ranks) -> int:
         try:
             arguments = training_arguments(prepared)
         except ValueError as error:
-            if isinstance(error, GhostClipError):
-                raise
             raise InvalidOptionError(f"--device {prepared.device}, --dtype {options.dtype}: {error}") from error
     print(plan_text(prepared))
     for line in prepared.warnings:
@@ -72,11 +70,8 @@ def _run(given: dict[str, Any], ranks: Ranks) -> int:
     try:
         return _train_and_write(prepared, arguments)
     except KeyboardInterrupt:
-        status = _say_interrupted(prepared)
-        if ranks.count > 1:
-            # The others may be within a step, and are not waited for.
-            raise SystemExit(status) from None
-        return status
+        # The other processes may be within a step, and are not waited for.
+        raise SystemExit(_say_interrupted(prepared)) from None
 
 
 def _options(given: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunState | None]:
@@ -110,15 +105,13 @@ def _options(given: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunS
 
 
 def _require_libraries() -> None:
+    require_plotting()
     try:
         import accelerate  # noqa: F401
         import huggingface_hub
-        import safetensors  # noqa: F401
-        import tqdm  # noqa: F401
         import transformers
     except ImportError as error:
         raise InvalidOptionError(f"{error.name} is not installed: pip install 'ghostclip[transformers]'") from error
-    require_plotting()
     # The checkpoint is written after minutes of training; its own progress bars and advice are noise there.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,13 +1,9 @@
-"""The output folder: refusing to overwrite, writing atomically, saving a model that transformers loads.
-
-Every file appears by a rename, so that a crash leaves the old file or the new one, never half of one.
-"""
+"""The output folder: refusing to overwrite, choosing one, saving a model that transformers loads."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,19 +66,12 @@ def forget_resume(folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, tokens: TokenEncoder, folder: Path) -> None:
-    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them: whole, then each file in its place."""
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
-        model.save_pretrained(name)
-        tokens.save(Path(name))
-        files = [path.relative_to(name) for path in Path(name).rglob("*") if path.is_file()]
-        # Weights before config.json: a reader who finds the new configuration finds the new weights too.
-        for path in sorted(files, key=lambda path: path.name == "config.json"):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            Path(name, path).replace(folder / path)
+    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them; a crash is gone on from as any other."""
     # A larger model's shards and index, left from the run that is overwritten, would be loaded instead of ours.
     for path in (*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*")):
-        if path.relative_to(folder) not in files:
-            path.unlink()
+        path.unlink()
+    model.save_pretrained(str(folder))
+    tokens.save(folder)
 
 
 def _is_occupied(folder: Path) -> bool:

@@ -30,12 +30,8 @@ class Mechanism:
 
     def epsilon_after(self, steps: int) -> float:
         """Return an upper bound on ε after some steps."""
-        if steps == 0:
-            return 0.0
         accountant = bounding_accountant(ACCOUNTANT)
-        accountant.load_state_dict(
-            {"mechanism": ACCOUNTANT, "history": [(self.noise_multiplier, self.sample_rate, steps)]}
-        )
+        accountant.history = [(self.noise_multiplier, self.sample_rate, steps)] if steps else []
         return accountant.get_epsilon(self.delta)
 
 

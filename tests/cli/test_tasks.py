@@ -281,7 +281,7 @@ def test_a_chat_template_is_used(given):
         (["--model", "gpt2", "--lora", "2", "--lora-targets", "nowhere"], ["--lora-targets", "c_attn, c_proj"]),
         (["--model", "gpt2", "--context-length", "20"], ["--context-length 20", "holds 19 tokens"]),
         (["--model", "plain"], ["--model", "no tokenizer lies in it", "--tokenizer"]),
-        (["--model", "rows.jsonl"], ["no local folder, and no name of a model"]),
+        (["--model", "rows.jsonl"], ["no Hugging Face model lies here"]),
         (["--tokenizer", "plain"], ["--tokenizer plain: no tokenizer lies in it"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
