@@ -178,9 +178,8 @@ def _train(run: FinetuneRun, trainer: FinetuneTrainer) -> None:
 
 def _write(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
     """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
-    from ghostclip.finetune.measure import compared_costs
     from ghostclip.finetune.models import whole_copy
-    from ghostclip.finetune.record import record_of, write_all
+    from ghostclip.finetune.record import compared_costs, record_of, write_all
 
     with Working("evaluating"):
         after = run.evaluate()

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip.clipper import Strategy
 from ghostclip.clipping.options import factor_dtype_of
-from ghostclip.data.memory import is_out_of_memory
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.data.size_policies import largest_batch
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.distributed import sharded_model
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.finetune.models import fresh_copy, vocabulary_of
+from ghostclip.finetune.models import vocabulary_of
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import IGNORED, SampleDataset
 from ghostclip.language.record_losses import losses_of
@@ -36,10 +35,9 @@ from ghostclip.language.vocabulary_head import use_fused
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ghostclip.finetune.run import FinetuneRun
-    from ghostclip.finetune.training import FinetuneTrainer
-
 EVALUATION_BATCH = 32
+# Of a GPU's free memory; the rest is for fragmentation, noise, and libraries that allocate by themselves.
+CUDA_SHARE = 0.8
 # On a CPU a batch larger than this only leaves the caches: 256 at once took longer per sample than 64.
 CPU_ENOUGH = 64
 
@@ -91,7 +89,13 @@ def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
 
     Returns the samples to compute at once: what was asked for, or as many as fit, on a CPU those that still pay.
     """
-    device, upper = next(model.parameters()).device, largest_batch(options.batch_size)
+    device, upper, budget = next(model.parameters()).device, largest_batch(options.batch_size), None
+    if device.type == "cuda":
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        # What the optimizer will hold is not there yet: two tensors a parameter.
+        budget = int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0]) - 2 * trained
+    else:
+        upper = min(upper, CPU_ENOUGH)
     fused = options.task != "classify" and use_fused(
         without_adapters(model), options.vocabulary_head, allowed=options.strategy not in ("hooks", "graph")
     )
@@ -109,35 +113,14 @@ def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
         if not bool((clipper.per_sample_norms > 0).any()):
             raise UnsupportedModelError(f"{type(model).__name__}: no trainable parameter receives a gradient")
         physical = options.physical_batch_size or find_max_physical_batch_size(
-            trial, upper=upper if device.type == "cuda" else min(upper, CPU_ENOUGH), device=device
+            trial, upper=upper, memory_budget=budget, device=device
         )
     model.zero_grad(set_to_none=True)
     return physical
 
 
-def compared_costs(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
-    """Return what private steps took, and what ordinary, non-private ones of a fresh copy take; after the training."""
-    options, physical = run.options, trainer.physical_batch
-    private = _cost(trainer.timed, trainer.peak, options.batch_size, physical)
-    ordinary, missing = None, None
-    if run.ranks.count > 1:
-        missing = "not measured (several processes)"
-    elif not options.comparison_steps:
-        missing = "not measured (--comparison-steps 0)"
-    elif not physical:
-        missing = "not measured (this session took no private step)"
-    else:
-        try:
-            ordinary = _ordinary_cost(fresh_copy(run.model).to(run.device), run.width, options, physical)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            missing = "not measured (out of memory)"
-    return {"private": private, "ordinary": ordinary, "ordinary_missing": missing}
-
-
-def _ordinary_cost(copy: PreTrainedModel, width: int, options: FinetuneOptions, physical: int) -> dict[str, Any]:
-    """Take steps on dummy samples, in parts as large as those of private steps."""
+def ordinary_cost(copy: PreTrainedModel, width: int, options: FinetuneOptions, physical: int) -> dict[str, Any]:
+    """Take ordinary, non-private steps on dummy samples, in parts as large as those of private steps."""
     device, size, timed = next(copy.parameters()).device, options.batch_size, []
     optimizer = adamw(copy.train(), options.rate)
     samples = dummy_samples(size, width, copy, options)
@@ -160,10 +143,10 @@ def _ordinary_cost(copy: PreTrainedModel, width: int, options: FinetuneOptions, 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         timed.append((size, time.perf_counter() - began))
-    return _cost(timed[2:], peak, size, physical)
+    return cost_of(timed[2:], peak, size, physical)
 
 
-def _cost(timed: list[tuple[int, float]], peak: int | None, batch_size: int, physical: int) -> dict[str, Any]:
+def cost_of(timed: list[tuple[int, float]], peak: int | None, batch_size: int, physical: int) -> dict[str, Any]:
     """Return the median time of a step, of (samples, seconds) scaled to an expected batch, and its memory."""
     rates = [seconds / samples for samples, seconds in timed if samples > 0]
     return {

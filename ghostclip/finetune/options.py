@@ -51,7 +51,10 @@ _POSITIVE = (lambda value: 0.0 < value < math.inf, "it must be a finite number a
 _SHARE = (lambda value: 0.0 < value < 1.0, "it must lie strictly between 0 and 1")
 _DELTA = (_SHARE[0], f"{_SHARE[1]}, and well below 1/(number of samples)")
 _SEED = (lambda value: 0 <= value < 2**63, "it must be a whole number from 0 to 2^63 - 1")
-_TWO = (lambda value: len(set(value.split(","))) >= max(2, value.count(",") + 1), "give at least two, as in bad,good")
+_DIFFERENT = (
+    lambda value: len(set(value.split(","))) >= max(2, value.count(",") + 1),
+    "give at least two different ones, as in bad,good",
+)
 
 
 def _least(least: int) -> tuple[Any, str]:
@@ -89,7 +92,7 @@ class FinetuneOptions:
     answer_column: str = _option("answer", "column that holds the answer", "NAME")
     label_column: str = _option("label", "column that holds the label", "NAME")
     labels: str | None = _option(
-        None, "the labels, which become public (default: read from the data, unprotected)", "A,B,...", _TWO
+        None, "the labels, which become public (default: read from the data, unprotected)", "A,B,...", _DIFFERENT
     )
     tokenizer: str | None = _option(
         None, "your own tokenizer: a folder, a tokenizer.json or a name of Hugging Face, never trained on the private "

@@ -20,7 +20,9 @@ import torch
 
 import ghostclip
 from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, write_text
-from ghostclip.finetune.measure import Quality
+from ghostclip.data.memory import is_out_of_memory
+from ghostclip.finetune.measure import Quality, cost_of, ordinary_cost
+from ghostclip.finetune.models import fresh_copy
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import CARD, PLOT, RECORD
 from ghostclip.finetune.privacy import ACCOUNTANT, assumptions
@@ -62,6 +64,27 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 
 Written by ghostclip {version}. What must not be shared lies in the folder `private`, or was never written.
 """
+
+
+def compared_costs(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
+    """Return what private steps took, and what ordinary, non-private ones of a fresh copy take; after the training."""
+    options, physical = run.options, trainer.physical_batch
+    private = cost_of(trainer.timed, trainer.peak, options.batch_size, physical)
+    ordinary, missing = None, None
+    if run.ranks.count > 1:
+        missing = "not measured (several processes)"
+    elif not options.comparison_steps:
+        missing = "not measured (--comparison-steps 0)"
+    elif not physical:
+        missing = "not measured (this session took no private step)"
+    else:
+        try:
+            ordinary = ordinary_cost(fresh_copy(run.model).to(run.device), run.width, options, physical)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            missing = "not measured (out of memory)"
+    return {"private": private, "ordinary": ordinary, "ordinary_missing": missing}
 
 
 def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality, costs: dict[str, Any]) -> dict[str, Any]:

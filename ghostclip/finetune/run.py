@@ -77,6 +77,11 @@ class FinetuneRun:
             and is None for a new run.
         data: The source of the samples, and their numbers, for the record.
         config: The model's own, as it is written; a training fills no cache.
+
+    Args:
+        options: What was asked.
+        state: Of an interrupted run; None for a new one.
+        ranks: The processes.
     """
 
     def __init__(self, options: FinetuneOptions, state: RunState | None, ranks: Ranks) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
 
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.distributed import gathered, refused_together
@@ -78,6 +77,10 @@ class FinetuneTrainer(DPTrainer):
         peak: Bytes that a step held above weights and optimizer state.
         begun: Whether there is a resume point.
         stop_requested: Whether to stop after the current step.
+
+    Args:
+        run: The run.
+        arguments: Its `training_arguments`.
     """
 
     def __init__(self, run: FinetuneRun, arguments: DPTrainingArguments) -> None:
@@ -87,7 +90,7 @@ class FinetuneTrainer(DPTrainer):
         self._taken, self._saved, self._began, self._step = 0, 0.0, 0.0, (0.0, 0)
         run.ledger.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(
-            run.model, arguments, train_dataset=run.split.training, callbacks=[_StepEnd(self)],
+            run.model, arguments, train_dataset=run.split.training, callbacks=[_step_end(self)],
             optimizers=(adamw(run.model, run.options.rate), None),
         )  # fmt: skip
         # All ranks write through the engine, and none needs what DistributedDataParallel adds.
@@ -195,12 +198,13 @@ class FinetuneTrainer(DPTrainer):
             return
         recent = [loss for loss in self.run.state.losses[-int(self.args.logging_steps) :] if loss is not None]
         loss = sum(recent) / len(recent) if recent else math.nan
-        text = f"loss {loss:.3f}, ε {self.private_run.epsilon():.2f}"
+        state, epsilon = self.state, self.private_run.epsilon()
+        text = f"step {state.global_step} of {state.max_steps}: loss {loss:.3f}, ε {epsilon:.2f}"
         bars = [getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks]
         for bar in filter(None, bars):
-            bar.set_postfix_str(text, refresh=False)
+            bar.set_postfix_str(text)
         if self.args.disable_tqdm:
-            print(f"step {self.state.global_step} of {self.state.max_steps}: {text}", file=sys.stderr)
+            print(text, file=sys.stderr)
 
     @property
     def clipper(self) -> Any:
@@ -223,11 +227,12 @@ class FinetuneTrainer(DPTrainer):
         self.run.model.zero_grad(set_to_none=True)
 
 
-class _StepEnd(TrainerCallback):
-    """Tells a trainer where a step ends, and Trainer's loop what follows from it."""
+def _step_end(trainer: FinetuneTrainer) -> Any:
+    """Return what tells a trainer where a step ends, and Trainer's loop what follows from it."""
+    from transformers import TrainerCallback
 
-    def __init__(self, trainer: FinetuneTrainer) -> None:
-        self._trainer = trainer
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= trainer.finish_step()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= self._trainer.finish_step()
+    return StepEnd()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import ghostclip
+from ghostclip.accounting import create_accountant
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
 
@@ -72,6 +74,18 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     assert (out / "private" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert not (out / "private" / "resume").exists()
     assert not [file for file in out.iterdir() if file.name.startswith(".")]
+
+
+def test_epsilon_that_is_shown_is_that_of_the_step(finetune, text_file, tmp_path, record_of):
+    out = tmp_path / "out"
+    result = finetune("--data", text_file, "--output", out, *TINY, "--comparison-steps", "0")
+    shown = re.findall(r"step (\d+) of 5: loss [\d.]+, ε ([\d.]+)", result.err)
+    assert [step for step, _ in shown] == ["1", "2", "3", "4", "5"]
+    privacy = record_of(out)["privacy"]
+    for step, epsilon in shown:
+        accountant = create_accountant(privacy["accountant"])
+        accountant.history = [(privacy["noise_multiplier"], privacy["sample_rate"], int(step))]
+        assert float(epsilon) == pytest.approx(accountant.get_epsilon(delta=privacy["delta"]), abs=0.006)
 
 
 def test_checkpoint_is_what_transformers_loads(finetune, text_file, tmp_path, record_of):
