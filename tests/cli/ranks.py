@@ -16,7 +16,6 @@ import torch
 from torch import distributed
 
 from ghostclip.cli import main
-from ghostclip.finetune.training import FinetuneTrainer
 
 
 class Job(NamedTuple):
@@ -86,6 +85,8 @@ def _called(words: Sequence[str]) -> tuple[int, str, str]:
 
 @contextmanager
 def _asked_to_stop(asked: bool) -> Iterator[None]:
+    from ghostclip.finetune.training import FinetuneTrainer
+
     plain, taken = FinetuneTrainer.finish_step, [0]
 
     def finish_step(self: FinetuneTrainer) -> bool:
