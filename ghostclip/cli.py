@@ -32,9 +32,6 @@ _COMMANDS: Final = {
     "finetune": "finetune.job",
     **{name: f"commands.{name}" for name in ("inspect", "plan", "epsilon", "calibrate", "audit")},
 }
-_FINETUNE: Final = (
-    "Train a transformer on text, on prompts with answers or on labelled text with differential privacy.\n\n"
-)
 _EXAMPLES: Final = """\
 examples:
   ghostclip finetune                                      train with defaults and show where the results lie
@@ -124,8 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, job in _COMMANDS.items():
         module = importlib.import_module("ghostclip." + ("finetune.options" if name == "finetune" else job))
-        text = _FINETUNE + module.EXAMPLES if name == "finetune" else module.__doc__ or " "
-        description, _, epilog = text.partition("\n\n")
+        description, _, epilog = (module.__doc__ or " ").partition("\n\n")
         command = commands.add_parser(
             name,
             help=f"{description[0].lower()}{description[1:].removesuffix('.')}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,30 +21,29 @@ from ghostclip.language.tasks import without_adapters
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 
 def require_known_model(model: str | None) -> None:
-    """Refuse a ``--model`` that is no folder with a configuration and no name that Hugging Face could know."""
-    if model is None:
-        return
-    folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    """Refuse a ``--model`` that is there and holds none; what is not there may be a name of Hugging Face."""
+    if model is not None and Path(model).exists() and not (Path(model) / "config.json").is_file():
         raise InvalidOptionError(f"--model {model}: no Hugging Face model lies here (config.json is missing)")
-    if not folder.is_dir() and (folder.exists() or not _NAME.fullmatch(model)):
-        raise InvalidOptionError(
-            f"--model {model}: no local folder, and no name of a model as Hugging Face has them (gpt2, owner/name)"
-        )
 
 
 def make_model(options: FinetuneOptions, tokens: TokenEncoder, *, seed: int) -> PreTrainedModel:
     """Return the model for the task, with adapters if asked for, in float32 on the CPU; the seed fixes its weights."""
-    require_known_model(options.model)
-    labels = labels_of(options) if options.task == "classify" else []
+    import transformers
+
+    kind: Any = transformers.AutoModelForCausalLM
+    classes: dict[str, Any] = {}
+    if options.task == "classify":
+        kind, labels = transformers.AutoModelForSequenceClassification, labels_of(options)
+        classes = {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _toy(options, tokens, labels) if options.model is None else _load(options.model, labels)
-        if labels and model.config.pad_token_id is None:
+        if options.model is None:
+            model = kind.from_config(_toy_config(options, tokens, classes))
+        else:
+            model = _load(kind, options.model, classes)
+        if classes and model.config.pad_token_id is None:
             model.config.pad_token_id = tokens.pad_id
         if options.lora is not None:
             model = _with_adapters(model, options)
@@ -80,8 +78,7 @@ def whole_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     state = gathered_whole(model.state_dict())
     if not is_first():
         return None
-    with torch.random.fork_rng(devices=[]):
-        whole = fresh_copy(model)
+    whole = fresh_copy(model)
     whole.load_state_dict(state)
     return whole
 
@@ -116,15 +113,13 @@ def require_causal(model: PreTrainedModel, *, length: int) -> None:
     ids_BT = torch.ones(1, min(length, 8), dtype=torch.int64)
     changed_BT = ids_BT.clone()
     changed_BT[:, -1] = 0
-    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             before, after = (model(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (ids_BT, changed_BT))
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise UnsupportedModelError(f"{type(model).__name__}: does not run on plain token ids ({error})") from error
-    finally:
-        model.train(was_training)
+    model.train()
     if not torch.allclose(before, after, atol=1e-4):
         raise UnsupportedModelError(
             f"{type(model).__name__}: predicts a token from later ones, so it is no causal language model "
@@ -132,66 +127,38 @@ def require_causal(model: PreTrainedModel, *, length: int) -> None:
         )
 
 
-def _toy(options: FinetuneOptions, tokens: TokenEncoder, labels: list[str]) -> PreTrainedModel:
-    import transformers
+def _toy_config(options: FinetuneOptions, tokens: TokenEncoder, classes: dict[str, Any]) -> PretrainedConfig:
+    from transformers import AutoConfig
 
-    if options.hidden_size % options.heads:
-        raise InvalidOptionError(f"--hidden-size {options.hidden_size} is no multiple of --heads {options.heads}")
-    if options.toy == "llama" and (options.hidden_size // options.heads) % 2:
-        raise InvalidOptionError(
-            f"--hidden-size {options.hidden_size} / --heads {options.heads} is odd: "
-            "llama's rotary positions need an even size per head"
-        )
-    config = _toy_config(options, tokens)
-    if not labels:
-        return transformers.AutoModelForCausalLM.from_config(config)
-    for name, value in _label_names(labels).items():
-        setattr(config, name, value)
-    return transformers.AutoModelForSequenceClassification.from_config(config)
-
-
-def _label_names(labels: list[str]) -> dict[str, Any]:
-    return {"id2label": dict(enumerate(labels)), "label2id": {name: number for number, name in enumerate(labels)}}
-
-
-def _toy_config(options: FinetuneOptions, tokens: TokenEncoder) -> PretrainedConfig:
-    from transformers import GPT2Config, LlamaConfig
-
-    common = {
-        "vocab_size": tokens.vocab_size, "tie_word_embeddings": True, "bos_token_id": tokens.start_id,
-        "eos_token_id": tokens.start_id, "pad_token_id": tokens.pad_id,
-    }  # fmt: skip
-    if options.toy == "gpt2":
-        # No dropout: clipping and noise regularise enough, and dropout would only lower the signal under them.
-        return GPT2Config(
-            n_positions=options.longest, n_embd=options.hidden_size, n_layer=options.layers, n_head=options.heads,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
-        )  # fmt: skip
-    # Llama's own proportion of the gated feed-forward layer, 8/3 of the width, rounded up to a multiple of 8.
-    feed_forward = -(-options.hidden_size * 8 // 24) * 8
-    return LlamaConfig(
-        max_position_embeddings=options.longest, hidden_size=options.hidden_size, intermediate_size=feed_forward,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads,
-        **common,
+    width, heads = options.hidden_size, options.heads
+    if width % heads:
+        raise InvalidOptionError(f"--hidden-size {width} is no multiple of --heads {heads}")
+    # No dropout: clipping and noise regularise enough, and dropout would only lower the signal under them.
+    more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    if options.toy == "llama":
+        if (width // heads) % 2:
+            raise InvalidOptionError(
+                f"--hidden-size {width} / --heads {heads} is odd: llama's rotary positions need an even size per head"
+            )
+        # Llama's own proportion of the gated feed-forward layer, 8/3 of the width, rounded up to a multiple of 8.
+        more = {"intermediate_size": -(-width * 8 // 24) * 8, "num_key_value_heads": heads}
+    return AutoConfig.for_model(
+        options.toy, vocab_size=tokens.vocab_size, max_position_embeddings=options.longest, hidden_size=width,
+        num_hidden_layers=options.layers, num_attention_heads=heads, tie_word_embeddings=True,
+        bos_token_id=tokens.start_id, eos_token_id=tokens.start_id, pad_token_id=tokens.pad_id, **more, **classes,
     )  # fmt: skip
 
 
-def _load(name: str, labels: list[str]) -> PreTrainedModel:
-    import transformers
-
+def _load(kind: Any, name: str, classes: dict[str, Any]) -> PreTrainedModel:
     if Path(name).is_dir():
         # Adapters remember where their model lies, and are loaded from other folders.
         name = str(Path(name).resolve())
-    kind: Any = transformers.AutoModelForCausalLM
-    what, more = "a causal language model", {}
-    if labels:
-        kind, what = transformers.AutoModelForSequenceClassification, "a model that classifies texts"
-        more = {**_label_names(labels), "num_labels": len(labels)}
     try:
-        model = from_anywhere(kind, name, more)
+        model = from_anywhere(kind, name, classes)
     except InvalidOptionError as error:
         raise InvalidOptionError(f"--model {name}: {error}") from error
     except Exception as error:  # the loader raises whatever its parsers raise, down to bare Exception
+        what = "a model that classifies texts" if classes else "a causal language model"
         raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({first_line(error)})") from error
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(f"--model {name}: has no trainable parameter")
@@ -199,17 +166,16 @@ def _load(name: str, labels: list[str]) -> PreTrainedModel:
 
 
 def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrainedModel:
-    assert options.lora is not None, "asked for"
     try:
         import peft
     except ImportError as error:
         raise InvalidOptionError("--lora needs peft, which is not installed: pip install 'ghostclip[peft]'") from error
+    rank = options.lora or 0
     config = peft.LoraConfig(
-        r=options.lora,
-        lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
+        r=rank, lora_alpha=options.lora_alpha or 2 * rank,
         target_modules=None if options.lora_targets is None else options.lora_targets.split(","),
         task_type="SEQ_CLS" if options.task == "classify" else "CAUSAL_LM",
-    )
+    )  # fmt: skip
     try:
         with warnings.catch_warnings():
             # That the weights of GPT-2's linear layers lie transposed, peft sees and mends by itself.

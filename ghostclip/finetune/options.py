@@ -1,33 +1,5 @@
-"""The options of one fine-tuning run: one table of defaults, help texts and limits, and what goes together.
+"""Train a transformer on text, on prompts with answers or on labelled text with differential privacy.
 
-Light to import: the command line is declared from it before anything heavy is loaded.
-"""
-
-from __future__ import annotations
-
-import argparse
-import math
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Final
-
-from ghostclip._validate import did_you_mean
-from ghostclip.errors import InvalidOptionError, ResumeError
-
-TOYS: Final = ("gpt2", "llama")
-# As in ghostclip.language.vocabulary_head, and as in ghostclip.planning.plan, which take longer to load.
-HEADS: Final = ("auto", "fused", "logits")
-MEMORY_BUDGET: Final = 1.05
-DEFAULT_EPOCHS: Final = 5.0
-# Tokens of a sample; a model that holds fewer sets the length.
-TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
-# Peaks of AdamW under noise: random weights have far to go, adapters move little, pretrained weights are soon lost.
-TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
-# What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
-CHANGEABLE_ON_RESUME: Final = {"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"}
-# These say where and how to start, not what the run is.
-NOT_RECORDED: Final = {"output", "overwrite", "resume"}
-EXAMPLES: Final = """\
 examples:
   ghostclip finetune
       a toy from random weights on Python's documentation, to see everything once
@@ -47,11 +19,42 @@ examples:
       pairs of processes that share their samples, each with half of every layer (tensor parallelism)
 """
 
+# Light to import: the command line is declared from it before anything heavy is loaded.
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from ghostclip._validate import did_you_mean
+from ghostclip.errors import InvalidOptionError, ResumeError
+
+TOYS: Final = ("gpt2", "llama")
+# As in ghostclip.language.vocabulary_head, and as in ghostclip.planning.plan, which take longer to load.
+HEADS: Final = ("auto", "fused", "logits")
+MEMORY_BUDGET: Final = 1.05
+STRATEGIES: Final = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
+DEFAULT_EPOCHS: Final = 5.0
+# Tokens of a sample; a model that holds fewer sets the length.
+TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
+# Peaks of AdamW under noise: random weights have far to go, adapters move little, pretrained weights are soon lost.
+TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
+# What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
+CHANGEABLE_ON_RESUME: Final = {"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"}
+# These say where and how to start, not what the run is.
+NOT_RECORDED: Final = {"output", "overwrite", "resume"}
+
 # What a value must be: a test, and how the message ends.
 _POSITIVE = (lambda value: 0.0 < value < math.inf, "it must be a finite number above 0")
 _SHARE = (lambda value: 0.0 < value < 1.0, "it must lie strictly between 0 and 1")
 _DELTA = (_SHARE[0], f"{_SHARE[1]}, and well below 1/(number of samples)")
 _SEED = (lambda value: 0 <= value < 2**63, "it must be a whole number from 0 to 2^63 - 1")
+_DIFFERENT = (
+    lambda value: len(set(value.split(","))) >= max(2, value.count(",") + 1),
+    "give at least two different ones, as in bad,good",
+)
 
 
 def _least(least: int) -> tuple[Any, str]:
@@ -64,6 +67,10 @@ def _option(default: Any, text: str, metavar: str | None = None, limit: Any = No
     return field(default=default, metadata={"help": text + said, "metavar": metavar, "limit": limit, "one_of": one_of})
 
 
+def _choice(default: str | None, text: str, *choices: str) -> Any:
+    return _option(default, text, "NAME", one_of=choices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
     """Everything ``ghostclip finetune`` can be told; field names equal the option names.
@@ -72,9 +79,9 @@ class FinetuneOptions:
         ``seed`` never fixes the noise or the sampling; only ``unsafe_noise_seed`` does, and then nothing is private.
     """
 
-    task: str = _option(
+    task: str = _choice(
         "text", "text: predict every next token; answers: those of the answers, given their prompts; classify: the "
-        "label", "NAME", one_of=("text", "answers", "classify"),
+        "label", "text", "answers", "classify",
     )  # fmt: skip
     data: Path | None = _option(  # noqa: RUF009 - a field, as the others
         None, "text file, folder of text files, .jsonl or .csv (default, for text: the documentation shipped with "
@@ -85,18 +92,15 @@ class FinetuneOptions:
     answer_column: str = _option("answer", "column that holds the answer", "NAME")
     label_column: str = _option("label", "column that holds the label", "NAME")
     labels: str | None = _option(
-        None, "the labels, which become public (default: read from the data, unprotected)", "A,B,...",
-        (lambda value: len(set(value.split(","))) >= max(2, value.count(",") + 1),
-         "give at least two different ones, as in bad,good"),
-    )  # fmt: skip
+        None, "the labels, which become public (default: read from the data, unprotected)", "A,B,...", _DIFFERENT
+    )
     tokenizer: str | None = _option(
         None, "your own tokenizer: a folder, a tokenizer.json or a name of Hugging Face, never trained on the private "
         "data; bytes for none (default: that of --model; bytes for --toy)", "NAME|PATH",
     )  # fmt: skip
     max_passages_per_document: int | None = _option(
-        None, "keep at most K passages of each document; 1 makes the document the unit of privacy (default: all)",
-        "K", _least(1),
-    )  # fmt: skip
+        None, "passages kept of each document; 1 makes it the unit of privacy (default: all)", "K", _least(1)
+    )
     eval_fraction: float = _option(0.1, "share of the passages that is held out", "F", _SHARE)
     eval_samples: int = _option(256, "held-out passages that are evaluated at most", "N", _least(1))
 
@@ -104,16 +108,10 @@ class FinetuneOptions:
         None, "pretrained model: a name of Hugging Face (gpt2, owner/name; from the cache, else fetched) or a folder",
         "NAME|PATH",
     )  # fmt: skip
-    lora: int | None = _option(
-        None, "train LoRA adapters of rank R alone (default: all parameters)", "R", _least(1)
-    )  # fmt: skip
+    lora: int | None = _option(None, "train LoRA adapters of rank R alone (default: all parameters)", "R", _least(1))
     lora_alpha: float | None = _option(None, "scale of the adapters (default: 2 R)", "A", _POSITIVE)
-    lora_targets: str | None = _option(
-        None, "layers that get adapters (default: what peft takes for the model)", "A,B,..."
-    )
-    toy: str = _option(
-        "gpt2", f"without --model: {' or '.join(TOYS)} of the sizes below, with random weights", "NAME", one_of=TOYS
-    )
+    lora_targets: str | None = _option(None, "layers that get adapters (default: peft's, for the model)", "A,B,...")
+    toy: str = _choice("gpt2", "without --model: gpt2 or llama of the sizes below, with random weights", *TOYS)
     layers: int = _option(2, "transformer blocks of the toy", "N", _least(1))
     hidden_size: int = _option(128, "its width", "D", _least(1))
     heads: int = _option(4, "its attention heads", "H", _least(1))
@@ -123,20 +121,14 @@ class FinetuneOptions:
     )  # fmt: skip
 
     epsilon: float = _option(8.0, "privacy budget of the whole run", "E", _POSITIVE)
-    delta: float | None = _option(
-        None, "failure probability of the guarantee (default: 1/(10 N), N = training samples)", "D", _DELTA
-    )
+    delta: float | None = _option(None, "δ of the guarantee (default: 1/(10 N), N = training samples)", "D", _DELTA)
     max_grad_norm: float = _option(1.0, "norm to which every sample's gradient is clipped", "C", _POSITIVE)
-    secure_noise: bool = _option(
-        False, "draw noise from a cryptographic keystream (default: a fast generator with a fresh secret key)"
-    )
+    secure_noise: bool = _option(False, "draw noise from a cryptographic keystream (default: a fast keyed generator)")
     unsafe_noise_seed: int | None = _option(
         None, "fix noise and sampling as well: for tests only, nothing is private then", "S", _SEED
     )
 
-    epochs: float | None = _option(
-        None, f"expected passes over the data (default: {DEFAULT_EPOCHS:g})", "N", _POSITIVE
-    )  # fmt: skip
+    epochs: float | None = _option(None, f"expected passes over the data (default: {DEFAULT_EPOCHS:g})", "N", _POSITIVE)
     steps: int | None = _option(None, "private steps, instead of --epochs", "N", _least(1))
     batch_size: int = _option(256, "expected samples of a private step (logical batch)", "B", _least(1))
     physical_batch_size: int | None = _option(
@@ -146,29 +138,21 @@ class FinetuneOptions:
         None, f"peak learning rate of AdamW (default: {TOY_RATE:g} toy, {LORA_RATE:g} LoRA, {FULL_RATE:g} pretrained)",
         "R", _POSITIVE,
     )  # fmt: skip
-    strategy: str = _option(
-        "auto", "how gradients are clipped: auto, bookkeeping, ghost, fast, hooks, graph", "NAME",
-        one_of=("auto", "bookkeeping", "ghost", "fast", "hooks", "graph"),
-    )  # fmt: skip
-    vocabulary_head: str = _option(
-        "auto", "losses of tokens without logits in memory: auto, fused or logits", "NAME", one_of=HEADS
-    )
+    strategy: str = _choice("auto", f"how gradients are clipped: {', '.join(STRATEGIES)}", *STRATEGIES)
+    vocabulary_head: str = _choice("auto", f"losses of tokens without logits in memory: {', '.join(HEADS)}", *HEADS)
     memory_budget: float = _option(
         MEMORY_BUDGET, "memory of a backward, over an ordinary one's; below 1 blocks are run again", "R", _POSITIVE
     )
-    factor_dtype: str | None = _option(
-        None, "bfloat16 lets a memory budget below 1 round what clipping holds to 16 bits (default: none)", "NAME",
-        one_of=("bfloat16",),
-    )  # fmt: skip
+    factor_dtype: str | None = _choice(
+        None, "bfloat16 lets a memory budget below 1 round what clipping holds to 16 bits (default: none)", "bfloat16"
+    )
     device: str = _option("auto", "cpu, cuda, cuda:1, mps or auto", "NAME")
     mesh: str | None = _option(
         None, "how the processes of torchrun hold the model: replicate=N copies, dp=N parts of one (fully_shard), tp=N "
         "parts of each layer (the model's tp_plan), or several, as replicate=2,dp=4,tp=2; the axes of ghostclip plan "
         "(default: a copy on each)", "AXES",
     )  # fmt: skip
-    dtype: str = _option(
-        "float32", "float32 or bfloat16 (autocast; weights stay float32)", "NAME", one_of=("float32", "bfloat16")
-    )
+    dtype: str = _choice("float32", "float32, or bfloat16 (autocast; weights stay float32)", "float32", "bfloat16")
     seed: int | None = _option(
         None, "fixes split, initial weights and dropout, never the noise (default: fresh, recorded)", "S", _SEED
     )
@@ -177,7 +161,7 @@ class FinetuneOptions:
     overwrite: bool = _option(False, "replace the run in an output folder that is not empty")
     resume: bool = _option(False, "continue the interrupted run in the output folder, to the same epsilon")
     comparison_steps: int = _option(
-        7, "non-private steps measured beside the private ones, on a copy; 0 for none", "N", _least(0)
+        7, "non-private steps that are measured after the private ones, on a copy; 0 for none", "N", _least(0)
     )
     checkpoint_seconds: float = _option(60.0, "time between two resume points", "S", _POSITIVE)
 
@@ -207,27 +191,29 @@ class FinetuneOptions:
             if value is not None and allowed and value not in allowed:
                 meant = did_you_mean(value, allowed)
                 raise InvalidOptionError(f"{_word(one.name)} is {value!r}: it may be {', '.join(allowed)}{meant}")
-        if self.factor_dtype is not None and self.memory_budget >= 1:
-            raise InvalidOptionError(
-                f"--factor-dtype is {self.factor_dtype}, with a memory budget of {self.memory_budget:g}: what clipping "
-                "holds is rounded only to keep a --memory-budget below 1"
-            )
-        if self.epochs is not None and self.steps is not None:
-            raise InvalidOptionError("--epochs and --steps both say how long to train: give one of them")
-        if self.secure_noise and self.unsafe_noise_seed is not None:
-            raise InvalidOptionError("--secure-noise cannot be fixed by --unsafe-noise-seed: give one of them")
-        if self.overwrite and self.resume:
-            raise InvalidOptionError("--overwrite starts anew and --resume continues: give one of them")
-        if self.lora is not None and self.model is None:
-            raise InvalidOptionError("--lora adapts pretrained weights: name them with --model")
+        for contradicts, why in (
+            (self.factor_dtype is not None and self.memory_budget >= 1,
+             f"--factor-dtype is {self.factor_dtype}, with a memory budget of {self.memory_budget:g}: what clipping "
+             "holds is rounded only to keep a --memory-budget below 1"),
+            (self.epochs is not None and self.steps is not None,
+             "--epochs and --steps both say how long to train: give one of them"),
+            (self.secure_noise and self.unsafe_noise_seed is not None,
+             "--secure-noise cannot be fixed by --unsafe-noise-seed: give one of them"),
+            (self.overwrite and self.resume, "--overwrite starts anew and --resume continues: give one of them"),
+            (self.lora is not None and self.model is None,
+             "--lora adapts pretrained weights: name them with --model"),
+        ):  # fmt: skip
+            if contradicts:
+                raise InvalidOptionError(why)
 
     def recorded(self) -> dict[str, object]:
         """Return the options that describe the run, as plain values that JSON holds; paths are absolute."""
         values = {name: value for name, value in asdict(self).items() if name not in NOT_RECORDED}
-        # A folder is told from a name of Hugging Face by its being there.
-        places = {name: Path(str(values[name])) for name in ("model", "tokenizer") if values[name] is not None}
-        values |= {name: place for name, place in places.items() if place.exists()}
-        return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()}
+        for name in ("data", "model", "tokenizer"):
+            # A folder is told from a name of Hugging Face by its being there.
+            if values[name] is not None and (name == "data" or Path(values[name]).exists()):
+                values[name] = str(Path(values[name]).absolute())
+        return values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -247,38 +233,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def require_together(given: dict[str, object]) -> None:
     """Refuse options of this command line that would be ignored beside the others."""
     task = given.get("task", FinetuneOptions.task)
-    sizes = ("layers", "hidden_size", "heads", "toy")
     for names, ignored, why in (
-        (sizes, "model" in given, "goes with --toy, whose sizes it sets; --model has its own"),
-        (("lora_alpha", "lora_targets"), "lora" not in given, "goes with --lora"),
-        (("prompt_column", "answer_column"), task != "answers", "goes with --task answers"),
-        (("label_column", "labels"), task != "classify", "goes with --task classify"),
-        (("text_column",), task == "answers", "goes with --task text or classify"),
-        (("max_passages_per_document",), task != "text", "goes with --task text"),
+        ("layers hidden_size heads toy", "model" in given, "goes with --toy, whose sizes it sets; --model has its own"),
+        ("lora_alpha lora_targets", "lora" not in given, "goes with --lora"),
+        ("prompt_column answer_column", task != "answers", "goes with --task answers"),
+        ("label_column labels", task != "classify", "goes with --task classify"),
+        ("text_column", task == "answers", "goes with --task text or classify"),
+        ("max_passages_per_document", task != "text", "goes with --task text"),
     ):
-        for name in names:
+        for name in names.split():
             if ignored and name in given:
                 raise InvalidOptionError(f"{_word(name)} {why}")
 
 
-def resumed_options(recorded: dict[str, object], given: dict[str, object]) -> FinetuneOptions:
+def resumed_options(recorded: dict[str, Any], given: dict[str, Any]) -> FinetuneOptions:
     """Return the options of an interrupted run with what was given now; what would make it another run is refused."""
-    asked = FinetuneOptions(**given).recorded()  # type: ignore[arg-type]
-    for name in sorted(set(given) - NOT_RECORDED - CHANGEABLE_ON_RESUME):
-        if asked[name] != recorded.get(name):
-            raise ResumeError(
-                f"{_word(name)} is {asked[name]} but the interrupted run has {recorded.get(name)}: "
-                "leave the option out, or start anew elsewhere"
-            )
-    known = {one.name for one in fields(FinetuneOptions)} - NOT_RECORDED
-    if set(recorded) != known:
+    asked = FinetuneOptions(**given).recorded()
+    if set(recorded) != set(asked):
         raise ResumeError(
             "the interrupted run was started by another version "
-            f"(options {sorted(set(recorded) ^ known)} differ): start anew"
+            f"(options {sorted(set(recorded) ^ set(asked))} differ): start anew"
         )
-    values = {**recorded, **given}
-    values["data"] = None if values["data"] is None else Path(str(values["data"]))
-    return FinetuneOptions(**values)  # type: ignore[arg-type]
+    for name in sorted(set(given) - NOT_RECORDED - CHANGEABLE_ON_RESUME):
+        if asked[name] != recorded[name]:
+            raise ResumeError(
+                f"{_word(name)} is {asked[name]} but the interrupted run has {recorded[name]}: "
+                "leave the option out, or start anew elsewhere"
+            )
+    data = None if recorded["data"] is None else Path(recorded["data"])
+    return FinetuneOptions(**{**recorded, "data": data, **given})
 
 
 def _word(name: str) -> str:

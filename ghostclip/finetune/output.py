@@ -1,13 +1,9 @@
-"""The output folder: refusing to overwrite, writing atomically, saving a model that transformers loads.
-
-Every file appears by a rename, so that a crash leaves the old file or the new one, never half of one.
-"""
+"""The output folder: refusing to overwrite, choosing one, saving a model that transformers loads."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,23 +16,22 @@ if TYPE_CHECKING:
     from ghostclip.finetune.tokens import TokenEncoder
 
 # What tells of the data: beside the model, so that nobody shares it with the model.
-PRIVATE = "private"
+PRIVATE, CARD = "private", "README.md"
 RECORD, PLOT, RESUME_FOLDER = f"{PRIVATE}/run.json", f"{PRIVATE}/plot.png", f"{PRIVATE}/resume"
-RESUME_STATE, CARD = "state.pt", "README.md"
+RESUME_STATE, LEDGER = f"{RESUME_FOLDER}/state.pt", f"{RESUME_FOLDER}/ledger.txt"
 
 
 def choose_folder(given: Path | None, *, resume: bool) -> Path:
     """Return the folder given; else the newest interrupted run to resume, or the first default that holds nothing."""
+    base, number = FinetuneOptions.output, 1
     if given is not None:
         return given
-    base = FinetuneOptions.output
     if resume:
-        states = list(base.parent.glob(f"{base.name}*/{RESUME_FOLDER}/{RESUME_STATE}"))
+        states = list(base.parent.glob(f"{base.name}*/{RESUME_STATE}"))
         if not states:
             raise ResumeError(f"no interrupted run {base.name}* lies in this folder: name its folder with --output")
-        newest = max(states, key=lambda state: state.stat().st_mtime)
-        return newest.parents[len(Path(RESUME_FOLDER).parts)]
-    number, folder = 1, base
+        return max(states, key=lambda state: state.stat().st_mtime).parents[2]
+    folder = base
     while _is_occupied(folder):
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
@@ -48,9 +43,8 @@ def require_usable(folder: Path, *, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--output {folder}: a file lies there, not a folder")
     if _is_occupied(folder) and not overwrite:
-        interrupted = (folder / RESUME_FOLDER / RESUME_STATE).is_file()
         continues = "--resume continues the interrupted run in it, --overwrite"
-        remedy = continues if interrupted else "name another folder; --overwrite"
+        remedy = continues if (folder / RESUME_STATE).is_file() else "name another folder; --overwrite"
         raise OutputError(f"--output {folder}: the folder is not empty; {remedy} replaces what lies there")
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -61,8 +55,8 @@ def require_usable(folder: Path, *, overwrite: bool) -> None:
 
 def start_anew(folder: Path) -> None:
     """Make the folder, and drop what an earlier run of ours left for resuming; files of others stay."""
-    (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
     forget_resume(folder)
+    (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
 
 
 def forget_resume(folder: Path) -> None:
@@ -72,21 +66,12 @@ def forget_resume(folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, tokens: TokenEncoder, folder: Path) -> None:
-    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them: whole, then each file in its place."""
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
-        written = Path(name)
-        model.save_pretrained(str(written))
-        tokens.save(written)
-        files = sorted(path for path in written.rglob("*") if path.is_file())
-        # Weights before config.json: a reader who finds the new configuration finds the new weights too.
-        for path in sorted(files, key=lambda path: path.name == "config.json"):
-            target = folder / path.relative_to(written)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
+    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them; a crash is gone on from as any other."""
     # A larger model's shards and index, left from the run that is overwritten, would be loaded instead of ours.
     for path in (*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*")):
-        if path.name not in {file.name for file in files}:
-            path.unlink()
+        path.unlink()
+    model.save_pretrained(str(folder))
+    tokens.save(folder)
 
 
 def _is_occupied(folder: Path) -> bool:

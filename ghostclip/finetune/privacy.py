@@ -30,19 +30,9 @@ class Mechanism:
 
     def epsilon_after(self, steps: int) -> float:
         """Return an upper bound on ε after some steps."""
-        if steps == 0:
-            return 0.0
         accountant = bounding_accountant(ACCOUNTANT)
-        accountant.load_state_dict(
-            {"mechanism": ACCOUNTANT, "history": [(self.noise_multiplier, self.sample_rate, steps)]}
-        )
+        accountant.history = [(self.noise_multiplier, self.sample_rate, steps)] if steps else []
         return accountant.get_epsilon(self.delta)
-
-    def curve(self, steps: int, *, points: int = 40) -> list[tuple[int, float]]:
-        """Return (step, ε) at evenly spaced steps from 0 to the last."""
-        return [
-            (step, self.epsilon_after(step)) for step in sorted({round(steps * i / points) for i in range(points + 1)})
-        ]
 
 
 def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
@@ -57,63 +47,53 @@ def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
             f"--batch-size {options.batch_size} is larger than the data ({passages} training {options.unit}s): "
             f"give at most {passages}, and far less for better privacy"
         )
-    sample_rate = options.batch_size / passages
-    epochs = DEFAULT_EPOCHS if options.epochs is None else options.epochs
-    steps = options.steps if options.steps is not None else max(1, round(epochs / sample_rate))
-    delta = 1.0 / (10.0 * passages) if options.delta is None else options.delta
+    rate, epochs = options.batch_size / passages, options.epochs or DEFAULT_EPOCHS
+    steps, delta = options.steps or max(1, round(epochs / rate)), options.delta or 1.0 / (10.0 * passages)
     sigma = get_noise_multiplier(
-        target_epsilon=options.epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant=ACCOUNTANT
+        target_epsilon=options.epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant=ACCOUNTANT
     )
     return Mechanism(
-        passages=passages, batch_size=options.batch_size, sample_rate=sample_rate, steps=steps, noise_multiplier=sigma,
+        passages=passages, batch_size=options.batch_size, sample_rate=rate, steps=steps, noise_multiplier=sigma,
         max_grad_norm=options.max_grad_norm, target_epsilon=options.epsilon, delta=delta,
     )  # fmt: skip
 
 
 def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
     """Return what weakens the guarantee, in one line each, most often nothing."""
-    lines = []
-    if mechanism.delta >= 1.0 / mechanism.passages:
-        lines.append(
-            f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
-            f"publishing one random {options.unit} in the clear would satisfy it"
-        )
-    if mechanism.target_epsilon > 10.0:
-        lines.append(f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε")
-    if options.seed is not None:
-        lines.append(
-            "--seed fixes the split, initial weights and dropout; noise and sampling stay random, as they must"
-        )
-    if options.unsafe_noise_seed is not None:
-        lines.append("--unsafe-noise-seed fixes the noise: whoever knows it removes it, so THIS RUN IS NOT PRIVATE")
-    return lines
+    said = (
+        (mechanism.delta * mechanism.passages >= 1.0,
+         f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
+         f"publishing one random {options.unit} in the clear would satisfy it"),
+        (mechanism.target_epsilon > 10.0,
+         f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε"),
+        (options.seed is not None,
+         "--seed fixes the split, initial weights and dropout; noise and sampling stay random, as they must"),
+        (options.unsafe_noise_seed is not None,
+         "--unsafe-noise-seed fixes the noise: whoever knows it removes it, so THIS RUN IS NOT PRIVATE"),
+    )  # fmt: skip
+    return [line for applies, line in said if applies]
 
 
 def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneOptions) -> list[str]:
     """Return what the (ε, δ) of a run holds under, and what it does not cover; each thing once."""
-    unit, secure = options.unit, options.secure_noise
-    noise = "secure (a cryptographic keystream)" if secure else "fast (a statistical generator)"
-    lines = [
-        f"Neighbours: data sets in which one {unit} has nothing in its place, is added, or is removed; the number of "
-        f"training {unit}s, {mechanism.passages}, is public.",
-        f"Mechanism: {mechanism.steps} Gaussian steps on Poisson samples (q = {mechanism.sample_rate:.5g}), each "
-        f"{unit}'s gradient clipped to C = {mechanism.max_grad_norm:g}, σ = {mechanism.noise_multiplier:.4f}; "
-        f"accountant {ACCOUNTANT!r}; noise {noise}, in floating point, fresh secret key.",
-        "Protected: the weights after every step, and so the checkpoint.",
-        "Not protected: the losses, batch sizes and speeds shown, plotted and recorded; "
-        f"the held-out {unit}s and what was measured on them; choices made by looking at any of these, such as trying "
-        "several settings; other uses of the data. Attacks on rounding or timing are not covered.",
-    ]
-    if most_per_document > 1:
-        lines.insert(
-            1,
-            f"A document is several samples (up to {most_per_document} passages), so a whole document is protected far "
-            "less than a passage; --max-passages-per-document 1 makes the two the same.",
-        )
-    if options.task == "classify" and options.labels is None:
-        lines.append("Not protected: the list of labels, which was read from the data (--labels states it).")
-    if options.tokenizer not in (None, BYTES):
-        lines.append("Assumed: the tokenizer was not trained on this text.")
-    if options.model is not None:
-        lines.append("Assumed: the initial weights do not depend on this text.")
-    return lines
+    unit = options.unit
+    noise = "secure (a cryptographic keystream)" if options.secure_noise else "fast (a statistical generator)"
+    said = (
+        (True, f"Neighbours: data sets in which one {unit} has nothing in its place, is added, or is removed; the "
+         f"number of training {unit}s, {mechanism.passages}, is public."),
+        (most_per_document > 1,
+         f"A document is several samples (up to {most_per_document} passages), so a whole document is protected far "
+         "less than a passage; --max-passages-per-document 1 makes the two the same."),
+        (True, f"Mechanism: {mechanism.steps} Gaussian steps on Poisson samples (q = {mechanism.sample_rate:.5g}), "
+         f"each {unit}'s gradient clipped to C = {mechanism.max_grad_norm:g}, σ = {mechanism.noise_multiplier:.4f}; "
+         f"accountant {ACCOUNTANT!r}; noise {noise}, in floating point, fresh secret key."),
+        (True, "Protected: the weights after every step, and so the checkpoint."),
+        (True, "Not protected: the losses, batch sizes and speeds shown, plotted and recorded; "
+         f"the held-out {unit}s and what was measured on them; choices made by looking at any of these, such as "
+         "trying several settings; other uses of the data. Attacks on rounding or timing are not covered."),
+        (options.task == "classify" and options.labels is None,
+         "Not protected: the list of labels, which was read from the data (--labels states it)."),
+        (options.tokenizer not in (None, BYTES), "Assumed: the tokenizer was not trained on this text."),
+        (options.model is not None, "Assumed: the initial weights do not depend on this text."),
+    )  # fmt: skip
+    return [line for applies, line in said if applies]

@@ -53,9 +53,9 @@ class Ranks:
                 f"WORLD_SIZE={count} without {', '.join(missing)}: start the processes with torchrun "
                 f"--nproc-per-node {count} -m ghostclip finetune, or unset WORLD_SIZE for one"
             )
-        rank = int(environment["RANK"])
-        here = int(environment.get("LOCAL_RANK", rank))
-        return cls(count, rank, here, int(environment.get("LOCAL_WORLD_SIZE", count)))
+        rank = environment["RANK"]
+        here, on_machine = environment.get("LOCAL_RANK", rank), environment.get("LOCAL_WORLD_SIZE", count)
+        return cls(count, int(rank), int(here), int(on_machine))
 
     @property
     def is_first(self) -> bool:
@@ -77,59 +77,45 @@ class Ranks:
 
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        several = self.count > 1 and name != "cpu"
-        if several and name != "cuda":
+        if self.count > 1 and name not in ("cpu", "cuda"):
             raise InvalidOptionError(
                 f"--device {name} with {self.count} processes: each has its own; say cpu, cuda or auto"
             )
-        if several and self.on_machine > torch.cuda.device_count():
-            raise InvalidOptionError(
-                f"--device cuda: {self.on_machine} processes on this machine, which has {torch.cuda.device_count()} "
-                f"GPU(s): start one for each (--nproc-per-node {torch.cuda.device_count()}), or say --device cpu"
-            )
         try:
-            device = torch.device(name, self.here) if several else torch.device(name)
+            device = torch.device(name, self.here) if self.count > 1 and name == "cuda" else torch.device(name)
             torch.zeros(1, device=device).item()
-            if device.type == "cuda":
-                torch.cuda.set_device(device.index or 0)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
             raise InvalidOptionError(f"--device {name}: not usable on this machine ({reason})") from error
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
         return device
 
     def mesh(self, options: FinetuneOptions) -> Mesh:
         """Return how the model lies on the processes; options that it cannot be trained with so are refused."""
         from ghostclip.scaling import Mesh
 
-        if options.mesh is None:
-            return Mesh(replicate=self.count)
-        mesh = Mesh.parse(options.mesh)
-        if mesh.cp * mesh.pp > 1:
-            raise InvalidOptionError(
-                f"--mesh {options.mesh}: positions (cp) and stages (pp) are divided by a model's own code. Use "
-                "replicate, dp and tp here"
-            )
-        if mesh.devices != self.count:
-            raise InvalidOptionError(
-                f"--mesh {options.mesh} is of {mesh.devices} processes, but there "
-                f"{'is 1' if self.count == 1 else f'are {self.count}'}: start them with torchrun "
-                f"--nproc-per-node {mesh.devices} -m ghostclip finetune, or name a mesh of {self.count}"
-            )
-        if is_in_parts(mesh) and options.physical_batch_size is None:
-            raise InvalidOptionError(
-                f"--physical-batch-size auto with --mesh {mesh}: processes that hold the model in parts run it equally "
-                "often, so that none can try sizes by itself. Give a number (ghostclip plan says what fits)"
-            )
-        if mesh.tp > 1 and options.lora is not None:
-            raise InvalidOptionError(
-                f"--lora with --mesh {mesh}: a model's plan of tensor parallelism says nothing of adapters. Train them "
-                "with dp or replicate alone; the base is frozen, and dp divides it"
-            )
-        if mesh.tp > 1 and options.vocabulary_head == "fused":
-            raise InvalidOptionError(
-                f"--vocabulary-head fused with --mesh {mesh}: each process has some rows of the head, and tiles of "
-                "logits are formed of all. Leave it out, or use dp"
-            )
+        mesh = Mesh(replicate=self.count) if options.mesh is None else Mesh.parse(options.mesh)
+        for refused, said in (
+            (mesh.cp * mesh.pp > 1,
+             f"--mesh {options.mesh}: positions (cp) and stages (pp) are divided by a model's own code. Use replicate, "
+             "dp and tp here"),
+            (mesh.devices != self.count,
+             f"--mesh {options.mesh} is of {mesh.devices} processes, but there "
+             f"{'is 1' if self.count == 1 else f'are {self.count}'}: start them with torchrun --nproc-per-node "
+             f"{mesh.devices} -m ghostclip finetune, or name a mesh of {self.count}"),
+            (is_in_parts(mesh) and options.physical_batch_size is None,
+             f"--physical-batch-size auto with --mesh {mesh}: processes that hold the model in parts run it equally "
+             "often, so that none can try sizes by itself. Give a number (ghostclip plan says what fits)"),
+            (mesh.tp > 1 and options.lora is not None,
+             f"--lora with --mesh {mesh}: a model's plan of tensor parallelism says nothing of adapters. Train them "
+             "with dp or replicate alone; the base is frozen, and dp divides it"),
+            (mesh.tp > 1 and options.vocabulary_head == "fused",
+             f"--vocabulary-head fused with --mesh {mesh}: each process has some rows of the head, and tiles of logits "
+             "are formed of all. Leave it out, or use dp"),
+        ):  # fmt: skip
+            if refused:
+                raise InvalidOptionError(said)
         return mesh
 
 
@@ -187,8 +173,8 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     from ghostclip.scaling.local import blocks_of
 
     # A copy of parts is one shard (dp=1) of each.
-    sharded = mesh.dp > 1 or mesh.replicate > 1
-    sizes = {"replicate": mesh.replicate if sharded else 1, "dp": mesh.dp if sharded else 1, "tp": mesh.tp}
+    sharded = mesh.data_ranks > 1
+    sizes = {"replicate": mesh.replicate, "dp": mesh.dp, "tp": mesh.tp}
     axes = {name: size for name, size in sizes.items() if size > 1 or (name == "dp" and sharded)}
     devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if mesh.tp > 1:

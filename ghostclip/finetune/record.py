@@ -19,20 +19,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ghostclip
-from ghostclip._files import BLACK, BLUE, ORANGE, PALE, atomic_path, write_text
-from ghostclip.finetune.measure import OrdinarySteps, Quality, StepMeasures
+from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, write_text
+from ghostclip.data.memory import is_out_of_memory
+from ghostclip.finetune.measure import Quality, cost_of, ordinary_cost
+from ghostclip.finetune.models import fresh_copy
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.output import CARD, PLOT, RECORD
 from ghostclip.finetune.privacy import ACCOUNTANT, assumptions
-from ghostclip.finetune.progress import smoothed
 from ghostclip.finetune.samples import labels_of
 from ghostclip.privacy.summary import rounded_up
 
 if TYPE_CHECKING:
-    from ghostclip.finetune.state import FinetuneRun
+    from ghostclip.finetune.run import FinetuneRun
     from ghostclip.finetune.training import FinetuneTrainer
 
-SCHEMA = 1
+SCHEMA = 2
+# The curve of ε has at most so many points, as each takes time.
+_POINTS = 40
 _CARD = """---
 library_name: {library}
 {base}tags:
@@ -63,84 +66,88 @@ Written by ghostclip {version}. What must not be shared lies in the folder `priv
 """
 
 
-def record_of(run: FinetuneRun, trainer: FinetuneTrainer, ordinary: OrdinarySteps, after: Quality) -> dict[str, Any]:
+def compared_costs(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
+    """Return what private steps took, and what ordinary, non-private ones of a fresh copy take; after the training."""
+    options, physical = run.options, trainer.physical_batch
+    private = cost_of(trainer.timed, trainer.peak, options.batch_size, physical)
+    ordinary, missing = None, None
+    if run.ranks.count > 1:
+        missing = "not measured (several processes)"
+    elif not options.comparison_steps:
+        missing = "not measured (--comparison-steps 0)"
+    elif not physical:
+        missing = "not measured (this session took no private step)"
+    else:
+        try:
+            ordinary = ordinary_cost(fresh_copy(run.model).to(run.device), run.width, options, physical)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            missing = "not measured (out of memory)"
+    return {"private": private, "ordinary": ordinary, "ordinary_missing": missing}
+
+
+def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality, costs: dict[str, Any]) -> dict[str, Any]:
     """Return what was asked, what was done, what it cost, and what the numbers hold under, as plain values."""
     options, mechanism, state = run.options, run.mechanism, run.state
     # The engine's own account, not the plan: it counted what was released.
-    bounds, summary = trainer.guarantee()
-    versions = {"ghostclip": ghostclip.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    bounds = trainer.privacy_engine.epsilon_bounds(mechanism.delta)
+    used = trainer.clipper.resolve_strategy()
+    pairs = {name: {"before": state.before[name], "after": value} for name, value in after._asdict().items()}
+    quality = {"held_out_loss": pairs["loss"], "held_out_accuracy": pairs["accuracy"]}
+    if options.task != "classify":
+        quality = {"held_out_perplexity": {name: _perplexity(loss) for name, loss in pairs["loss"].items()}}
     return {
         "schema": SCHEMA,
-        "versions": versions,
+        "versions": {
+            "ghostclip": ghostclip.__version__, "torch": torch.__version__, "python": platform.python_version()
+        },
         "machine": {**machine(str(run.device)), "processes": run.ranks.count},
         "options": options.recorded(),
         "seed": state.seed,
         "sessions": state.sessions,
         "data": run.data,
         "model": run.model_text,
-        "strategy": trainer.strategy,
+        "strategy": used if used == options.strategy else f"{used} ({options.strategy})",
         "privacy": {
             "private": options.unsafe_noise_seed is None,
             "epsilon": bounds.upper,
             "epsilon_lower_bound": bounds.lower,
-            "summary": summary,
+            "summary": trainer.privacy_engine.summary(mechanism.delta),
             "accountant": ACCOUNTANT,
             "unit": options.unit,
             "steps_spent": state.step,
             **asdict(mechanism),
             "assumptions": assumptions(mechanism, run.split.most_per_document, options),
-            "warnings": list(run.warnings),
+            "warnings": run.warnings,
         },
-        **_qualities(Quality(**state.before), after),  # type: ignore[arg-type]
-        "cost": {
-            "private": _cost(ordinary.compared(trainer.measures), mechanism.batch_size),
-            "ordinary": None if ordinary.measures is None else _cost(ordinary.measures, mechanism.batch_size),
-            "all_private": _cost(trainer.measures, mechanism.batch_size),
-            "ordinary_missing": ordinary.missing or None,
-        },
+        **quality,
+        "cost": costs,
         "not_private": {"losses": state.losses, "samples": state.samples},
-    }
+    }  # fmt: skip
 
 
-def _qualities(before: Quality, after: Quality) -> dict[str, object]:
-    if after.accuracy is None:
-        return {"held_out_perplexity": {"before": before.perplexity, "after": after.perplexity}}
-    return {
-        "held_out_loss": {"before": before.loss, "after": after.loss},
-        "held_out_accuracy": {"before": before.accuracy, "after": after.accuracy},
-    }
-
-
-def _cost(measures: StepMeasures, batch_size: int) -> dict[str, object]:
-    return {
-        "seconds_per_step": measures.seconds(batch_size),
-        "timed_steps": len(measures.timed),
-        "peak_bytes_above_weights_and_optimizer": measures.peak_bytes,
-        "physical_batch": measures.physical_batch,
-    }
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700.0 else math.inf
 
 
 def machine(device: str) -> dict[str, object]:
     """Return what a run computed on, by the device's name for torch."""
-    facts: dict[str, object] = {
-        "device": device,
-        "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if device.startswith("cuda"):
-        facts["gpu"] = torch.cuda.get_device_name(torch.device(device))
-    return facts
+    gpu = {"gpu": torch.cuda.get_device_name(torch.device(device))} if device.startswith("cuda") else {}
+    return {
+        "device": device, "platform": platform.platform(), "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(), "threads": torch.get_num_threads(), **gpu,
+    }  # fmt: skip
 
 
 def write_all(run: FinetuneRun, record: dict[str, Any], after: Quality) -> None:
     """Write picture, record and card, each atomically."""
-    mechanism = run.mechanism
+    mechanism, last = run.mechanism, run.state.step
+    shown = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
     draw(
-        run.output / PLOT, losses=run.state.losses, epsilons=mechanism.curve(run.state.step),
-        held_out=(run.state.before["loss"], after.loss),
-        budget=(mechanism.target_epsilon, mechanism.delta),
+        run.output / PLOT, losses=run.state.losses,
+        epsilons=[(step, mechanism.epsilon_after(step)) for step in shown],
+        held_out=(run.state.before["loss"], after.loss), budget=(mechanism.target_epsilon, mechanism.delta),
         unit="nats per row" if run.options.task == "classify" else "nats per token",
     )  # fmt: skip
     text = json.dumps(_finite(record), indent=2, ensure_ascii=False, allow_nan=False)
@@ -187,38 +194,39 @@ def card(run: FinetuneRun, record: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Average exponentially over about a fortieth of the run, without pulling the start towards zero."""
+    keep = math.exp(-1.0 / max(1.0, len(values) / 40.0))
+    total = weight = 0.0
+    averages: list[float] = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1.0
+        averages.append(total / weight)
+    return averages
+
+
 def draw(
     path: Path, *, losses: Sequence[float | None], epsilons: Sequence[tuple[int, float]], held_out: Any,
     budget: tuple[float, float], unit: str = "nats per token",
 ) -> None:  # fmt: skip
     """Draw loss above and ε below, over the private steps, as PNG; the budget is ε and δ."""
-    # The object interface: pyplot would choose a window system and keep global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 5.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     shown = [(step, loss) for step, loss in enumerate(losses, start=1) if loss is not None]
     steps, values = [step for step, _ in shown], [loss for _, loss in shown]
-    last = max(1, len(losses))
-    upper.plot(steps, values, color=PALE, linewidth=1.0, label="training, each step (not private)")
-    upper.plot(steps, smoothed(values), color=BLUE, linewidth=2.0, label="training, smoothed")
-    diamonds = {"color": BLACK, "markersize": 7, "clip_on": False, "zorder": 5, "label": "held out, first and last"}
-    upper.plot([0, last], held_out, "D", **diamonds)
-    upper.set_ylabel(f"loss ({unit})")
-    upper.margins(y=0.1)
-    places, spent = zip(*epsilons, strict=True)
+    last, (places, spent) = max(1, len(losses)), zip(*epsilons, strict=True)
     most = f"{math.ceil(spent[-1] * 1e3) / 1e3:g}" if math.isfinite(spent[-1]) else "∞"
-    lower.plot(places, spent, color=ORANGE, linewidth=2.0, label=f"spent: ε ≤ {most}")
-    label = f"most that may be spent: {budget[0]:g}"
-    lower.axhline(budget[0], color=BLACK, linewidth=1.2, linestyle="--", label=label)
-    lower.set_ylim(0.0, 1.15 * max(budget[0], *spent))
-    lower.set_ylabel(f"ε at δ = {budget[1]:.3g}")
-    lower.set_xlabel("private step")
-    lower.set_xlim(0, last)
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png")
+    with picture(path, size=(8.0, 5.4)) as figure:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        upper.plot(steps, values, color=PALE, linewidth=1.0, label="training, each step (not private)")
+        upper.plot(steps, smoothed(values), color=BLUE, linewidth=2.0, label="training, smoothed")
+        diamonds = {"color": BLACK, "markersize": 7, "clip_on": False, "zorder": 5}
+        upper.plot([0, last], held_out, "D", label="held out, first and last", **diamonds)
+        upper.set_ylabel(f"loss ({unit})")
+        upper.margins(y=0.1)
+        lower.plot(places, spent, color=ORANGE, linewidth=2.0, label=f"spent: ε ≤ {most}")
+        label = f"most that may be spent: {budget[0]:g}"
+        lower.axhline(budget[0], color=BLACK, linewidth=1.2, linestyle="--", label=label)
+        lower.set(ylim=(0.0, 1.15 * max(budget[0], *spent)), xlim=(0, last))
+        lower.set(ylabel=f"ε at δ = {budget[1]:.3g}", xlabel="private step")
+        for axes in (upper, lower):
+            axes.grid(alpha=0.25)
+            axes.legend(frameon=False)

@@ -5,7 +5,7 @@ about one passage, and a document of k passages is protected by group privacy on
 table (a prompt with its answer, a text with its label) is one sample; one that is longer than the context loses the
 beginning of its prompt (or the end of its text), and of an answer that alone is longer, the end.
 
-Shapes: N samples, T tokens.
+Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.nn import functional
+from torch.utils.data import Dataset, default_collate
 
 from ghostclip._validate import did_you_mean
 from ghostclip.errors import DataError
@@ -29,43 +30,43 @@ from ghostclip.finetune.tokens import Ids, TokenEncoder
 IGNORED = -100
 
 
+class Sample(NamedTuple):
+    """Token ids, and as target the first token whose prediction counts, or the class."""
+
+    ids: Ids
+    target: int
+
+
+@dataclass(frozen=True)
 class SampleDataset(Dataset[dict[str, Tensor]]):
-    """Samples as padded rows, all of one length, so that no batch's shape depends on which samples it drew.
+    """Samples as padded rows, all of one length, so that no batch's shape depends on which samples it drew."""
 
-    Of each sample the target is the first token whose prediction counts, or its class.
-    """
-
-    def __init__(
-        self, windows: Sequence[Ids], targets: Sequence[int], *, pad_id: int, width: int, classes: bool
-    ) -> None:
-        self.pad_id, self.width, self._classes = pad_id, width, classes
-        self.lengths_N = torch.tensor([len(window) for window in windows], dtype=torch.int64)
-        self.targets_N = torch.tensor(targets)
-        self._starts_N = torch.cumsum(self.lengths_N, 0) - self.lengths_N
-        # One flat int32 tensor: a hundred million tokens take 400 MB, not the gigabytes of nested lists.
-        self._flat = torch.from_numpy(np.concatenate(windows))
+    samples: Sequence[Sample]
+    pad_id: int
+    width: int
+    classes: bool
 
     def __len__(self) -> int:
-        return len(self.lengths_N)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        start, length, target = int(self._starts_N[index]), int(self.lengths_N[index]), self.targets_N[index]
-        ids_T = torch.full((self.width,), self.pad_id, dtype=torch.int64)
-        ids_T[:length] = self._flat[start : start + length]
-        places_T = torch.arange(self.width)
-        labels = target if self._classes else ids_T.masked_fill((places_T >= length) | (places_T < target), IGNORED)
+        sample, places_T = self.samples[index], torch.arange(self.width)
+        length, target = len(sample.ids), torch.tensor(sample.target)
+        ids_T = functional.pad(torch.from_numpy(sample.ids).long(), (0, self.width - length), value=self.pad_id)
+        labels = target if self.classes else ids_T.masked_fill((places_T >= length) | (places_T < target), IGNORED)
         return {"input_ids": ids_T, "attention_mask": (places_T < length).long(), "labels": labels}
 
     def rows(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return consecutive samples as a batch."""
-        items = [self[index] for index in range(start, min(stop, len(self)))]
-        return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        batch: dict[str, Tensor] = default_collate([self[index] for index in range(start, min(stop, len(self)))])
+        return batch
 
     def fingerprint(self) -> str:
         """Return a hash of the samples, an exact function of the data: for the state of an unfinished run alone."""
-        digest = hashlib.sha256(self._flat.numpy().tobytes())
-        digest.update(self.lengths_N.numpy().tobytes())
-        digest.update(self.targets_N.numpy().tobytes())
+        digest = hashlib.sha256()
+        for ids, target in self.samples:
+            digest.update(f"{len(ids)} {target} ".encode())
+            digest.update(ids.tobytes())
         return digest.hexdigest()
 
 
@@ -85,46 +86,38 @@ def read_samples(options: FinetuneOptions, tokens: TokenEncoder, *, context_leng
     if options.task == "text":
         documents = read_documents(options.data, text_column=options.text_column)
         return split_passages(documents, options, tokens, context_length=context_length, seed=seed)
-    read = answered_prompts if options.task == "answers" else labelled_texts
-    windows, targets, shortened = read(options, tokens, context_length)
-    if len(windows) < 2:
+    read = _answered_prompts if options.task == "answers" else _labelled_texts
+    samples, shortened = read(options, tokens, context_length)
+    if len(samples) < 2:
         raise DataError(f"{options.data}: one row; training and evaluation need at least one each")
-    parts = _hold_out(windows, targets, options, pad_id=tokens.pad_id, seed=seed)
-    return Split(*parts, documents=len(windows), shortened=shortened)
+    return Split(*_hold_out(samples, options, tokens.pad_id, seed), documents=len(samples), shortened=shortened)
 
 
-def answered_prompts(
-    options: FinetuneOptions, tokens: TokenEncoder, context_length: int
-) -> tuple[list[Ids], list[int], int]:
-    """Return prompts with answers, of each its answer's first token, and how many lost tokens."""
-    windows, firsts, shortened = [], [], 0
+def _answered_prompts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> tuple[list[Sample], int]:
+    """Return prompts with answers, and how many lost tokens."""
+    samples, shortened = [], 0
     for prompt, answer in read_rows(options.data, (options.prompt_column, options.answer_column)):
         before, after = tokens.dialogue(prompt, answer)
-        shortened += len(before) + len(after) > context_length
-        after = after[: context_length - 1]
-        before = before[max(0, len(before) + len(after) - context_length) :]
-        windows.append(np.concatenate((before, after)))
-        firsts.append(len(before))
-    return windows, firsts, shortened
+        shortened += len(before) + len(after) > most
+        after = after[: most - 1]
+        before = before[max(0, len(before) + len(after) - most) :]
+        samples.append(Sample(np.concatenate((before, after)), len(before)))
+    return samples, shortened
 
 
-def labelled_texts(
-    options: FinetuneOptions, tokens: TokenEncoder, context_length: int
-) -> tuple[list[Ids], list[int], int]:
-    """Return texts, of each its label's place in `labels_of`, and how many lost tokens."""
-    names = labels_of(options)
-    windows, classes, shortened = [], [], 0
+def _labelled_texts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> tuple[list[Sample], int]:
+    """Return texts, each with its label's place in `labels_of`, and how many lost tokens."""
+    names, samples, shortened = labels_of(options), [], 0
     for number, (text, label) in enumerate(read_rows(options.data, (options.text_column, options.label_column)), 1):
         if label not in names:
             meant = did_you_mean(label, names)
             raise DataError(
                 f"{options.data}, row {number}: label {label!r} is none of --labels {','.join(names)}{meant}"
             )
-        ids, is_whole = tokens.sentence(text, context_length)
+        ids, is_whole = tokens.sentence(text, most)
         shortened += not is_whole
-        windows.append(ids)
-        classes.append(names.index(label))
-    return windows, classes, shortened
+        samples.append(Sample(ids, names.index(label)))
+    return samples, shortened
 
 
 def labels_of(options: FinetuneOptions) -> list[str]:
@@ -149,28 +142,27 @@ def split_passages(
     documents: Sequence[str], options: FinetuneOptions, tokens: TokenEncoder, *, context_length: int, seed: int
 ) -> Split:
     """Cut the documents and hold a random part of the passages out."""
-    most = options.max_passages_per_document
     cuts = [cut(tokens.encode(text), start_id=tokens.start_id, context_length=context_length) for text in documents]
-    by_document = [windows[:most] for windows in cuts]
-    windows = [window for group in by_document for window in group]
-    if len(windows) < 2:
+    by_document = [windows[: options.max_passages_per_document] for windows in cuts]
+    samples = [Sample(window, 1) for windows in by_document for window in windows]
+    if len(samples) < 2:
         raise DataError(
-            f"the text makes {len(windows)} passage(s) of up to {context_length} tokens: "
+            f"the text makes {len(samples)} passage(s) of up to {context_length} tokens: "
             "training and evaluation need at least one each"
         )
-    parts = _hold_out(windows, [1] * len(windows), options, pad_id=tokens.pad_id, seed=seed)
+    parts = _hold_out(samples, options, tokens.pad_id, seed)
     return Split(*parts, documents=len(documents), most_per_document=max(map(len, by_document)))
 
 
 def _hold_out(
-    windows: Sequence[Ids], targets: Sequence[int], options: FinetuneOptions, *, pad_id: int, seed: int
+    samples: Sequence[Sample], options: FinetuneOptions, pad_id: int, seed: int
 ) -> tuple[SampleDataset, SampleDataset]:
     """Return the training and the held-out part of at least two samples."""
-    count = min(max(1, round(options.eval_fraction * len(windows))), len(windows) - 1)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed)).tolist()
-    layout: dict[str, Any] = {"pad_id": pad_id, "width": max(map(len, windows)), "classes": options.task == "classify"}
+    count = min(max(1, round(options.eval_fraction * len(samples))), len(samples) - 1)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    width, classes = max(len(sample.ids) for sample in samples), options.task == "classify"
     training, held_out = (
-        SampleDataset([windows[i] for i in sorted(chosen)], [targets[i] for i in sorted(chosen)], **layout)
+        SampleDataset([samples[i] for i in sorted(chosen)], pad_id, width, classes)
         for chosen in (order[count:], order[:count])
     )
     return training, held_out

@@ -10,8 +10,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ghostclip._validate import did_you_mean
 from ghostclip.errors import DataError
@@ -25,10 +26,8 @@ def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]
     """Return the documents of a source that hold more than white space, in an order that no machine decides."""
     if path is None:
         documents = _python_documentation()
-    elif path.is_dir():
+    elif path.exists():
         documents = [text for file in _text_files(path) for text in _read_file(file, text_column)]
-    elif path.is_file():
-        documents = _read_file(path, text_column)
     else:
         raise DataError(f"{path}: no such file or folder")
     found = [text for text in documents if text.strip()]
@@ -46,8 +45,8 @@ def read_rows(path: Path | None, columns: Sequence[str]) -> list[tuple[str, ...]
     if path.suffix.lower() not in TABLE_SUFFIXES:
         raise DataError(f"{path}: the columns {', '.join(columns)} are read from .jsonl, .csv or .tsv files")
     rows = []
-    for place, row in _table(path, _decode(path)):
-        cells = tuple(_cell(row, column, place, scalars=True) for column in columns)
+    for place, row in _table(path):
+        cells = tuple(_cell(row, column, place, (str, int, float)) for column in columns)
         empty = [column for column, text in zip(columns, cells, strict=True) if not text.strip()]
         if empty:
             raise DataError(f"{place}: {empty[0]!r} is empty; mend the row or leave it out")
@@ -70,48 +69,46 @@ def _python_documentation() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _text_files(folder: Path) -> list[Path]:
+def _text_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
     files: list[Path] = []
-    for root, folders, names in os.walk(folder, onerror=_raise_unreadable):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        shown = [Path(root, name) for name in names if not name.startswith(".")]
-        files += [file for file in shown if file.suffix.lower() in READ_SUFFIXES]
-    if not files:
-        raise DataError(f"{folder}: no text file in this folder (looked for {' '.join(sorted(READ_SUFFIXES))})")
-    return sorted(files)
-
-
-def _raise_unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    for root, folders, names in os.walk(path, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(root, name) for name in names if not name.startswith(".")]
+    found = sorted(file for file in files if file.suffix.lower() in READ_SUFFIXES)
+    if not found:
+        raise DataError(f"{path}: no text file in this folder (looked for {' '.join(sorted(READ_SUFFIXES))})")
+    return found
 
 
 def _read_file(path: Path, text_column: str) -> list[str]:
-    text = _decode(path)
     if path.suffix.lower() in TABLE_SUFFIXES:
-        return [_cell(row, text_column, place) for place, row in _table(path, text, needed=text_column)]
+        return [_cell(row, text_column, place, (str,)) for place, row in _table(path)]
     if path.suffix.lower() == ".json":
         raise DataError(f"{path}: .json is not read; write one object per line and name the file .jsonl")
-    return [text]
+    return [_decode(path)]
 
 
 def _decode(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        _unreadable(error)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it to UTF-8 first") from error
 
 
-def _table(path: Path, text: str, *, needed: str = "") -> Iterator[tuple[str, _Row]]:
-    """Return the rows of a file with the place of each; the needed column must be in a header without rows."""
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        return _jsonl(path, text)
-    return _csv(path, text, needed, delimiter="," if suffix == ".csv" else "\t")
+def _unreadable(error: OSError) -> NoReturn:
+    raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
-def _jsonl(path: Path, text: str) -> Iterator[tuple[str, _Row]]:
+def _table(path: Path) -> Iterator[tuple[str, _Row]]:
+    """Yield the rows of a file with the place of each."""
+    text, suffix = _decode(path), path.suffix.lower()
+    if suffix != ".jsonl":
+        yield from _csv(path, text, delimiter="," if suffix == ".csv" else "\t")
+        return
     # Not splitlines(): JSON strings may hold U+2028 and its like, which are no line ends in a .jsonl file.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -125,12 +122,10 @@ def _jsonl(path: Path, text: str) -> Iterator[tuple[str, _Row]]:
         yield f"{path}, line {number}", row
 
 
-def _csv(path: Path, text: str, needed: str, *, delimiter: str) -> Iterator[tuple[str, _Row]]:
+def _csv(path: Path, text: str, *, delimiter: str) -> Iterator[tuple[str, _Row]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
     limit = csv.field_size_limit(max(len(text), 131072))
     try:
-        if needed:
-            _require_column(reader.fieldnames or [], needed, str(path))
         for row in reader:
             yield f"{path}, line {reader.line_num}", row
     except csv.Error as error:
@@ -139,23 +134,15 @@ def _csv(path: Path, text: str, needed: str, *, delimiter: str) -> Iterator[tupl
         csv.field_size_limit(limit)
 
 
-def _cell(row: _Row, column: str, place: str, *, scalars: bool = False) -> str:
-    _require_column(row, column, place)
-    value = row[column]
-    if value is None:
-        return ""
-    if scalars and isinstance(value, (int, float)):
-        return str(value)
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {column!r} holds a {type(value).__name__}, not text")
-    return value
-
-
-def _require_column(columns: Iterable[str], column: str, place: str) -> None:
-    present = [str(name) for name in columns]
-    if column not in present:
+def _cell(row: _Row, column: str, place: str, kinds: tuple[type, ...]) -> str:
+    if column not in row:
+        present = [str(name) for name in row]
         raise DataError(
             f"{place}: no column {column!r} (found: {', '.join(present) or 'none'})"
             f"{did_you_mean(column, present)}; name it with --text-column, --label-column, --prompt-column or "
             "--answer-column"
         )
+    value = row[column]
+    if value is not None and not isinstance(value, kinds):
+        raise DataError(f"{place}: {column!r} holds a {type(value).__name__}, not text")
+    return "" if value is None else str(value)

@@ -100,28 +100,14 @@ def stay_local(*names: str | None) -> None:
 
 def choose_tokens(tokenizer: str | None, model: str | None) -> TokenEncoder:
     """Return the user's tokenizer, else the model's, else, for a model with random weights, bytes."""
-    if tokenizer == BYTES or (tokenizer is None and model is None):
-        return byte_tokens()
-    if tokenizer is not None:
-        return _load(tokenizer, option="--tokenizer")
-    assert model is not None, "one of the two is given"
-    if Path(model).is_dir() and not _has_tokenizer(Path(model)):
-        raise DataError(
-            f"--model {model}: no tokenizer lies in it; name one with --tokenizer (bytes for a model of bytes)"
-        )
-    return _load(model, option="--model")
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
-
-
-def _load(name: str, *, option: str) -> TokenEncoder:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    name, option = (model, "--model") if tokenizer is None else (tokenizer, "--tokenizer")
+    if name is None or name == BYTES:
+        return byte_tokens()
     path = Path(name)
-    if path.is_dir() and not _has_tokenizer(path):
-        raise DataError(f"{option} {name}: no tokenizer lies in it (such as {', '.join(TOKENIZER_FILES[:3])})")
+    if path.is_dir() and not any((path / file).is_file() for file in TOKENIZER_FILES):
+        raise DataError(f"{option} {name}: no tokenizer lies in it; name one with --tokenizer (bytes for plain bytes)")
     try:
         loaded = PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else from_anywhere(AutoTokenizer, name)
     except InvalidOptionError as error:
@@ -136,34 +122,22 @@ def _load(name: str, *, option: str) -> TokenEncoder:
 
 
 def from_anywhere(kind: Any, name: str, options: dict[str, Any] | None = None) -> Any:
-    """Load what has a name on Hugging Face, from the cache where it is there, or what lies in a folder."""
+    """Load what lies in a folder or in the cache of Hugging Face; else fetch it."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     load = partial(kind.from_pretrained, name, trust_remote_code=False, **(options or {}))
-    if Path(name).is_dir() or in_cache(name):
+    if Path(name).is_dir():
         return load(local_files_only=True)
-    switches = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    if any(switch in ("1", "ON", "YES", "TRUE") for switch in switches):
-        raise InvalidOptionError(
-            f"no such name in the cache of Hugging Face ({HF_HUB_CACHE}), and it is switched offline"
-        )
+    try:
+        return load(local_files_only=True)
+    except OSError:
+        pass
     try:
         return load()
     except OSError as error:
         raise InvalidOptionError(
             f"neither in the cache of Hugging Face ({HF_HUB_CACHE}) nor fetched from it ({first_line(error)})"
         ) from error
-
-
-def in_cache(name: str) -> bool:
-    """Return whether the configuration or tokenizer of a name lies in the cache of Hugging Face."""
-    from huggingface_hub import try_to_load_from_cache
-
-    files = ("config.json", *TOKENIZER_FILES)
-    try:
-        return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
-    except ValueError:  # no name that could be there
-        return False
 
 
 def first_line(error: Exception) -> str:

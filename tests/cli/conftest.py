@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ghostclip.cli import main
-from ghostclip.finetune import progress
 
 TEXT = " ".join(f"The {n}th sentence says that {n} times {n} is {n * n}." for n in range(60))
 # Odd sizes on purpose; every run of it takes a second or two.
@@ -68,18 +67,19 @@ def record_of():
 @pytest.fixture
 def after_step(monkeypatch):
     """Do something right after a given step of the next run, as a signal or a crash would."""
+    from ghostclip.finetune.training import FinetuneTrainer
 
     def install(number, action):
         taken = {"steps": 0}
-        plain = progress.ProgressBar.step
+        plain = FinetuneTrainer.finish_step
 
-        def step(self, loss, samples, physical_batch):
-            plain(self, loss, samples, physical_batch)
+        def finish_step(self):
             taken["steps"] += 1
             if taken["steps"] == number:
                 action()
+            return plain(self)
 
-        monkeypatch.setattr(progress.ProgressBar, "step", step)
+        monkeypatch.setattr(FinetuneTrainer, "finish_step", finish_step)
 
     yield install
     monkeypatch.undo()

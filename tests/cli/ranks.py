@@ -16,7 +16,6 @@ import torch
 from torch import distributed
 
 from ghostclip.cli import main
-from ghostclip.finetune import progress
 
 
 class Job(NamedTuple):
@@ -86,15 +85,17 @@ def _called(words: Sequence[str]) -> tuple[int, str, str]:
 
 @contextmanager
 def _asked_to_stop(asked: bool) -> Iterator[None]:
-    plain, taken = progress.ProgressBar.step, [0]
+    from ghostclip.finetune.training import FinetuneTrainer
 
-    def step(self: progress.ProgressBar, loss: float | None, samples: int, physical_batch: int) -> None:
-        plain(self, loss, samples, physical_batch)
+    plain, taken = FinetuneTrainer.finish_step, [0]
+
+    def finish_step(self: FinetuneTrainer) -> bool:
         taken[0] += 1
         if taken[0] == 2:
             signal.raise_signal(signal.SIGINT)
+        return plain(self)
 
     if asked:
-        progress.ProgressBar.step = step  # type: ignore[method-assign]
+        FinetuneTrainer.finish_step = finish_step  # type: ignore[method-assign]
     yield
-    progress.ProgressBar.step = plain  # type: ignore[method-assign]
+    FinetuneTrainer.finish_step = plain  # type: ignore[method-assign]

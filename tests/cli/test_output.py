@@ -7,8 +7,7 @@ import pytest
 from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import output
-from ghostclip.finetune.progress import smoothed
-from ghostclip.finetune.record import draw
+from ghostclip.finetune.record import draw, smoothed
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -195,7 +195,7 @@ def test_what_one_process_is_asked_to_stop_two_go_on_with(others, finetune, reco
     for name in ("stopped", "stopped parts"):
         for status, out, err in (rank[name] for rank in others):
             assert status == 130
-            assert ("stopped after step 3 of 4" in err) == bool(out)
+            assert ("stopped after step 2 of 4" in err) == bool(out)
         assert "torchrun --nproc-per-node 2 -m ghostclip finetune --resume" in others[0][name][2]
     _went(others, "resumed")
     record = _as_one_process(finetune, record_of, work, monkeypatch, name="stopped", words=COMMON)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from contextlib import nullcontext
 from functools import partial
@@ -14,13 +15,13 @@ import pytest
 import torch
 
 import ghostclip
+from ghostclip.accounting import create_accountant
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ghostclip.finetune.state import ResumePoint  # noqa: E402
 from ghostclip.finetune.training import FinetuneTrainer  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -73,6 +74,18 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     assert (out / "private" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert not (out / "private" / "resume").exists()
     assert not [file for file in out.iterdir() if file.name.startswith(".")]
+
+
+def test_epsilon_that_is_shown_is_that_of_the_step(finetune, text_file, tmp_path, record_of):
+    out = tmp_path / "out"
+    result = finetune("--data", text_file, "--output", out, *TINY, "--comparison-steps", "0")
+    shown = re.findall(r"step (\d+) of 5: loss [\d.]+, ε ([\d.]+)", result.err)
+    assert [step for step, _ in shown] == ["1", "2", "3", "4", "5"]
+    privacy = record_of(out)["privacy"]
+    for step, epsilon in shown:
+        accountant = create_accountant(privacy["accountant"])
+        accountant.history = [(privacy["noise_multiplier"], privacy["sample_rate"], int(step))]
+        assert float(epsilon) == pytest.approx(accountant.get_epsilon(delta=privacy["delta"]), abs=0.006)
 
 
 def test_checkpoint_is_what_transformers_loads(finetune, text_file, tmp_path, record_of):
@@ -183,7 +196,7 @@ def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path,
     after_step(3, crash)
     with pytest.raises(RuntimeError, match="went away"):
         finetune("--data", text_file, "--output", out, *TINY)
-    assert len(LedgerFile(ResumePoint.of(out).ledger).entries) == 3
+    assert len(LedgerFile(out / "private" / "resume" / "ledger.txt").entries) == 3
     resumed = finetune("--resume", "--output", out)
     assert resumed.status == 0, resumed.err
     assert "of which 3 are done or counted as spent" in " ".join(resumed.out.split())
@@ -250,7 +263,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(finetune, text_file, tmp_path
     out = tmp_path / "out"
     after_step(2, interrupt)
     assert finetune("--data", text_file, "--output", out, *TINY).status == 130
-    other = LedgerFile(ResumePoint.of(out).ledger)
+    other = LedgerFile(out / "private" / "resume" / "ledger.txt")
     other.lock()
     refused = finetune("--resume", "--output", out)
     assert refused.status == 2
@@ -286,7 +299,7 @@ def test_resume_with_other_data_or_a_damaged_state_is_refused(finetune, text_fil
     text_file.write_text(TEXT.replace("sentence", "SENTENCE"))
     assert "the data (or its tokenizer) changed" in finetune("--resume", "--output", out).err
     text_file.write_text(TEXT)
-    state = ResumePoint.of(out).path
+    state = out / "private" / "resume" / "state.pt"
     state.write_bytes(state.read_bytes()[:100])
     damaged = finetune("--resume", "--output", out)
     assert damaged.status == 2

@@ -16,9 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ghostclip.finetune import tokens
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.progress import StopRequest
 from ghostclip.finetune.ranks import Ranks
 from ghostclip.finetune.samples import read_samples
 from ghostclip.finetune.tokens import TokenEncoder, byte_tokens
@@ -29,7 +27,7 @@ peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("accelerate")
 
-from ghostclip.finetune.prepare import prepare  # noqa: E402
+from ghostclip.finetune.run import FinetuneRun  # noqa: E402
 from ghostclip.finetune.training import FinetuneTrainer, training_arguments  # noqa: E402
 
 pytestmark = [
@@ -111,14 +109,14 @@ def first_step(given, tmp_path):
     """Take the first step of a kind at σ = 0; give the samples, the model before and what the inner optimizer got."""
 
     def run(kind, *, emptied=None):
-        prepared = prepare(options_of(given, kind, output=tmp_path / f"out-{emptied}"), None, Ranks())
+        prepared = FinetuneRun(options_of(given, kind, output=tmp_path / f"out-{emptied}"), None, Ranks())
         torch.manual_seed(8)
         for parameter in prepared.model.parameters():
             # Adapters begin at zero, where half of their gradients vanish.
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         before = copy.deepcopy(prepared.model).double()
-        run = replace(prepared, mechanism=replace(prepared.mechanism, noise_multiplier=0.0, steps=1))
-        trainer = FinetuneTrainer(run, training_arguments(run), stop=StopRequest())
+        prepared.mechanism = replace(prepared.mechanism, noise_multiplier=0.0, steps=1)
+        trainer = FinetuneTrainer(prepared, training_arguments(prepared))
         samples, got, plain = [], {}, trainer._record_losses
 
         def losses(model, inputs, **options):
@@ -283,7 +281,7 @@ def test_a_chat_template_is_used(given):
         (["--model", "gpt2", "--lora", "2", "--lora-targets", "nowhere"], ["--lora-targets", "c_attn, c_proj"]),
         (["--model", "gpt2", "--context-length", "20"], ["--context-length 20", "holds 19 tokens"]),
         (["--model", "plain"], ["--model", "no tokenizer lies in it", "--tokenizer"]),
-        (["--model", "rows.jsonl"], ["no local folder, and no name of a model"]),
+        (["--model", "rows.jsonl"], ["no Hugging Face model lies here"]),
         (["--tokenizer", "plain"], ["--tokenizer plain: no tokenizer lies in it"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -305,8 +303,7 @@ def test_wrong_input(finetune, given, tmp_path, monkeypatch, words, parts):
 
 
 def test_a_name_that_cannot_be_fetched_says_so_and_names_the_toy(finetune, text_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(tokens, "in_cache", lambda name: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = finetune("--data", text_file, "--model", "gpt2", *TINY_GIVEN, "--output", tmp_path / "out")
     assert result.status == 2
     assert "--model gpt2: no such file or folder" in result.err

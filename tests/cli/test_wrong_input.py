@@ -131,7 +131,7 @@ def test_model_that_cannot_be_private_is_refused_with_the_reason(finetune, text_
     """Batch statistics mix samples; the line says so, and nothing was written."""
     import torch
 
-    from ghostclip.finetune import prepare
+    from ghostclip.finetune import models
 
     def with_batch_norm(options, tokens, *, seed):
         model = make_model(options, tokens, seed=seed)
@@ -139,9 +139,9 @@ def test_model_that_cannot_be_private_is_refused_with_the_reason(finetune, text_
         model.transformer.h[0].ln_1 = torch.nn.Sequential(model.transformer.h[0].ln_1, norm)
         return model
 
-    make_model = prepare.make_model
-    monkeypatch.setattr(prepare, "make_model", with_batch_norm)
-    monkeypatch.setattr(prepare, "require_causal", lambda model, length: None)
+    make_model = models.make_model
+    monkeypatch.setattr(models, "make_model", with_batch_norm)
+    monkeypatch.setattr(models, "require_causal", lambda model, length: None)
     result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY)
     assert_refused(result, "BatchNorm")
     assert not (tmp_path / "out").exists()
