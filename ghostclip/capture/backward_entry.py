@@ -55,6 +55,8 @@ _attached: "WeakSet[Examiner]" = WeakSet()
 # Forwards that have had no backward yet.
 _waiting: "WeakKeyDictionary[ForwardContext, ref[Examiner]]" = WeakKeyDictionary()
 _here = threading.local()
+# Forwards whose backward runs, of any model; seen by threads that autograd runs backwards on as well.
+_running: list[ForwardContext] = []
 
 
 def attach(examiner: Examiner) -> None:
@@ -142,6 +144,9 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
             _show(found, _listed(roots), _listed(grads))
             for examiner in found:
                 stack.enter_context(examiner.watching_backward())
+            shown = [forward for forwards in found.values() for forward in forwards]
+            _running.extend(shown)
+            stack.callback(_running.clear)
             with unseen():
                 original(*args, **kwargs)
 
@@ -210,6 +215,13 @@ def refuse_unseen(forward: ForwardContext) -> None:
         LossReductionError: The forward's loss was not examined.
     """
     if not (forward.examined or forward.is_dummy or forward.consumed):
+        if any(other.around is not forward.around for other in _running):
+            raise LossReductionError(
+                "the loss leads through two private models: what reaches this one comes out of the other, and each "
+                "would be clipped, noised and accounted by itself. Put both into one module whose forward calls them, "
+                "and make that one private: make_private(module=both, optimizer=[one, other], ...) takes an optimizer "
+                "for each."
+            )
         message = (
             "a backward reached the model without passing torch.autograd.backward, where losses are examined: it was "
             "started by a function that was taken from torch before the model became private. Call loss.backward() or "

@@ -339,7 +339,9 @@ class Substitution:
             message = (
                 f"parameter '{name}' received a gradient that was not clipped per sample: it was used outside the "
                 "forward of its modules (a method called directly, or a penalty built from parameters). Call the "
-                "module itself; for an L2 penalty use the optimizer's weight_decay."
+                "module itself. A penalty on parameters has no samples: use the optimizer's weight_decay, add its "
+                "gradient to the released one in a hook (optimizer.register_step_pre_hook), or change the parameters "
+                "after step()."
             )
             raise UncoveredParameterError(message)
 

@@ -256,6 +256,14 @@ def test_copies_and_pickles_carry_no_entry():
         loss.backward()
 
 
+def test_a_loss_through_two_private_models_is_refused_by_that_name():
+    encoder, decoder = nn.Linear(6, 8), nn.Linear(8, 3)
+    with ghostclip.GhostClipper(encoder, max_grad_norm=0.5), ghostclip.GhostClipper(decoder, max_grad_norm=0.5):
+        loss = decoder(encoder(torch.randn(4, 6))).square().sum(1).mean()
+        with pytest.raises(LossReductionError, match="through two private models"):
+            loss.backward()
+
+
 class _OwnScalar(nn.Module):
     """Returns nothing but its loss."""
 
