@@ -9,9 +9,10 @@ Needs transformers.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ except ImportError as error:
 _log = logging.getLogger(__name__)
 # How far a loss may differ by rounding, in 32 bits and in 16.
 _ALIKE, _ALIKE_16 = 1e-4, 3e-2
+# On a `create_optimizer` whose optimizer is private.
+_PRIVATE = "_ghostclip_private"
 
 __all__ = [
     "DPSeq2SeqTrainer",
@@ -109,6 +112,13 @@ class DPTrainer(Trainer):
     _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let an optimizer be private that a subclass, or a trainer beside this one, creates without asking `super`."""
+        super().__init_subclass__(**options)
+        creates = cls.create_optimizer
+        if not hasattr(creates, _PRIVATE):
+            cls.create_optimizer = _private(creates)  # type: ignore[method-assign]
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
@@ -235,7 +245,9 @@ class DPTrainer(Trainer):
         Returns:
             The private optimizer.
         """
-        plain = super().create_optimizer() if model is None else super().create_optimizer(model)
+        return self._private_optimizer(super().create_optimizer() if model is None else super().create_optimizer(model))
+
+    def _private_optimizer(self, plain: Any) -> Any:
         # A second call of train() finds the private one, in accelerate's wrapping.
         if self.private_run is not None and not isinstance(getattr(plain, "optimizer", plain), WrappedOptimizer):
             self.optimizer = self.private_run.make_private(self.model, plain)
@@ -455,6 +467,21 @@ class DPTrainer(Trainer):
                 if bar is not None:
                     bar.set_postfix(epsilon=f"{epsilon:.2f}", refresh=False)
         super().log(logs, start_time)
+
+
+def _private(creates: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `create_optimizer` whose optimizer is private."""
+
+    @functools.wraps(creates)
+    def create_optimizer(self: DPTrainer, *args: Any, **kwargs: Any) -> Any:
+        plain = creates(self, *args, **kwargs)
+        return self._private_optimizer(self.optimizer if plain is None else plain)
+
+    setattr(create_optimizer, _PRIVATE, True)
+    return create_optimizer
+
+
+DPTrainer.create_optimizer = _private(DPTrainer.create_optimizer)  # type: ignore[method-assign]
 
 
 class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):

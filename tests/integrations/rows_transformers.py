@@ -620,6 +620,20 @@ def own_trainer(folder: Path) -> None:
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def own_create_optimizer(folder: Path) -> None:
+    """create_optimizer overridden, without super."""
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class Own(DPTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                self.optimizer = torch.optim.SGD([{"params": list(self.model.parameters()), "lr": 0.01}])
+            return self.optimizer
+
+    exact(lambda world: _causal(world, kind=Own))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def compiled(folder: Path) -> None:
     """torch_compile=True."""
     exact(lambda world: _causal(world, torch_compile=True, torch_compile_backend="eager"))
