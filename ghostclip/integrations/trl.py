@@ -1,4 +1,4 @@
-"""Trainers of trl whose training is private: `DPSFTTrainer` and `DPDPOTrainer`, with their configurations.
+"""Trainers of trl whose training is private, with their configurations: of texts, of preferences and of rewards.
 
 trl computes log-probabilities with a language-model head of its own, an autograd function that hides what each record
 adds to the head's gradient. In a private step the model's own head stands in its place, or for supervised fine-tuning a
@@ -6,7 +6,7 @@ head that forms no logits either (`vocabulary_head`, "auto" by default); evaluat
 
 What a record is: for supervised fine-tuning a row of the prepared data set. With packing that is a *packed row*: ε then
 protects rows, and who wrote texts in several rows, or shares a row with others, is protected as these rows are. For
-preferences it is a pair, prompt included: both answers of a pair are clipped together.
+preferences and rewards it is a pair, prompt included: both answers of a pair are clipped together.
 
 Needs trl.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -31,7 +32,7 @@ from ghostclip.language.vocabulary_head import logits_of, without_logits
 from ghostclip.losses import token_losses
 
 try:
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
     from trl.trainer.utils import FusedCausalLMOutput
 except ImportError as error:
     raise NotOfferedError(
@@ -39,7 +40,7 @@ except ImportError as error:
         "that ghostclip was tested with."
     ) from error
 
-__all__ = ["DPDPOConfig", "DPDPOTrainer", "DPSFTConfig", "DPSFTTrainer"]
+__all__ = ["DPDPOConfig", "DPDPOTrainer", "DPRewardConfig", "DPRewardTrainer", "DPSFTConfig", "DPSFTTrainer"]
 
 _log = logging.getLogger(__name__)
 # Logits that are formed at a time for metrics.
@@ -71,6 +72,12 @@ class DPSFTConfig(PrivacyArguments, SFTConfig):
 @dataclass
 class DPDPOConfig(PrivacyArguments, DPOConfig):
     """`DPOConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each pair."""
+
+
+@suggests_fields
+@dataclass
+class DPRewardConfig(PrivacyArguments, RewardConfig):
+    """`RewardConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each pair."""
 
 
 class PlainHead:
@@ -109,8 +116,8 @@ class PlainHead:
             return outputs
         assert labels is not None, "trl's head is asked for the log-probabilities of labels"
         rows = labels.shape[0]
-        halves = [slice(0, rows // 2), slice(rows // 2, rows)] if self._pairs else [slice(0, rows)]
-        found = [self._scored(_rows(inputs, rows, half), labels[half]) for half in halves]
+        parts = _halves(rows) if self._pairs else [slice(0, rows)]
+        found = [self._scored(_rows(inputs, rows, part), labels[part]) for part in parts]
         return FusedCausalLMOutput(**{name: torch.cat([part[name] for part in found]) for name in found[0]})
 
     def _scored(self, inputs: dict[str, Any], labels_BT: Tensor) -> dict[str, Tensor]:
@@ -294,8 +301,69 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
     def _checked_example(self) -> tuple[Any, bool]:
         """Each answer as a text of its own, for the checks."""
         batch, lengths_differ = super()._checked_example()
-        texts = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        texts = _texts_of(batch)
         return texts | {"labels": texts["input_ids"].masked_fill(texts["attention_mask"] == 0, -100)}, lengths_differ
+
+
+class DPRewardTrainer(RewardTrainer, DPTrainer):
+    """`RewardTrainer` that trains with differential privacy, as `DPTrainer` does; a pair is a record.
+
+    The model runs once on all chosen answers and once on all rejected ones.
+    """
+
+    def _require_options(self) -> None:
+        warn_if_untested("trl")
+        super()._require_options()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean of the pairs' losses; the engine proves that it is one.
+
+        Args:
+            model: The model.
+            inputs: A batch of pairs, chosen answers first.
+            return_outputs: As Trainer's; not in a private step.
+            num_items_in_batch: As Trainer's.
+
+        Returns:
+            The loss, or the loss and the outputs.
+        """
+        if not self._computing:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def in_halves(**inputs: Any) -> Any:
+            rows = inputs["input_ids"].shape[0]
+            found = [model(**_rows(inputs, rows, half)).logits for half in _halves(rows)]
+            return SimpleNamespace(logits=torch.cat(found))
+
+        calls: Any = in_halves
+        return super().compute_loss(calls, inputs)
+
+    def _record_losses(
+        self, model: nn.Module, inputs: Any, *, smoothing: float, logits: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Return the reward of each text, which the checks look at in the place of losses."""
+        del smoothing, logits
+        outputs = model(**inputs)
+        return outputs.logits.squeeze(-1), outputs
+
+    def _checked_example(self) -> tuple[Any, bool]:
+        """Each answer as a text of its own, for the checks."""
+        batch, lengths_differ = super()._checked_example()
+        return _texts_of(batch), lengths_differ
+
+
+def _texts_of(batch: Any) -> dict[str, Any]:
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def _halves(rows: int) -> list[slice]:
+    return [slice(0, rows // 2), slice(rows // 2, rows)]
 
 
 def _rows(inputs: dict[str, Any], rows: int, chosen: slice) -> dict[str, Any]:

@@ -307,6 +307,72 @@ def dpo_fused(folder: Path) -> None:
     refused(lambda world: _preferences(world, vocabulary_head="fused"))
 
 
+def _scored() -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(
+        vocab_size=32, n_positions=32, n_embd=16, n_layer=2, n_head=2, num_labels=1, pad_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    return GPT2ForSequenceClassification(config).double()
+
+
+def _rewards(world: World, *, kind: Any = None, center: float | None = None, **options: Any) -> Any:
+    """The loss of Ouyang et al. (2022), equation 1, one pair at a time."""
+    from datasets import Dataset
+
+    from ghostclip.integrations.trl import DPRewardConfig, DPRewardTrainer
+
+    pairs = [
+        {"chosen_ids": [1, 2, *map(int, record["input_ids"]), 4], "rejected_ids": [1, 2, 3 + number % 5]}
+        for number, record in enumerate(lm_records(world))
+    ]
+
+    def losses(model: nn.Module, numbers: list[int]) -> Tensor:
+        found = []
+        for number in numbers:
+            better, worse = (
+                model(input_ids=torch.tensor([pairs[number][name]])).logits[0, 0]
+                for name in ("chosen_ids", "rejected_ids")
+            )
+            found.append(-nn.functional.logsigmoid(better - worse) + (center or 0) * (better + worse) ** 2)
+        return torch.stack(found)
+
+    arguments = arguments_of(world, DPRewardConfig, center_rewards_coefficient=center, **(_QUIET | options))
+    model = world.watch(_scored, losses)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        trainer = (kind or DPRewardTrainer)(
+            model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=_tokenizer()
+        )
+        run(world, trainer)
+    return trainer
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def rewards(folder: Path) -> None:
+    """RewardTrainer: a pair is a record."""
+    exact(_rewards)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def rewards_centered(folder: Path) -> None:
+    """RewardTrainer with center_rewards_coefficient, a pair in each physical batch."""
+    exact(lambda world: _rewards(world, center=0.1, per_device_train_batch_size=1, gradient_accumulation_steps=6))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="Inherit from ghostclip.integrations.trl.DPRewardTrainer")
+def rewards_by_inheritance(folder: Path) -> None:
+    """RewardTrainer beside DPTrainer, without ours."""
+    from trl import RewardTrainer
+
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class Mine(RewardTrainer, DPTrainer):
+        pass
+
+    refused(lambda world: _rewards(world, kind=Mine))
+
+
 def _sft_on_ranks(world: World) -> None:
     _supervised(
         world, lambda: adapted(_lora), _next(world), per_device_train_batch_size=1, gradient_accumulation_steps=3

@@ -13,6 +13,8 @@ from ghostclip.optim.wrapped import WrappedOptimizer
 _OURS: Final = ("ghostclip", "transformers", "trl")
 # Each changes what a draw is, or reads gradients where there are none before the release.
 _OVERRIDES: Final = ("get_train_dataloader", "_get_train_sampler")
+# Trainers of trl whose records are pairs of texts, and those that know it.
+_OF_PAIRS: Final = {"DPOTrainer": "DPDPOTrainer", "RewardTrainer": "DPRewardTrainer"}
 
 # Name of the option, whether a value contradicts, why, and what to do.
 _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
@@ -121,6 +123,13 @@ def refuse(trainer: Any) -> None:
             f"args={type(arguments).__name__}: it does not say what privacy costs. Use DPTrainingArguments (or the "
             "class with DP in its name beside this trainer), which takes the same options and target_epsilon."
         )
+    kinds = {kind.__name__ for kind in type(trainer).__mro__}
+    for theirs, ours in _OF_PAIRS.items():
+        if theirs in kinds and ours not in kinds:
+            raise InvalidOptionError(
+                f"{type(trainer).__name__}: a record of trl's {theirs} is a pair of answers, in two rows of a batch. "
+                f"Inherit from ghostclip.integrations.trl.{ours}, which clips both together, in the place of {theirs}."
+            )
     for name, contradicts, why, remedy in _OPTIONS:
         value = getattr(arguments, name, None)
         if value is not None and contradicts(value):
