@@ -48,6 +48,7 @@ class HostTraining:
         self._at_once: int | None = None
         self._parts: PhysicalBatches | None = None
         self._epsilon: tuple[int, float] = (-1, 0.0)
+        self._noise: torch.Generator | None = None
 
     def private_loader(self, loader: Any, *, ranks: int, accumulated: int = 1, place: str) -> DPDataLoader:
         """Return a loader of Poisson batches in the place of a host's loader.
@@ -123,6 +124,8 @@ class HostTraining:
         assert self.loader is not None, "the loader is made first"
         options = self.options
         noise = self._noise_for(steps) if options.noise_multiplier is None else options.noise_multiplier
+        # Trained further, it goes on where it was.
+        self._noise = self._noise or self._generator(1)
         if options.target_epsilon is not None:
             self.budget = Budget(options.target_epsilon, _given(options.target_delta))
             if options.noise_multiplier is None and steps is not None:
@@ -136,7 +139,7 @@ class HostTraining:
             max_grad_norm=self._max_grad_norm,
             clipping=options.clipping,
             grad_sample_mode=options.grad_sample_mode,
-            noise_generator=self._generator(1),
+            noise_generator=self._noise,
             wrap_model=wrap_model,
             budget=self.budget,
             memory_budget=options.memory_budget,

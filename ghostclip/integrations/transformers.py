@@ -248,9 +248,11 @@ class DPTrainer(Trainer):
         return self._private_optimizer(super().create_optimizer() if model is None else super().create_optimizer(model))
 
     def _private_optimizer(self, plain: Any) -> Any:
-        # A second call of train() finds the private one, in accelerate's wrapping.
-        if self.private_run is not None and not isinstance(getattr(plain, "optimizer", plain), WrappedOptimizer):
-            self.optimizer = self.private_run.make_private(self.model, plain)
+        # A second call of train() finds that of the first, in accelerate's wrapping.
+        inner = getattr(plain, "optimizer", plain)
+        bare = inner if isinstance(inner, WrappedOptimizer) else plain
+        if self.private_run is not None and not self.private_run.releases(bare):
+            self.optimizer = self.private_run.make_private(self.model, bare)
             if is_adapted(self.model):
                 warn_if_untested("peft")
                 watch_adapters(self.model, self.optimizer)

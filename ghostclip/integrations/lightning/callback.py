@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from ghostclip import _validate
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.distributed import world_size
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import HostTraining
 from ghostclip.integrations.lightning.bases import callback_bases, joined
 from ghostclip.integrations.lightning.refusals import refuse
@@ -83,7 +83,8 @@ class PrivacyCallback:
         ledger: str | None = None,
         reproducible_seed: int | None = None,
     ) -> None:
-        bases = callback_bases()
+        bases, before = callback_bases(), vars(self).keys() | set()
+        self._kind = type(self)
         if not isinstance(self, bases):
             # A Trainer takes what derives from the Callback of its library, which is not imported before.
             self.__class__ = joined(type(self), bases)  # type: ignore[arg-type]
@@ -94,23 +95,43 @@ class PrivacyCallback:
                 "grad_sample_mode='graph': a LightningModule's training_step runs before anyone knows its loss. Use "
                 "'auto', or a loop of your own with ghostclip.GraphStep."
             )
-        self._options = PrivacyArguments(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            noise_multiplier=noise_multiplier,
-            clipping=clipping,
-            physical_batch=physical_batch,
-            grad_sample_mode=grad_sample_mode,
-            noise_level=noise_level,
-            ledger=ledger,
-            reproducible_seed=reproducible_seed,
-        )
+        options = {
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "noise_multiplier": noise_multiplier,
+            "clipping": clipping,
+            "physical_batch": physical_batch,
+            "grad_sample_mode": grad_sample_mode,
+            "noise_level": noise_level,
+            "ledger": ledger,
+            "reproducible_seed": reproducible_seed,
+        }
+        self._given: dict[str, Any] = {"max_grad_norm": max_grad_norm, **options}
+        arguments = PrivacyArguments(**options)  # type: ignore[arg-type]
         self._rank = 0
-        self.training = HostTraining(self._options, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
+        self.training = HostTraining(arguments, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
         self._undo: list[Callable[[], None]] = []
         self._randomness: Any = None
         self._accumulated = 1
         self._draws: _Draws | None = None
+        self._ours = vars(self).keys() - before | {"_ours"}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what another process makes a callback of, before a training: its options, and what a subclass holds.
+
+        Returns:
+            As for pickle.
+
+        Raises:
+            NotOfferedError: A training has begun: a copy would have an account of its own.
+        """
+        if self.training.optimizer is not None:
+            raise NotOfferedError(
+                "PrivacyCallback: a training has begun, whose account a copy would not share. Copy the callback before "
+                "it, or save a checkpoint."
+            )
+        own = {name: value for name, value in vars(self).items() if name not in self._ours}
+        return _remade, (self._kind, self._given, own)
 
     @property
     def epsilon(self) -> float:
@@ -329,6 +350,13 @@ class PrivacyCallback:
             self._undo.pop()()
         if self.training.optimizer is not None:
             self.training.optimizer.clipper.remove()
+
+
+def _remade(kind: type[PrivacyCallback], options: dict[str, Any], own: dict[str, Any]) -> PrivacyCallback:
+    made = kind.__new__(kind)
+    PrivacyCallback.__init__(made, **options)
+    vars(made).update(own)
+    return made
 
 
 class _Draws:

@@ -125,6 +125,11 @@ class PrivateRun:
         )
         return private
 
+    def releases(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is the private one, of a training that has not ended."""
+        private = self.optimizer
+        return private is not None and optimizer is private and private.clipper.attached
+
     # A step
 
     def compute(self, work: Callable[[Any], Tensor], ticket: Ticket, main_input: str) -> Tensor:
@@ -178,10 +183,12 @@ class PrivateRun:
             clipper.reset()
 
     def close(self) -> None:
-        """End the pass over the data; what was not released is dropped."""
+        """End the pass over the data, whose rest is dropped, and leave the model as it was."""
         if self._pass is not None:
             self._pass.close()  # type: ignore[attr-defined]
             self._pass = None
+        if self.optimizer is not None:
+            self.optimizer.clipper.remove()
 
     def epsilon(self) -> float:
         """Return ε at the δ that was given, of all releases up to now."""
