@@ -27,6 +27,7 @@ from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
 from ghostclip.capture.sizes import CallLayout, Calls, Key, Resized, shapes_of
 from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.errors import UnsupportedModelError
 
 _PICKS = {
     torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.flip, torch.Tensor.flip, torch.roll,
@@ -58,6 +59,12 @@ _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
 # They hand values on without their gradient.
 _LEAVING = frozenset(
     {torch.detach, torch.Tensor.detach, torch.detach_, torch.Tensor.detach_, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+)
+
+
+_RAGGED = (
+    "a parameter meets a nested tensor in {}: no rule follows its ragged rows. Pad it in the forward, "
+    "x.to_padded_tensor(0), and leave the padding out by a mask."
 )
 
 
@@ -257,6 +264,8 @@ class RowTracker(TorchFunctionMode):
             if TrackedTensor in types and _OURS.issuperset(types) and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
+            if TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
+                raise UnsupportedModelError(_RAGGED.format(func.__name__))
             return func(*args, **kwargs)
         if func == PACK and self._dummy:
             args = (args[0], *with_a_step(*args[1:]))

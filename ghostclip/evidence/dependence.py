@@ -182,6 +182,10 @@ def of_samples(leaf: Any, samples: Sequence[int], place: int) -> Any:
     """
     if isinstance(leaf, np.ndarray):
         return leaf.take(samples, place)
+    if leaf.is_nested:
+        rows = leaf.detach().unbind()
+        taken = torch.nested.as_nested_tensor([rows[sample] for sample in samples], layout=leaf.layout)
+        return taken.requires_grad_(leaf.requires_grad)
     taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
     return taken.requires_grad_(leaf.requires_grad)
 

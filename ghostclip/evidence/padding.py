@@ -184,7 +184,8 @@ class Padding:
         self._inputs = list(map(weakref.ref, inputs))
         for number, tensor in enumerate(inputs):
             shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
-            if samples is None:
+            # Ragged rows have no padding.
+            if samples is None or tensor.is_nested:
                 continue
             before = self._shapes.setdefault((number, len(shape)), shape)
             for axis, length in enumerate(shape):
@@ -246,7 +247,7 @@ class Padding:
         """Return the axes of the inputs that follow the batch, with their lengths."""
         found = []
         for number, (name, tensor) in enumerate(_named(batch.inputs)):
-            samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
+            samples = None if tensor.is_nested else batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             for axis, length in enumerate(tensor.shape):
                 place = _Place(number, tensor.dim(), axis)
                 follows = place in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
