@@ -40,7 +40,7 @@ from ghostclip.distributed import SplitSequences, world_size
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
-from ghostclip.optim.checks import refuse_repeated_evaluation
+from ghostclip.optim.checks import refuse_unfit
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
@@ -499,7 +499,7 @@ class PrivacyEngine:
         if optimizer is None:
             ModuleValidator.validate(module, strict=True)
         else:
-            refuse_repeated_evaluation(optimizer)
+            refuse_unfit(optimizer)
             check_objects(module, optimizer)
         if data_loader is not None:
             dataset_length(data_loader.dataset)

@@ -30,8 +30,8 @@ _PRIVATE_AGAIN = (
 )
 
 
-def refuse_repeated_evaluation(optimizer: Optimizer) -> None:
-    """Refuse optimizers that ask for more than one gradient per step.
+def refuse_unfit(optimizer: Optimizer) -> None:
+    """Refuse optimizers that ask for more than one gradient per step, or for one that is sparse.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -43,6 +43,11 @@ def refuse_repeated_evaluation(optimizer: Optimizer) -> None:
         raise InvalidOptionError(
             "optimizer=LBFGS evaluates the loss several times in one step, and each evaluation would be a release of "
             "its own. Use an optimizer that takes one gradient per step."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InvalidOptionError(
+            "optimizer=SparseAdam takes sparse gradients, and a release has noise in every entry. Use Adam; a table's "
+            "sparse=True may stay."
         )
 
 

@@ -99,7 +99,7 @@ class DPOptimizer(WrappedOptimizer):
         noise_source: NoiseSource | None = None,
     ) -> None:
         super().__init__(optimizer)
-        checks.refuse_repeated_evaluation(optimizer)
+        checks.refuse_unfit(optimizer)
         self.clipper = clipper = clipper or clipper_of(self.params)
         self.loss_reduction = _validate.choice(loss_reduction, "loss_reduction", ("mean", "sum"))
         if loss_reduction != clipper.loss_reduction:

@@ -252,12 +252,13 @@ def test_closure_is_run_once_and_its_loss_returned():
     assert len(calls) == training.releases == 1
 
 
-def test_lbfgs_is_refused():
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_that_no_release_fits_is_refused(kind):
     model = small_model()
     clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
-    with pytest.raises(InvalidOptionError, match="LBFGS"):
+    with pytest.raises(InvalidOptionError, match=kind.__name__):
         DPOptimizer(
-            torch.optim.LBFGS(model.parameters()),
+            kind(model.parameters()),
             noise_multiplier=1.0,
             expected_batch_size=1,
             clipper=clipper,
