@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from ghostclip.accounting import create_accountant, get_noise_multiplier, steps_per_epoch
+from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.errors import BudgetError, InvalidOptionError
 from tests.randomised import given, settings, st
 
@@ -90,3 +91,16 @@ def test_refuses(change, match):
     options = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10} | change
     with pytest.raises(InvalidOptionError, match=match):
         get_noise_multiplier(**options)
+
+
+def test_where_delta_alone_is_enough_the_search_ends_near_it():
+    asked = []
+
+    def epsilon_of(sigma):
+        asked.append(sigma)
+        return max(0.0, 1 / sigma - 1e-4)
+
+    found = smallest_noise_multiplier(epsilon_of, target=1e-9, tolerance=1e-12)
+    assert epsilon_of(found) == 0
+    assert found <= 1e4 * 1.23
+    assert len(asked) <= 20
