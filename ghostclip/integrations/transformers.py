@@ -113,9 +113,9 @@ class DPTrainer(Trainer):
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls) -> None:
         """Let an optimizer be private that a subclass, or a trainer beside this one, creates without asking `super`."""
-        super().__init_subclass__(**options)
+        super().__init_subclass__()
         creates = cls.create_optimizer
         if not hasattr(creates, _PRIVATE):
             cls.create_optimizer = _private(creates)  # type: ignore[method-assign]
