@@ -8,6 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -144,8 +145,7 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
             _show(found, _listed(roots), _listed(grads))
             for examiner in found:
                 stack.enter_context(examiner.watching_backward())
-            shown = [forward for forwards in found.values() for forward in forwards]
-            _running.extend(shown)
+            _running.extend(chain.from_iterable(found.values()))
             stack.callback(_running.clear)
             with unseen():
                 original(*args, **kwargs)

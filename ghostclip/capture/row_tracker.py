@@ -257,15 +257,16 @@ class RowTracker(TorchFunctionMode):
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
         self.detaches = self.detaches or _detaches(func, args, sys._getframe(1))
+        ours = _OURS.issuperset(types)
+        if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
+            raise UnsupportedModelError(_RAGGED.format(func.__name__))
         if self._resized is not None:
             self._key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
         if (func not in _SEEN and not self._rows.told) or self._depth:
-            if TrackedTensor in types and _OURS.issuperset(types) and not _torch.active_modes():
+            if ours and TrackedTensor in types and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
-            if TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
-                raise UnsupportedModelError(_RAGGED.format(func.__name__))
             return func(*args, **kwargs)
         if func == PACK and self._dummy:
             args = (args[0], *with_a_step(*args[1:]))

@@ -222,8 +222,7 @@ class FinetuneTrainer(DPTrainer):
         """Detach the clipper and give the ledger back; the model is an ordinary one again."""
         if self.private_run is not None:
             self.private_run.engine.close()
-            if self.private_run.optimizer is not None:
-                self.private_run.optimizer.clipper.remove()
+            self.private_run.close()
         self.run.model.zero_grad(set_to_none=True)
 
 

@@ -167,6 +167,11 @@ class HostTraining:
             self._parts = PhysicalBatches(self.optimizer, max_physical_batch_size=_WHOLE)
         return self._parts.run(batch, work)
 
+    def leave(self) -> None:
+        """Detach from the model, which is an ordinary one again; the account stays."""
+        if self.optimizer is not None:
+            self.optimizer.clipper.remove()
+
     def epsilon(self) -> float:
         """Return ε at the δ that was given, of all releases up to now."""
         releases = len(self.engine.accountant)

@@ -117,7 +117,7 @@ class DPTrainer(Trainer):
         """Let an optimizer be private that a subclass, or a trainer beside this one, creates without asking `super`."""
         super().__init_subclass__()
         creates = cls.create_optimizer
-        if not hasattr(creates, _PRIVATE):
+        if creates is not DPTrainer.create_optimizer and not hasattr(creates, _PRIVATE):
             cls.create_optimizer = _private(creates)  # type: ignore[method-assign]
 
     @property
@@ -481,9 +481,6 @@ def _private(creates: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(create_optimizer, _PRIVATE, True)
     return create_optimizer
-
-
-DPTrainer.create_optimizer = _private(DPTrainer.create_optimizer)  # type: ignore[method-assign]
 
 
 class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):

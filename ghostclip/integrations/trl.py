@@ -250,7 +250,44 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
         return _weighted(-values["log_probs"], values["label_mask"], by_chance=True)
 
 
-class DPDPOTrainer(DPOTrainer, DPTrainer):
+class _OfPairs:
+    """What trainers of pairs have in common, before trl's: each half of a batch is a call of the model of its own."""
+
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean of the pairs' losses; the engine proves that it is one.
+
+        Args:
+            model: The model.
+            inputs: A batch of pairs, chosen answers first.
+            return_outputs: As Trainer's; not in a private step.
+            num_items_in_batch: As Trainer's.
+
+        Returns:
+            The loss, or the loss and the outputs.
+        """
+        trainer: Any = super()
+        if not self._computing:
+            return trainer.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return trainer.compute_loss(self._in_halves(model), inputs)
+
+    def _in_halves(self, model: nn.Module) -> Any:
+        """Return what stands for the model: called with all chosen answers and all rejected ones, it calls it twice."""
+        raise NotImplementedError
+
+    def _checked_example(self) -> tuple[Any, bool]:
+        """Each answer as a text of its own, for the checks."""
+        trainer: Any = super()
+        batch, lengths_differ = trainer._checked_example()
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}, lengths_differ
+
+
+class DPDPOTrainer(_OfPairs, DPOTrainer, DPTrainer):
     """`DPOTrainer` that trains with differential privacy, as `DPTrainer` does; a pair is a record.
 
     The model runs once on all chosen answers and once on all rejected ones.
@@ -274,38 +311,17 @@ class DPDPOTrainer(DPOTrainer, DPTrainer):
             raise InvalidOptionError("use_weighting=True: weights are computed from the batch. Leave it out.")
         super()._require_options()
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """Return the mean of the pairs' losses; the engine proves that it is one.
-
-        Args:
-            model: The model.
-            inputs: A batch of pairs, chosen answers first.
-            return_outputs: As Trainer's; not in a private step.
-            num_items_in_batch: As Trainer's.
-
-        Returns:
-            The loss, or the loss and the outputs.
-        """
-        if not self._computing:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def _in_halves(self, model: nn.Module) -> Any:
         _say_head()
-        head: Any = PlainHead(model, pairs=True, trained=True)
-        return super().compute_loss(head, inputs)
+        return PlainHead(model, pairs=True, trained=True)
 
     def _checked_example(self) -> tuple[Any, bool]:
         """Each answer as a text of its own, for the checks."""
-        batch, lengths_differ = super()._checked_example()
-        texts = _texts_of(batch)
+        texts, lengths_differ = super()._checked_example()
         return texts | {"labels": texts["input_ids"].masked_fill(texts["attention_mask"] == 0, -100)}, lengths_differ
 
 
-class DPRewardTrainer(RewardTrainer, DPTrainer):
+class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
     """`RewardTrainer` that trains with differential privacy, as `DPTrainer` does; a pair is a record.
 
     The model runs once on all chosen answers and once on all rejected ones.
@@ -315,34 +331,13 @@ class DPRewardTrainer(RewardTrainer, DPTrainer):
         warn_if_untested("trl")
         super()._require_options()
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """Return the mean of the pairs' losses; the engine proves that it is one.
-
-        Args:
-            model: The model.
-            inputs: A batch of pairs, chosen answers first.
-            return_outputs: As Trainer's; not in a private step.
-            num_items_in_batch: As Trainer's.
-
-        Returns:
-            The loss, or the loss and the outputs.
-        """
-        if not self._computing:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-        def in_halves(**inputs: Any) -> Any:
+    def _in_halves(self, model: nn.Module) -> Any:
+        def call(**inputs: Any) -> Any:
             rows = inputs["input_ids"].shape[0]
             found = [model(**_rows(inputs, rows, half)).logits for half in _halves(rows)]
             return SimpleNamespace(logits=torch.cat(found))
 
-        calls: Any = in_halves
-        return super().compute_loss(calls, inputs)
+        return call
 
     def _record_losses(
         self, model: nn.Module, inputs: Any, *, smoothing: float, logits: bool = False
@@ -351,15 +346,6 @@ class DPRewardTrainer(RewardTrainer, DPTrainer):
         del smoothing, logits
         outputs = model(**inputs)
         return outputs.logits.squeeze(-1), outputs
-
-    def _checked_example(self) -> tuple[Any, bool]:
-        """Each answer as a text of its own, for the checks."""
-        batch, lengths_differ = super()._checked_example()
-        return _texts_of(batch), lengths_differ
-
-
-def _texts_of(batch: Any) -> dict[str, Any]:
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 def _halves(rows: int) -> list[slice]:

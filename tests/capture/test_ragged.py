@@ -33,6 +33,14 @@ class Ragged(Padding):
         return self.last(self.table(ids)).to_padded_tensor(0).sum(1)
 
 
+class Product(Padding):
+    """A product with ragged rows."""
+
+    def forward(self, ids):
+        rows = torch.nested.nested_tensor([torch.ones(len(row), 4) for row in ids.unbind()], layout=torch.jagged)
+        return (rows @ self.table.weight.T).to_padded_tensor(0).sum(1)
+
+
 def _ids(rows):
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
@@ -56,10 +64,11 @@ def test_rows_that_the_model_pads_are_clipped_one_by_one(strategy):
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_a_parameter_that_meets_ragged_rows_is_refused(strategy):
-    model = Ragged()
+@pytest.mark.parametrize(("build", "named"), [(Ragged, "embedding"), (Product, "matmul")])
+def test_a_parameter_that_meets_ragged_rows_is_refused(build, named, strategy):
+    model = build()
     with (
         ghostclip.GhostClipper(model, max_grad_norm=0.3, strategy=strategy),
-        pytest.raises(UnsupportedModelError, match=r"nested tensor in embedding.*to_padded_tensor"),
+        pytest.raises(UnsupportedModelError, match=rf"nested tensor in {named}.*to_padded_tensor"),
     ):
         model(_ids(_rows()))

@@ -83,7 +83,7 @@ class PrivacyCallback:
         ledger: str | None = None,
         reproducible_seed: int | None = None,
     ) -> None:
-        bases, before = callback_bases(), vars(self).keys() | set()
+        bases, before = callback_bases(), set(vars(self))
         self._kind = type(self)
         if not isinstance(self, bases):
             # A Trainer takes what derives from the Callback of its library, which is not imported before.
@@ -95,7 +95,7 @@ class PrivacyCallback:
                 "grad_sample_mode='graph': a LightningModule's training_step runs before anyone knows its loss. Use "
                 "'auto', or a loop of your own with ghostclip.GraphStep."
             )
-        options = {
+        options: dict[str, Any] = {
             "target_epsilon": target_epsilon,
             "target_delta": target_delta,
             "noise_multiplier": noise_multiplier,
@@ -106,8 +106,8 @@ class PrivacyCallback:
             "ledger": ledger,
             "reproducible_seed": reproducible_seed,
         }
-        self._given: dict[str, Any] = {"max_grad_norm": max_grad_norm, **options}
-        arguments = PrivacyArguments(**options)  # type: ignore[arg-type]
+        self._given = {"max_grad_norm": max_grad_norm, **options}
+        arguments = PrivacyArguments(**options)
         self._rank = 0
         self.training = HostTraining(arguments, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
         self._undo: list[Callable[[], None]] = []
@@ -348,8 +348,7 @@ class PrivacyCallback:
     def _restore(self) -> None:
         while self._undo:
             self._undo.pop()()
-        if self.training.optimizer is not None:
-            self.training.optimizer.clipper.remove()
+        self.training.leave()
 
 
 def _remade(kind: type[PrivacyCallback], options: dict[str, Any], own: dict[str, Any]) -> PrivacyCallback:

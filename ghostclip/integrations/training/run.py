@@ -187,8 +187,7 @@ class PrivateRun:
         if self._pass is not None:
             self._pass.close()  # type: ignore[attr-defined]
             self._pass = None
-        if self.optimizer is not None:
-            self.optimizer.clipper.remove()
+        self.training.leave()
 
     def epsilon(self) -> float:
         """Return ε at the δ that was given, of all releases up to now."""
