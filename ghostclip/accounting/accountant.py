@@ -12,6 +12,7 @@ from ghostclip.accounting.history import (
     History,
     Kind,
     OtherEntry,
+    allocation_entry,
     checked_history,
     checked_noise_multiplier,
     checked_others,
@@ -170,7 +171,7 @@ class Accountant(IAccountant):
         self._add_steps(checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1)
 
     def record(self, event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> None:
-        """Record releases as a sampler describes them; for shuffled batches, one for each epoch that was begun.
+        """Record releases as a sampler describes them; of kinds of rounds and epochs one for each that was begun.
 
         Args:
             event: How units were selected.
@@ -190,6 +191,8 @@ class Accountant(IAccountant):
                 )
             entry = truncated_entry(sigma, event.sample_rate, event.num_units, event.truncation or 0)
             self._add_other("truncated_poisson", entry, count)
+        elif event.kind == "allocation" and event.steps_per_event > 1:
+            self._add_other("allocation", allocation_entry(sigma, event.steps_per_event), count)
         else:
             self._add_steps(sigma, checked_sample_rate(event.sample_rate), count)
 

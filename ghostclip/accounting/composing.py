@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ghostclip.accounting.allocation import allocated
 from ghostclip.accounting.contour import Composition
 from ghostclip.accounting.history import History
 from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, discretised, guaranteed
@@ -56,7 +57,7 @@ def tolerance(history: History) -> float:
 
 
 def _many(history: History) -> bool:
-    return len(history.steps) + len(history.truncated) > 32
+    return len(history.steps) + len(history.truncated) + len(history.allocated) > 32
 
 
 def reach(history: History, delta: float) -> float:
@@ -98,6 +99,9 @@ def compose(history: History, direction: str, side: str, cells: Cells) -> Compos
     for (sigma, rate, records, largest), count in history.truncated:
         step = SampledGaussian(sigma, rate, direction)
         pairs.append(_truncated(step, (int(records), int(largest)), history.relation, cells, side))
+        counts.append(count)
+    for (sigma, steps), count in history.allocated:
+        pairs.append(allocated(sigma, int(steps), direction, cells, side))
         counts.append(count)
     for (epsilon, delta), count in history.guarantees:
         pairs.append(guaranteed(epsilon, delta))

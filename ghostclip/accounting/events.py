@@ -8,7 +8,7 @@ from typing import Any
 from ghostclip._validate import choice, fraction, positive_int
 from ghostclip.errors import InvalidOptionError
 
-KINDS = ("poisson", "truncated_poisson", "full", "shuffled")
+KINDS = ("poisson", "truncated_poisson", "full", "shuffled", "cyclic", "cyclic_poisson", "allocation")
 RELATIONS = ("zero_out", "add_remove")
 UNITS = ("record", "user")
 
@@ -25,26 +25,32 @@ class SamplingEvent:
         - "truncated_poisson": likewise, and of a sample of more than `truncation` units a uniformly random subset of
           that size is kept (so that a unit may also displace another one);
         - "full": always;
-        - "shuffled": in exactly one step of an epoch; nothing is amplified, an epoch as a whole is one event with q 1.
+        - "shuffled": in exactly one step of an epoch; nothing is amplified, an epoch as a whole is one event with q 1;
+        - "cyclic": likewise, in every epoch in the same step of it;
+        - "cyclic_poisson": in one step of each round of `steps_per_event`, always the same one, and there with
+          probability `sample_rate`; a round is one event;
+        - "allocation": in exactly one step of each round of `steps_per_event`, drawn uniformly for each round and unit;
+          a round is one event.
 
         Two data sets are neighbours if one unit is replaced by one without contribution ("zero_out", the number of
         units is public), or is added or removed ("add_remove").
 
     Attributes:
         kind: One of `KINDS`.
-        sample_rate: q; 1 for "full" and "shuffled".
+        sample_rate: q; 1 for all but the Poisson kinds.
         num_units: N, the number of units (public under "zero_out").
         truncation: Largest number of units in a batch, for "truncated_poisson" only.
         relation: One of `RELATIONS`.
         unit: What is protected: a "record", or a "user" with all of theirs.
         records_per_unit: Most records of one unit in one batch: the factor on the sensitivity.
-        steps_per_event: Steps that one event covers; more than 1 for "shuffled" only.
+        steps_per_event: Steps that one event covers; more than 1 for kinds of rounds and epochs only.
 
     Raises:
         InvalidOptionError: If a value is out of range or contradicts the kind.
 
     Reference:
-        "truncated_poisson": Ganesh et al. (2025), arXiv:2508.15089.
+        "truncated_poisson": Ganesh et al. (2025), arXiv:2508.15089. "cyclic_poisson": Choquette-Choo et al. (2023),
+        arXiv:2306.08153. "allocation": Feldman and Shenfeld (2025), arXiv:2502.08202.
     """
 
     kind: str
@@ -64,7 +70,7 @@ class SamplingEvent:
         positive_int(self.num_units, "num_units")
         positive_int(self.records_per_unit, "records_per_unit")
         positive_int(self.steps_per_event, "steps_per_event")
-        if self.kind in {"full", "shuffled"} and self.sample_rate != 1:
+        if self.kind not in {"poisson", "truncated_poisson", "cyclic_poisson"} and self.sample_rate != 1:
             raise InvalidOptionError(f"sample_rate={self.sample_rate!r}: {self.kind!r} has no sampling; it must be 1.")
         if (self.kind == "truncated_poisson") != (self.truncation is not None):
             raise InvalidOptionError(
@@ -72,9 +78,9 @@ class SamplingEvent:
             )
         if self.truncation is not None:
             positive_int(self.truncation, "truncation")
-        if self.kind == "shuffled" and self.relation == "add_remove":
+        if self.kind in {"shuffled", "cyclic", "cyclic_poisson"} and self.relation == "add_remove":
             raise InvalidOptionError(
-                "relation='add_remove': a shuffled record more moves others to other batches. Use 'zero_out'."
+                "relation='add_remove': a record more moves others to other batches. Use 'zero_out'."
             )
 
     def as_dict(self) -> dict[str, Any]:

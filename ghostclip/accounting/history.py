@@ -19,7 +19,7 @@ Entry = tuple[float, float, int]
 """(noise multiplier σ, sample rate q, number of consecutive steps with both)."""
 
 OtherEntry = tuple[str, tuple[float, ...], int]
-"""(kind, parameters, number of times): "truncated_poisson" (σ, q, N, largest batch) or "guarantee" (ε, δ)."""
+"""(kind, parameters, number): "truncated_poisson" (σ, q, N, largest batch), "allocation" (σ, t), "guarantee" (ε, δ)."""
 
 
 Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
@@ -35,17 +35,20 @@ class History:
         steps: ((σ, q), count), distinct.
         truncated: ((σ, q, N, largest batch), count), distinct.
         guarantees: ((ε, δ), count), distinct.
+        allocated: ((σ, t), count), distinct: rounds of t steps of which each record is in one.
     """
 
     relation: str
     steps: tuple[tuple[tuple[float, float], int], ...] = ()
     truncated: tuple[tuple[tuple[float, ...], int], ...] = ()
     guarantees: tuple[tuple[tuple[float, ...], int], ...] = ()
+    allocated: tuple[tuple[tuple[float, ...], int], ...] = ()
 
     @property
     def count(self) -> int:
         """Number of releases."""
-        return sum(count for group in (self.steps, self.truncated, self.guarantees) for _, count in group)
+        groups = (self.steps, self.truncated, self.guarantees, self.allocated)
+        return sum(count for group in groups for _, count in group)
 
     @cached_property
     def participation(self) -> float:
@@ -58,6 +61,7 @@ class History:
         """
         rates = [(parameters[1], count) for parameters, count in (*self.steps, *self.truncated)]
         rates += [(delta if epsilon == 0 else 1.0, count) for (epsilon, delta), count in self.guarantees]
+        rates += [(1.0, count) for _, count in self.allocated]
         counts: dict[float, int] = {}
         for rate, count in rates:
             counts[rate] = counts.get(rate, 0) + count
@@ -83,19 +87,25 @@ def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str
 
     Returns:
         The history.
+
+    Raises:
+        InvalidOptionError: If the cost of an entry is not known under the relation.
     """
     steps: dict[tuple[float, float], int] = {}
     for sigma, rate, count in history:
         if count and rate > 0 and sigma < math.inf:
             steps[sigma, rate] = steps.get((sigma, rate), 0) + count
-    rest: dict[str, dict[tuple[float, ...], int]] = {"truncated_poisson": {}, "guarantee": {}}
+    rest: dict[str, dict[tuple[float, ...], int]] = {"truncated_poisson": {}, "guarantee": {}, "allocation": {}}
     for kind, parameters, count in others:
         rest[kind][parameters] = rest[kind].get(parameters, 0) + count
+    if rest["allocation"] and relation == "replace_one":
+        raise InvalidOptionError("random allocation: its cost is known for relation 'zero_out' and 'add_remove' only.")
     return History(
         relation,
         tuple(sorted(steps.items())),
         tuple(sorted(rest["truncated_poisson"].items())),
         tuple(sorted(rest["guarantee"].items())),
+        tuple(sorted((entry, count) for entry, count in rest["allocation"].items() if entry[0] < math.inf)),
     )
 
 
@@ -136,6 +146,7 @@ def _checked_other(entry: Sequence[Any]) -> OtherEntry:
     checks: dict[str, Callable[..., tuple[float, ...]]] = {
         "truncated_poisson": truncated_entry,
         "guarantee": guarantee_entry,
+        "allocation": allocation_entry,
     }
     return kind, checks[kind](*numbers), positive_int(count, "count")
 
@@ -158,6 +169,19 @@ def truncated_entry(noise_multiplier: float, sample_rate: float, records: float,
         float(positive_int(int(records), "num_records")),
         float(positive_int(int(largest), "max_batch_size")),
     )
+
+
+def allocation_entry(noise_multiplier: float, steps: float) -> tuple[float, ...]:
+    """Return the checked parameters of a round of random allocation.
+
+    Args:
+        noise_multiplier: σ.
+        steps: t, of which each record is in one.
+
+    Returns:
+        (σ, t).
+    """
+    return checked_noise_multiplier(noise_multiplier), float(positive_int(int(steps), "steps"))
 
 
 def guarantee_entry(epsilon: float, delta: float) -> tuple[float, ...]:

@@ -11,9 +11,11 @@ import numpy as np
 
 from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
+from ghostclip.accounting.allocation import allocated
 from ghostclip.accounting.composing import truncation_probability
 from ghostclip.accounting.conversion import Array, delta_from_rdp, epsilon_from_rdp
 from ghostclip.accounting.history import History
+from ghostclip.accounting.pairs import Cells, DiscretePair
 from ghostclip.accounting.pld import pld_delta, pld_epsilon
 from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, guaranteed_curve, mixed_curves, rdp_curve, revealed_curve
 from ghostclip.accounting.solve import Bounds
@@ -170,7 +172,8 @@ def rdp_delta(history: History, epsilon: float) -> float:
 
 def _failures(history: History) -> float:
     """Return a bound of the probability that a release which is only (ε, δ)-private fails to be ε-private."""
-    return float(sum(delta * count for (_, delta), count in history.guarantees))
+    lost = sum(count * max(pair.infinite for pair in _allocated(*entry)) for entry, count in history.allocated)
+    return float(lost + sum(delta * count for (_, delta), count in history.guarantees))
 
 
 def rdp_of_history(history: History, orders: tuple[float, ...]) -> Array:
@@ -195,7 +198,23 @@ def rdp_of_history(history: History, orders: tuple[float, ...]) -> Array:
         )
     for (epsilon, _), count in history.guarantees:
         total += count * guaranteed_curve(epsilon, np.array(orders))
+    for entry, count in history.allocated:
+        total += count * np.maximum(*(_curve_of(pair, np.array(orders)) for pair in _allocated(*entry)))
     return total
+
+
+def _allocated(sigma: float, steps: float) -> list[DiscretePair]:
+    """Return a round of random allocation as atoms, in both directions."""
+    cells = Cells(0.02, 0.02, 0.0, 9.0)
+    return [allocated(sigma, int(steps), direction, cells, "upper") for direction in ("remove", "add")]
+
+
+def _curve_of(pair: DiscretePair, orders: Array) -> Array:
+    """Return log(E[e^{(α-1)L}; L finite]) / (α - 1) at each order α."""
+    with np.errstate(divide="ignore"):
+        exponent_AJ = (orders[:, None] - 1) * pair.loss_J + np.log(pair.mass_J)
+    most_A = exponent_AJ.max(1)
+    return np.asarray((most_A + np.log(np.exp(exponent_AJ - most_A[:, None]).sum(1))) / (orders - 1), dtype=np.float64)
 
 
 @lru_cache(maxsize=2048)
