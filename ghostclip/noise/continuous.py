@@ -18,6 +18,7 @@ from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.kernels import switch
 from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
+from ghostclip.noise.correlated import Correlation
 from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.gaussian import box_muller
 from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, Range, cut
@@ -95,6 +96,16 @@ class FastNoise(KeyedNoise):
         self._seeds = SeedsAhead(self._key)
         self._stream = STREAMS[switch.mode() != "off" and switch.installed()]
 
+    def correlate(self, correlation: Correlation, *, stride: int) -> None:
+        """Let steps add the noise of earlier steps as well; see `KeyedNoise.correlate`.
+
+        Args:
+            correlation: What each step adds.
+            stride: Tensors of one step at most.
+        """
+        super().correlate(correlation, stride=stride)
+        self._seeds.ahead = False
+
     def shared_state(self) -> dict[str, Any]:
         """Return the key, the position and where noise on a GPU comes from.
 
@@ -129,7 +140,7 @@ class FastNoise(KeyedNoise):
 
     def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
         if flat_N.is_cuda and self._stream == "counter":
-            _add_key_stream(flat_N, self._key, scales, where, rounds=FAST_ROUNDS)
+            _add_key_stream(flat_N, self._key, scales, where, terms=self._terms_at(where.position), rounds=FAST_ROUNDS)
         else:
             super()._release_range(flat_N, scales, where)
 
@@ -163,6 +174,8 @@ class SeedsAhead:
 
     def __init__(self, key: RandomKey) -> None:
         self._key = key
+        self.ahead = True
+        """Whether calls follow each other; noise that is drawn again lies behind."""
         self._kept: tuple[bytes, int, tuple[bytes, ...]] = (b"", 0, ())
 
     def seed(self, block: Block, length: int) -> bytes:
@@ -175,7 +188,7 @@ class SeedsAhead:
         Returns:
             The bytes, a function of key, position and number of the block.
         """
-        if block.number or length > SEED_BYTES:
+        if block.number or length > SEED_BYTES or not self.ahead:
             return self._key.digest(block.position, length, part=block.number)
         secret, start, seeds = self._kept
         if secret != self._key.secret or not start <= block.position < start + len(seeds):
@@ -235,17 +248,25 @@ def _device_generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def _add_key_stream(
-    flat_N: torch.Tensor, key: RandomKey, scales: tuple[float, float], where: Range, *, rounds: int
+    flat_N: torch.Tensor,
+    key: RandomKey,
+    scales: tuple[float, float],
+    where: Range,
+    *,
+    terms: Sequence[tuple[float, int]],
+    rounds: int,
 ) -> None:
-    """Add noise to a range of a tensor and divide it, on its device."""
-    kernels.add_noise_(
-        flat_N,
-        key=cipher_key(key),
-        position=where.position,
-        scales=scales,
-        extent=(where.offset, where.total),
-        rounds=rounds,
-    )
+    """Add noise to a range of a tensor and divide it, on its device; correlated noise term by term."""
+    std, divisor = scales
+    for number, (factor, position) in enumerate(terms, start=1):
+        kernels.add_noise_(
+            flat_N,
+            key=cipher_key(key),
+            position=position,
+            scales=(factor * std, divisor if number == len(terms) else 1.0),
+            extent=(where.offset, where.total),
+            rounds=rounds,
+        )
 
 
 class SecureNoise(KeyedNoise):
@@ -271,7 +292,8 @@ class SecureNoise(KeyedNoise):
 
     def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
         if flat_N.is_cuda:
-            _add_key_stream(flat_N, self._key, scales, where, rounds=SECURE_ROUNDS)
+            terms = self._terms_at(where.position)
+            _add_key_stream(flat_N, self._key, scales, where, terms=terms, rounds=SECURE_ROUNDS)
         else:
             super()._release_range(flat_N, scales, where)
 

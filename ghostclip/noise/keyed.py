@@ -14,6 +14,7 @@ from ghostclip import _torch
 from ghostclip._owner import Owner
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.noise.correlated import Correlation, NoiseRows
 from ghostclip.noise.keys import RandomKey
 from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
 from ghostclip.noise.threads import run
@@ -94,6 +95,7 @@ class KeyedNoise:
         self._generator = generator
         self._known: torch.Tensor | None = None
         self._used: set[bytes] = set()
+        self._rows: NoiseRows | None = None
         self._take_note()
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
@@ -252,7 +254,16 @@ class KeyedNoise:
 
     def _release_part(self, part_N: torch.Tensor, scales: tuple[float, float], block: Block, within: slice) -> None:
         std, divisor = scales
-        self._add(part_N, std, block, within)
+        if self._rows is None:
+            self._add(part_N, std, block, within)
+        else:
+            # Added up in float64 first, so that the result is rounded once.
+            # Apple's GPUs have no float64.
+            widest = torch.float32 if part_N.device.type == "mps" else torch.float64
+            noise_N = torch.zeros_like(part_N, dtype=widest)
+            for factor, position in self._rows.terms(block.position):
+                self._add(noise_N, factor * std, block._replace(position=position), within)
+            part_N.copy_(noise_N.add_(part_N))
         if divisor != 1:
             # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
             _torch.divide_all_([part_N], divisor)
@@ -262,6 +273,40 @@ class KeyedNoise:
         self._follow()
         position, self._position = self._position, self._position + 1
         return position
+
+    def correlate(self, correlation: Correlation, *, stride: int) -> None:
+        """Let steps add the noise of earlier steps as well, from the next one on.
+
+        Args:
+            correlation: What each step adds.
+            stride: Tensors of one step at most.
+
+        Raises:
+            InvalidOptionError: If the noise is of level "exact": sums of multiples of it are not on its grid.
+        """
+        if self.level == "exact":
+            raise InvalidOptionError(
+                "noise_level='exact' with correlated noise: its multiples are no discrete Gaussian noise. Use "
+                "noise_level='secure'."
+            )
+        self._rows = NoiseRows(correlation, stride)
+
+    def _terms_at(self, position: int) -> list[tuple[float, int]]:
+        """Return factors, and the positions whose noise they multiply, of a call at a position."""
+        return [(1.0, position)] if self._rows is None else self._rows.terms(position)
+
+    def begin_row(self, row: int) -> None:
+        """Go on to a step of the correlated mechanism; called before the noise of the step.
+
+        Args:
+            row: Number of the step, above those of all before.
+
+        Raises:
+            InvalidOptionError: If noise was drawn for it already.
+        """
+        assert self._rows is not None, "correlate() was called"
+        self._follow()
+        self._position = self._rows.begin(row)
 
     def _workers(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return how many threads draw the noise of several tensors."""
@@ -288,7 +333,7 @@ class KeyedNoise:
             return
         self._used.add(self._key.secret)
         self._key.derive(self._generator)
-        self._position = 0
+        self._renewed(0)
         self._take_note()
         if self._key.secret in self._used:
             warnings.warn(
@@ -297,6 +342,12 @@ class KeyedNoise:
                 FixedSeedWarning,
                 stacklevel=3,
             )
+
+    def _renewed(self, position: int) -> None:
+        """Go on with another key: from a position, or with the next step of a correlated mechanism as its first."""
+        self._position = position
+        if self._rows is not None:
+            self._rows.base = None
 
     def _take_note(self) -> None:
         """Note the generator's state as one that the key already follows."""
@@ -322,6 +373,7 @@ class KeyedNoise:
         """
         self._owner.move_here(self, remedy=_REMEDY)
         self._key.renew()
+        self._renewed(self._position)
         self._take_note()
 
     def fingerprint(self) -> str:
@@ -340,7 +392,8 @@ class KeyedNoise:
             Plain Python values.
         """
         self._follow()
-        return {"level": self.level, "key": self._key.secret.hex(), "position": self._position}
+        state = {"level": self.level, "key": self._key.secret.hex(), "position": self._position}
+        return state if self._rows is None else {**state, "rows": self._rows.state()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key and the position, and the state of the generator that they follow, if there is one.
@@ -372,6 +425,10 @@ class KeyedNoise:
             raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
         position, saved = int(state["position"]), bytes.fromhex(state.get("generator", ""))
         generator, secret = self._generator, self._key.secret
+        if self._rows is not None:
+            self._rows.load(state.get("rows"))
+        elif "rows" in state:
+            raise ResumeError("noise state: saved of correlated noise. Resume with the mechanism of before.")
         self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(state["key"])
         # One of another device has a state of another length, and goes on from where it is.

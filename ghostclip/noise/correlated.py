@@ -1,0 +1,105 @@
+"""Noise that cancels earlier noise: step t of a training adds Σ_j c_j·z_{t-j} instead of a fresh z_t.
+
+What was added in earlier steps is not stored: every z is a function of (key, step, place), and is drawn again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ghostclip.errors import InvalidOptionError, ResumeError
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A banded, lower triangular Toeplitz matrix that independent noise is multiplied by.
+
+    Attributes:
+        coefficients: c_0 = 1, c_1, …, c_{p-1}.
+        scale: Factor on the noise: the sensitivity of the inverse matrix for the steps that a record takes part in.
+    """
+
+    coefficients: tuple[float, ...]
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not self.coefficients or self.coefficients[0] != 1 or not all(map(math.isfinite, self.coefficients)):
+            raise InvalidOptionError(
+                f"coefficients={self.coefficients!r}: finite numbers, the first one 1, are needed."
+            )
+
+
+@dataclass
+class NoiseRows:
+    """Which step of a correlated mechanism a source draws for, and where the noise of each step begins.
+
+    Attributes:
+        correlation: What steps add.
+        stride: Positions of the source that a step may use.
+        row: The latest step; -1 before the first.
+        base: The first step of the present key: noise of another key is not added again. None for the next step.
+    """
+
+    correlation: Correlation
+    stride: int
+    row: int = -1
+    base: int | None = None
+    _terms: list[tuple[float, int]] = field(default_factory=list)
+
+    def begin(self, row: int) -> int:
+        """Go on to a step.
+
+        Args:
+            row: Its number, above those of all steps before.
+
+        Returns:
+            The position of its first noise.
+
+        Raises:
+            InvalidOptionError: If noise was drawn for it, or for a later one, already.
+        """
+        if row <= self.row:
+            raise InvalidOptionError(
+                f"noise of step {row} was drawn already (the latest is step {self.row}): correlated noise hides one "
+                "sum for each step. Go on with the next batch of the loader."
+            )
+        self.row = row
+        self.base = row if self.base is None else self.base
+        lags = enumerate(self.correlation.coefficients[: row - self.base + 1])
+        self._terms = [(c * self.correlation.scale, -lag * self.stride) for lag, c in lags if c]
+        return row * self.stride
+
+    def terms(self, position: int) -> list[tuple[float, int]]:
+        """Return what a call adds up.
+
+        Args:
+            position: Of the call in the present step.
+
+        Returns:
+            Factors, and the positions whose noise they multiply.
+        """
+        if not self.row * self.stride <= position < (self.row + 1) * self.stride:
+            raise InvalidOptionError(
+                f"correlated noise for more than {self.stride} tensors of one step: leave the trainable parameters as "
+                "they were when the model was made private."
+            )
+        return [(factor, position + back) for factor, back in self._terms]
+
+    def state(self) -> dict[str, Any]:
+        """Return the place as plain values."""
+        return {"coefficients": list(self.correlation.coefficients), "row": self.row, "base": self.base}
+
+    def load(self, state: Any) -> None:
+        """Continue from a saved place.
+
+        Args:
+            state: What `state` returned.
+
+        Raises:
+            ResumeError: If it was saved of independent noise, or of another correlation.
+        """
+        if state is None or list(state["coefficients"]) != list(self.correlation.coefficients):
+            raise ResumeError("noise state: saved of another correlation. Resume with the mechanism of before.")
+        self.row, self.base = int(state["row"]), None if state["base"] is None else int(state["base"])
