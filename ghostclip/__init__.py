@@ -79,6 +79,7 @@ _SUBMODULES = frozenset(
         "integrations",
         "kernels",
         "losses",
+        "mechanisms",
         "noise",
         "optim",
         "planning",

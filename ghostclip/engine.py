@@ -38,6 +38,7 @@ from ghostclip.data import DeclaredSampling
 from ghostclip.data.accepted import checked_batch_size, dataset_length
 from ghostclip.distributed import SplitSequences, world_size
 from ghostclip.errors import GhostClipError
+from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.optim.checks import refuse_unfit
@@ -50,7 +51,7 @@ from ghostclip.privacy.discretisation import coordinates_of
 from ghostclip.privacy.earlier import Released, earlier, texts_of, warning_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount
-from ghostclip.privacy.sampling import Sampling, sampling_for
+from ghostclip.privacy.sampling import PeriodSampling, Sampling, sampling_for
 from ghostclip.privacy.summary import summary_text
 from ghostclip.validation.fixers import ModuleValidator
 
@@ -152,6 +153,7 @@ class PrivacyEngine:
         device_only: bool = False,
         vocabulary_head: str = "logits",
         sequences: SplitSequences | None = None,
+        mechanism: Mechanism | None = None,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -199,6 +201,8 @@ class PrivacyEngine:
                 model's loss what it is.
             sequences: The ranks over which sequences are split (context parallelism), which then draw the same records:
                 see `ghostclip.distributed.SplitSequences`.
+            mechanism: How records are drawn and what noise steps add, in place of Poisson sampling and independent
+                noise: see `ghostclip.mechanisms`.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -225,7 +229,7 @@ class PrivacyEngine:
             grad_sample_mode=grad_sample_mode,
         )
         given = Prepared.of(optimizer, data_loader)
-        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
+        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -290,6 +294,7 @@ class PrivacyEngine:
         device_only: bool = False,
         vocabulary_head: str = "logits",
         sequences: SplitSequences | None = None,
+        mechanism: Mechanism | None = None,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
@@ -323,6 +328,7 @@ class PrivacyEngine:
             device_only: As for `make_private`.
             vocabulary_head: As for `make_private`.
             sequences: As for `make_private`.
+            mechanism: As for `make_private`; of correlated noise it may leave its own `epochs` out.
 
         Returns:
             As `make_private`.
@@ -349,7 +355,8 @@ class PrivacyEngine:
             grad_sample_mode=grad_sample_mode,
         )
         given = Prepared.of(optimizer, data_loader)
-        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling)
+        mechanism = None if mechanism is None else mechanism.for_epochs(epochs)
+        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
         budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
         noise_multiplier = self._noise_for(budget, module, sampling, epochs)
@@ -704,9 +711,17 @@ class PrivacyEngine:
         if self._account.ledger is not None:
             self._account.ledger.close()
 
-    def _sampled(self, data_loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool) -> Sampling:
+    def _sampled(
+        self,
+        data_loader: DataLoader[Any] | DeclaredSampling,
+        *,
+        poisson_sampling: bool,
+        mechanism: Mechanism | None,
+    ) -> Sampling:
         """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
-        sampling = sampling_for(data_loader, poisson_sampling=poisson_sampling, before=self._sampling)
+        sampling = sampling_for(
+            data_loader, poisson_sampling=poisson_sampling, before=self._sampling, mechanism=mechanism
+        )
         self._account.settle_ledger(shared=sampling.replicas > 1)
         self._account.require_relation(sampling.event.relation)
         return sampling
@@ -732,6 +747,9 @@ class PrivacyEngine:
             self._account.add_budget(budget)
         optimizer, sampling = release_of(private[1]), request.sampling
         self._account.open(optimizer, sampling, checkpoints.mechanism(optimizer, sampling))
+        if isinstance(sampling, PeriodSampling) and sampling.correlation is not None:
+            # After the account's own hook, which may refuse or skip the step.
+            optimizer.attach_step_hook(lambda current: noise.begin_row(sampling.row(current)))
         if sampling.draws is not None:
             sampling.loader.stop_when = lambda: self._account.spent
             optimizer.require_draws(sampling.draws)

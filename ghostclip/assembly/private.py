@@ -170,6 +170,11 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
                 dealt = shares or all_apart()
                 request.sampling.sampler.deal(dealt.number, dealt.count)
             undo.callback(clipper.remove)
+            if request.sampling.correlation is not None:
+                _refuse_with_correlated_noise(clipper, module)
+                noise.correlate(
+                    request.sampling.correlation, stride=sum(len(group["params"]) for group in optimizer.param_groups)
+                )
             sums_meet_elsewhere(clipper.model, shared=shared)
             if shared:
                 mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
@@ -179,6 +184,17 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
                 run_in(cast(GradSampleModule, private[0]), around)
         undo.pop_all()
     return private
+
+
+def _refuse_with_correlated_noise(clipper: GhostClipper, module: nn.Module) -> None:
+    """Refuse what takes noise of its own from the source, or from others, beside the steps' noise."""
+    if clipper.policy.adaptation is not None:
+        raise InvalidOptionError(
+            "clipping='adaptive' with correlated noise: the count that moves the bound is a release of its own, which "
+            "the mechanism does not cover. Use clipping='automatic', which has no bound to choose, or 'flat'."
+        )
+    if isinstance(module, Pipeline):
+        raise InvalidOptionError("mechanism with correlated noise: the stages of a Pipeline have noise of their own.")
 
 
 def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], AbstractContextManager[None]] | None:

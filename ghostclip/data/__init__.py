@@ -1,6 +1,6 @@
 """Sampling of records, its meaning to an accountant, and the way of the records to the model.
 
-`PrivateSampler` draws what a scheme (`Poisson`, `FullBatch`, `Shuffled`, `UserPoisson`) says and carries its event;
+`PrivateSampler` draws what a scheme (`Poisson`, `RandomAllocation`, `UserPoisson`, ...) says and carries its event;
 `DPDataLoader` hands the draws out, empty ones included; `BatchMemoryManager` and `PhysicalBatches` cut them into
 physical batches that fit in memory; `DeclaredSampling` states what a user samples.
 """
@@ -11,11 +11,21 @@ from ghostclip.data.empty_batch import EmptyBatchCollate
 from ghostclip.data.loader import DPDataLoader
 from ghostclip.data.physical_batches import PhysicalBatches
 from ghostclip.data.sampler import PoissonSampler, PrivateSampler
-from ghostclip.data.schemes import FullBatch, Poisson, SamplingScheme, Shuffled
+from ghostclip.data.schemes import (
+    Cyclic,
+    CyclicPoisson,
+    FullBatch,
+    Poisson,
+    RandomAllocation,
+    SamplingScheme,
+    Shuffled,
+)
 from ghostclip.data.users import UserDataset, UserPoisson
 
 __all__ = [
     "BatchMemoryManager",
+    "Cyclic",
+    "CyclicPoisson",
     "DPDataLoader",
     "DeclaredSampling",
     "EmptyBatchCollate",
@@ -24,6 +34,7 @@ __all__ = [
     "Poisson",
     "PoissonSampler",
     "PrivateSampler",
+    "RandomAllocation",
     "SamplingScheme",
     "Shuffled",
     "UserDataset",

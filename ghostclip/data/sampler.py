@@ -103,6 +103,11 @@ class PrivateSampler(Sampler[list[int]]):
         return self.scheme.event
 
     @property
+    def delivered(self) -> int:
+        """Batches delivered in the whole training."""
+        return self._delivered
+
+    @property
     def epoch(self) -> int:
         """Number of the epoch of the batch delivered last, from 0; -1 before the first."""
         return (self._delivered - 1) // self.steps

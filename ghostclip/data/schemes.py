@@ -5,8 +5,10 @@ A scheme knows neither positions nor ranks; `PrivateSampler` does.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -283,4 +285,245 @@ class Shuffled:
             "num_samples": self.num_samples,
             "sample_rate": 1.0,
             "batch_size": self.batch_size,
+        }
+
+
+@lru_cache(maxsize=4)
+def _order_of(count: int) -> Records:
+    """Return the records in an order that looks random and is the same for every training, of all ranks and resumes."""
+    words = hashlib.shake_128(b"order of records").digest(8 * count)
+    return np.argsort(np.frombuffer(words, dtype="<u8"), kind="stable")
+
+
+def _checked_rounds(num_samples: int, steps: int, name: str) -> None:
+    positive_int(num_samples, "num_samples")
+    if positive_int(steps, name) > num_samples:
+        raise InvalidOptionError(f"{name}={steps!r}: there are only {num_samples} records.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomAllocation:
+    """Every record is in exactly one batch of an epoch, in one drawn uniformly for each epoch and record: k of T steps.
+
+    Privacy:
+        Amplified, and a little more than Poisson sampling of the same size: no record is drawn twice in an epoch. Sizes
+        vary as Poisson's do; an empty batch is a batch. An epoch, begun or complete, is one event.
+
+    Attributes:
+        num_samples: N.
+        epoch_steps: t, batches per epoch, at most N.
+        relation: What neighbouring data sets are; see `SamplingEvent`.
+
+    Raises:
+        InvalidOptionError: If a value is out of range.
+    """
+
+    num_samples: int
+    epoch_steps: int
+    relation: str = "zero_out"
+    _rounds: dict[tuple[str, int], tuple[Records, Records]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The records of the epoch drawn last by their steps, and where each step begins, by key and epoch."""
+
+    def __post_init__(self) -> None:
+        choice(self.relation, "relation", RELATIONS)
+        _checked_rounds(self.num_samples, self.epoch_steps, "epoch_steps")
+
+    @property
+    def steps(self) -> int:
+        """Batches per epoch."""
+        return self.epoch_steps
+
+    @property
+    def expected_batch_size(self) -> float:
+        """N/t."""
+        return self.num_samples / self.epoch_steps
+
+    @property
+    def event(self) -> SamplingEvent:
+        """One epoch."""
+        return SamplingEvent(
+            kind="allocation",
+            sample_rate=1.0,
+            num_units=self.num_samples,
+            relation=self.relation,
+            steps_per_event=self.epoch_steps,
+        )
+
+    def draw(self, key: RandomKey, position: int) -> Records:
+        """Return the batch at a position.
+
+        Args:
+            key: Where the randomness follows from.
+            position: Number of the batch; its epoch is position // steps.
+
+        Returns:
+            Distinct record numbers, ascending, int64.
+
+        Cost:
+            O(N log N) once an epoch.
+        """
+        epoch, step = divmod(position, self.steps)
+        drawn_for = (key.fingerprint(), epoch)
+        if drawn_for not in self._rounds:
+            self._rounds.clear()
+            words_N = WordStream(key, epoch).take(self.num_samples)
+            # ⌊u·t⌋ of a uniform u in 32 + 32 bits, in which no product overflows: uneven by 2^-32·t/2^32 at most.
+            high_N, low_N = words_N >> np.uint64(32), words_N & np.uint64(0xFFFFFFFF)
+            count = np.uint64(self.steps)
+            step_N = ((high_N * count + ((low_N * count) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
+            order_N = np.argsort(step_N, kind="stable")
+            self._rounds[drawn_for] = order_N, np.searchsorted(step_N[order_N], np.arange(self.steps + 1))
+        order_N, begins = self._rounds[drawn_for]
+        return order_N[begins[step] : begins[step + 1]]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the public parameters.
+
+        Returns:
+            Values by name.
+        """
+        return {"kind": "allocation", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cyclic:
+    """Every record is in the same step of every epoch: batches of one size, whose records are put together once.
+
+    Privacy:
+        Nothing is amplified. Between two batches of a record lie exactly as many steps as an epoch has, which is what
+        correlated noise is accounted for by. Which records are together is public, and does not depend on them.
+
+    Attributes:
+        num_samples: N.
+        epoch_steps: Batches per epoch, at most N; sizes differ by at most one.
+
+    Raises:
+        InvalidOptionError: If a value is out of range.
+    """
+
+    num_samples: int
+    epoch_steps: int
+
+    def __post_init__(self) -> None:
+        _checked_rounds(self.num_samples, self.epoch_steps, "epoch_steps")
+
+    @property
+    def steps(self) -> int:
+        """Batches per epoch."""
+        return self.epoch_steps
+
+    @property
+    def expected_batch_size(self) -> float:
+        """N over the batches of an epoch."""
+        return self.num_samples / self.epoch_steps
+
+    @property
+    def event(self) -> SamplingEvent:
+        """One epoch."""
+        return SamplingEvent(
+            kind="cyclic", sample_rate=1.0, num_units=self.num_samples, steps_per_event=self.epoch_steps
+        )
+
+    def draw(self, key: RandomKey, position: int) -> Records:
+        """Return the batch at a position.
+
+        Args:
+            key: Not needed.
+            position: Number of the batch; the same in every epoch.
+
+        Returns:
+            Distinct record numbers, ascending, int64.
+        """
+        del key
+        return np.sort(_order_of(self.num_samples)[position % self.steps :: self.steps])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the public parameters.
+
+        Returns:
+            Values by name.
+        """
+        return {"kind": "cyclic", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicPoisson:
+    """Records are dealt out to b groups once; step after step draws a Poisson sample from the next group.
+
+    Privacy:
+        A record can be in one of b steps that follow each other, with probability q there: b steps are one Poisson
+        event of rate q, and two batches of a record lie a multiple of b steps apart, as noise needs that is correlated
+        over b steps.
+
+    Attributes:
+        num_samples: N.
+        groups: b, at most N.
+        sample_rate: q, of a record in its group's steps.
+        epoch_steps: Batches per epoch, a multiple of b.
+
+    Raises:
+        InvalidOptionError: If a value is out of range.
+
+    Reference:
+        Choquette-Choo et al. (2023), (Amplified) banded matrix factorization, arXiv:2306.08153.
+    """
+
+    num_samples: int
+    groups: int
+    sample_rate: float
+    epoch_steps: int
+
+    def __post_init__(self) -> None:
+        _checked_rounds(self.num_samples, self.groups, "groups")
+        fraction(self.sample_rate, "sample_rate")
+        if positive_int(self.epoch_steps, "epoch_steps") % self.groups:
+            raise InvalidOptionError(f"epoch_steps={self.epoch_steps!r}: no multiple of groups={self.groups!r}.")
+
+    @property
+    def steps(self) -> int:
+        """Batches per epoch."""
+        return self.epoch_steps
+
+    @property
+    def expected_batch_size(self) -> float:
+        """N·q/b."""
+        return self.num_samples * self.sample_rate / self.groups
+
+    @property
+    def event(self) -> SamplingEvent:
+        """One round of b steps."""
+        return SamplingEvent(
+            kind="cyclic_poisson",
+            sample_rate=self.sample_rate,
+            num_units=self.num_samples,
+            steps_per_event=self.groups,
+        )
+
+    def draw(self, key: RandomKey, position: int) -> Records:
+        """Return the batch at a position.
+
+        Args:
+            key: Where the randomness follows from.
+            position: Number of the batch; its group is position % b.
+
+        Returns:
+            Distinct record numbers, ascending, int64.
+        """
+        group = _order_of(self.num_samples)[position % self.groups :: self.groups]
+        return np.sort(group[independent_coins(WordStream(key, position), len(group), self.sample_rate)])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the public parameters.
+
+        Returns:
+            Values by name.
+        """
+        return {
+            "kind": "cyclic_poisson",
+            "num_samples": self.num_samples,
+            "groups": self.groups,
+            "sample_rate": self.sample_rate,
+            "epoch_steps": self.epoch_steps,
         }

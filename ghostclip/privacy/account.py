@@ -31,7 +31,6 @@ from ghostclip.privacy.charges import (
     accountant_of,
     add_charges,
     charges_of,
-    cost_of,
     counted,
     joined,
     lacking,
@@ -330,11 +329,11 @@ class Account:
         Raises:
             BudgetError: If no noise keeps the budget.
         """
-        steps = _validate.positive_int(epochs, "epochs") * sampling.events_per_epoch
+        epochs = _validate.positive_int(epochs, "epochs")
         coordinates = max(coordinates, self.coordinates)
 
         def epsilon_of(sigma: float) -> float:
-            planned = accountant_of(self.accountant, [cost_of(sampling.event, noise_multiplier=sigma, count=steps)])
+            planned = accountant_of(self.accountant, sampling.planned(sigma, epochs=epochs))
             with warnings.catch_warnings():
                 # The search tries σ that nobody would use, where numbers overflow on the way to inf.
                 warnings.simplefilter("ignore", RuntimeWarning)
@@ -342,7 +341,9 @@ class Account:
 
         unused = min(_UNUSED, _UNUSED_SHARE * budget.epsilon)
         noise_multiplier = smallest_noise_multiplier(epsilon_of, target=budget.epsilon, tolerance=unused)
-        budget.known_to_fit(cost_of(sampling.event, noise_multiplier=noise_multiplier, count=steps))
+        charges = sampling.planned(noise_multiplier, epochs=epochs)
+        if len(charges) == 1:
+            budget.known_to_fit(charges[0])
         if not self.fresh:
             budget.exclude(charges_of(self.accountant))
             warnings.warn(

@@ -66,6 +66,11 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
     if sampling is not None:
         event = sampling.event
         described.update(sampling=event.kind, sample_rate=event.sample_rate)
+        if sampling.correlation is not None:
+            described["correlation"] = list(sampling.correlation.coefficients)
+            described["correlation_scale"] = sampling.correlation.scale
+        if event.kind in ("cyclic", "cyclic_poisson", "allocation"):
+            described["steps_per_event"] = event.steps_per_event
         unusual = {"truncation": event.truncation, "unit": event.unit, "records_per_unit": event.records_per_unit}
         described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
     return described

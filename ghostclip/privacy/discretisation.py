@@ -75,5 +75,8 @@ def _sigmas(accountant: Accountant) -> Iterator[tuple[float, int]]:
     for first, second, count in charges_of(accountant):
         if first == "truncated_poisson":
             yield cast("tuple[float, ...]", second)[0], count
+        elif first == "allocation":
+            sigma, steps = cast("tuple[float, ...]", second)
+            yield sigma, count * int(steps)
         elif not isinstance(first, str):
             yield first, count

@@ -25,9 +25,13 @@ from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.padding import Padded
+from ghostclip.mechanisms.mechanism import Mechanism
+from ghostclip.noise.correlated import Correlation
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
-from ghostclip.privacy.charges import Charge, cost_of
+from ghostclip.privacy.charges import Charge, cost_of, joined
+
+_PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
 
 
 class Sampling(Protocol):
@@ -36,8 +40,6 @@ class Sampling(Protocol):
     loader: Any
     event: SamplingEvent
     """The accounted event, for one backward pass in a step."""
-    events_per_epoch: int
-    """Accounted events in one pass over the loader."""
     expected_batch_size: float
     draws: DrawLog | None
     """Draws that no release has used yet; None where the user samples."""
@@ -47,6 +49,19 @@ class Sampling(Protocol):
     """Ranks that share each batch."""
     padded: Sequence[Padded]
     """Axes of a batch along which its collate function pads records to the length of their company."""
+    correlation: Correlation | None
+    """How the noise of steps is correlated; None for independent noise."""
+
+    def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
+        """Return what whole passes over the loader will cost.
+
+        Args:
+            noise_multiplier: σ of their steps.
+            epochs: Passes.
+
+        Returns:
+            Charges.
+        """
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return what the step that is about to be released adds to the account; changes nothing.
@@ -95,6 +110,7 @@ class EventSampling:
     """
 
     padded: Sequence[Padded] = ()
+    correlation: Correlation | None = None
 
     def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
         self.event = loader.event
@@ -104,12 +120,12 @@ class EventSampling:
         self.sampler: PrivateSampler | None
         if isinstance(loader, DeclaredSampling):
             self.loader, self.sampler, self.draws = loader.data_loader, None, None
-            self.events_per_epoch = loader.steps
+            self._steps = loader.steps
             # What is declared is the batch of all ranks together.
             self.replicas = world_size()
         else:
             self.loader, self.sampler, self.draws = loader, loader.private_sampler, loader.private_sampler.draws
-            self.events_per_epoch = len(loader)
+            self._steps = len(loader)
             self.replicas = loader.private_sampler.num_replicas
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
@@ -136,6 +152,18 @@ class EventSampling:
             event = replace(event, sample_rate=rate, records_per_unit=passes * event.records_per_unit)
         return [cost_of(event, noise_multiplier=optimizer.noise_multiplier)]
 
+    def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
+        """Return what whole passes over the loader will cost.
+
+        Args:
+            noise_multiplier: σ of their steps.
+            epochs: Passes.
+
+        Returns:
+            One charge for all steps.
+        """
+        return [cost_of(self.event, noise_multiplier=noise_multiplier, count=epochs * self._steps)]
+
     def settle(self, events: list[Charge]) -> None:
         """Nothing to remember: steps are independent.
 
@@ -155,33 +183,49 @@ class EventSampling:
         """
 
 
-class ShuffledSampling:
-    """Every record is in exactly one batch of a pass, as ordinary loaders do it.
+class PeriodSampling:
+    """Several steps are one event together: an epoch in which every record is in exactly one batch, or a round of it.
 
     Privacy:
-        Sampling amplifies nothing here. A record affects one step of a pass, so a pass as a whole costs what one
-        Gaussian mechanism with q = 1 costs (adjacent by zeroing out a record); it is charged in full at its first step,
-        again if σ is lowered during the pass, and again if more steps are made than the pass has batches.
+        Without a mechanism that says otherwise sampling amplifies nothing: a record affects one step of a pass, so that
+        a pass as a whole costs what one Gaussian mechanism with q = 1 costs (adjacent by zeroing out a record). A
+        period is charged in full at its first step, again if σ is lowered in it, and again if more steps are made than
+        it has.
 
     Args:
         loader: What the training iterates over.
-        passes: Counts passes over it.
+        passes: Counts periods.
         expected_batch_size: Records of a full batch.
+        mechanism: What its steps are steps of; None for plain shuffling.
     """
 
-    events_per_epoch = 1
     padded: Sequence[Padded] = ()
 
     def __init__(
-        self, loader: _StoppableLoader | DPDataLoader, passes: _CountedPasses | _Epochs, expected_batch_size: float
+        self,
+        loader: _StoppableLoader | DPDataLoader,
+        passes: _CountedPasses | _Periods,
+        expected_batch_size: float,
+        mechanism: Mechanism | None = None,
     ) -> None:
         self.loader: Any = loader
         sampler: Any = loader.batch_sampler
         self.sampler = sampler if hasattr(sampler, "state_dict") else None
         self.replicas = getattr(sampler, "num_replicas", 1)
-        self.event = SamplingEvent(
-            kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
+        self.event = (
+            loader.event
+            if isinstance(loader, DPDataLoader)
+            else SamplingEvent(
+                kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
+            )
         )  # fmt: skip
+        self._mechanism = mechanism
+        self._scheme = loader.private_sampler.scheme if isinstance(loader, DPDataLoader) else None
+        self._per_epoch = len(loader) // len(passes)
+        self.correlation: Correlation | None = None
+        if mechanism is not None and self._scheme is not None:
+            self.correlation = mechanism.correlation(self._scheme)
+        self._sigma: float | None = None
         self.expected_batch_size = expected_batch_size
         self.draws: DrawLog | None = passes.draws
         self._passes = passes
@@ -197,14 +241,61 @@ class ShuffledSampling:
         Returns:
             An event for each pass that begins, or one for less noise than the pass has paid for, or none.
         """
-        # k undeclared backward passes over one record add up to k times its bound.
-        event = replace(self.event, records_per_unit=optimizer.accumulated_iterations)
+        passes, sigma = optimizer.accumulated_iterations, optimizer.noise_multiplier
+        if passes > 1 and self.event.kind != "shuffled":
+            raise InvalidOptionError(
+                f"{passes} backward passes before one step() on {self.event.kind} batches: no account of that is "
+                "known. Use one backward pass for each batch, and BatchMemoryManager for batches that do not fit."
+            )
+        if self.correlation is not None and sigma != (self._sigma or sigma):
+            raise InvalidOptionError(
+                f"noise_multiplier={sigma!r} after steps with {self._sigma!r}: correlated noise is of one σ for all of "
+                "the training. Leave it as it was."
+            )
         begun = self._passes.count - self._passes_seen
         # More steps than batches come from another loader, whose batches may show every record again.
         if begun > 0 or self._steps_in_pass + 1 > len(self._passes):
-            return [cost_of(event, noise_multiplier=optimizer.noise_multiplier, count=max(1, begun))]
-        charge = cost_of(event, noise_multiplier=optimizer.noise_multiplier)
+            return self._charges(sigma, passes, self._passes_seen, max(1, begun))
+        (charge,) = self._charges(sigma, passes, max(0, self._passes_seen - 1), 1)
         return [charge] if _sigma_of(charge) < self._charged_at else []
+
+    def _charges(self, sigma: float, passes: int, first: int, count: int) -> list[Charge]:
+        """Return what periods that follow each other cost."""
+        # k undeclared backward passes over one record add up to k times its bound.
+        event, factors = replace(self.event, records_per_unit=passes), [1.0] * count
+        if self._mechanism is not None and self._scheme is not None:
+            factors = self._mechanism.periods(self._scheme, first, count)
+        return joined([cost_of(event, noise_multiplier=sigma * factor) for factor in factors])
+
+    def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
+        """Return what whole passes over the loader will cost.
+
+        Args:
+            noise_multiplier: σ of their steps.
+            epochs: Passes.
+
+        Returns:
+            A charge for each kind of period.
+        """
+        return self._charges(noise_multiplier, 1, 0, epochs * self._per_epoch)
+
+    def row(self, optimizer: DPOptimizer) -> int:
+        """Return which step of a correlated mechanism the release that is about to be made is: its draw's number.
+
+        Args:
+            optimizer: Is about to release.
+
+        Returns:
+            Number of the draw in the training.
+
+        Raises:
+            InvalidOptionError: If there is no draw that it is of.
+        """
+        number = None if self.draws is None else self.draws.next_number
+        if number is None:
+            raise InvalidOptionError("correlated noise: the step is of no batch of the private loader.")
+        self._sigma = optimizer.noise_multiplier
+        return number
 
     def settle(self, events: list[Charge]) -> None:
         """Take note of a step.
@@ -226,12 +317,13 @@ class ShuffledSampling:
         Returns:
             Empty for a user's own loader: whoever resumes begins another pass over it.
         """
-        if not isinstance(self._passes, _Epochs):
+        if not isinstance(self._passes, _Periods):
             return {}
         return {
             "passes_seen": self._passes_seen,
             "steps_in_pass": self._steps_in_pass,
             "charged_at": self._charged_at,
+            **({} if self._sigma is None else {"sigma": self._sigma}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -246,15 +338,20 @@ class ShuffledSampling:
             int(state.get("steps_in_pass", len(self._passes))),
             float(state.get("charged_at", math.inf)),
         )
+        self._sigma = state.get("sigma", self._sigma)
 
 
 def _sigma_of(charge: Charge) -> float:
-    assert not isinstance(charge[0], str), "shuffled passes are entries with q = 1"
-    return charge[0]
+    # (σ, t) of a round.
+    return float(charge[1][0] if isinstance(charge[1], tuple) else charge[0])
 
 
 def sampling_for(
-    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: Sampling | None
+    loader: DataLoader[Any] | DeclaredSampling,
+    *,
+    poisson_sampling: bool,
+    before: Sampling | None,
+    mechanism: Mechanism | None = None,
 ) -> Sampling:
     """Decide how batches are sampled and accounted.
 
@@ -262,6 +359,7 @@ def sampling_for(
         loader: The user's loader; a private one samples as its scheme says, a `DeclaredSampling` as it states.
         poisson_sampling: Whether to sample as the accountant assumes.
         before: The sampling that the same account was used with before, if there is one.
+        mechanism: What draws the batches, in place of Poisson sampling.
 
     Returns:
         The sampling, with the private loader.
@@ -269,14 +367,43 @@ def sampling_for(
     Raises:
         DataError: If the loader cannot be sampled from as asked, or its collate function does not keep records apart.
     """
-    sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before)
+    if mechanism is not None:
+        loader = _drawn_by(mechanism, loader, poisson_sampling=poisson_sampling)
+    sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before, mechanism=mechanism)
     if isinstance(sampling.loader, DataLoader):
         sampling.padded = padding_of(sampling.loader.dataset, sampling.loader.collate_fn)
     return sampling
 
 
+def _drawn_by(
+    mechanism: Mechanism, loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool
+) -> DPDataLoader:
+    """Return the private loader of a mechanism."""
+    if isinstance(loader, DeclaredSampling) or not poisson_sampling:
+        given = "a DeclaredSampling" if poisson_sampling else "poisson_sampling=False"
+        raise InvalidOptionError(
+            f"mechanism={type(mechanism).__name__} with {given}: the mechanism draws the batches. Leave one out."
+        )
+    if isinstance(loader, DPDataLoader):
+        scheme = loader.private_sampler.scheme
+        if scheme != mechanism.scheme(scheme.num_samples, round(scheme.expected_batch_size)):
+            raise InvalidOptionError(
+                f"mechanism={type(mechanism).__name__}: data_loader is private already and draws otherwise "
+                f"({scheme.event.kind}). Give the ordinary loader."
+            )
+        return loader
+    with refused_together("loader"):
+        refuse_wrapped(loader)
+        scheme = mechanism.scheme(dataset_length(loader.dataset), checked_batch_size(loader))
+    return DPDataLoader.from_data_loader(loader, scheme=scheme)
+
+
 def _sampling_for(
-    loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: Sampling | None
+    loader: DataLoader[Any] | DeclaredSampling,
+    *,
+    poisson_sampling: bool,
+    before: Sampling | None,
+    mechanism: Mechanism | None,
 ) -> Sampling:
     """Decide the same, without a look at what is in a batch."""
     if isinstance(loader, DeclaredSampling):
@@ -290,8 +417,8 @@ def _sampling_for(
             "records; use a PrivacyEngine of its own for other records.",
             stacklevel=5,
         )
-    if isinstance(loader, DPDataLoader) and loader.event.kind == "shuffled":
-        return ShuffledSampling(loader, _Epochs(loader.private_sampler), loader.expected_batch_size)
+    if isinstance(loader, DPDataLoader) and loader.event.kind in _PERIODIC:
+        return PeriodSampling(loader, _Periods(loader.private_sampler), loader.expected_batch_size, mechanism)
     if poisson_sampling:
         return EventSampling(DPDataLoader.from_data_loader(loader))
     together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
@@ -304,7 +431,7 @@ def _sampling_for(
     return sampling
 
 
-def _shuffled_together(loader: DataLoader[Any]) -> ShuffledSampling:
+def _shuffled_together(loader: DataLoader[Any]) -> PeriodSampling:
     """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training.
 
     Args:
@@ -316,10 +443,10 @@ def _shuffled_together(loader: DataLoader[Any]) -> ShuffledSampling:
     with refused_together("loader without Poisson sampling"):
         scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
         private = DPDataLoader.from_data_loader(loader, scheme=scheme)
-    return ShuffledSampling(private, _Epochs(private.private_sampler), private.expected_batch_size)
+    return PeriodSampling(private, _Periods(private.private_sampler), private.expected_batch_size)
 
 
-def _shuffled(loader: DataLoader[Any]) -> ShuffledSampling:
+def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
     """Return the sampling of a user's own loader without Poisson sampling.
 
     Args:
@@ -339,7 +466,7 @@ def _shuffled(loader: DataLoader[Any]) -> ShuffledSampling:
         generator=loader.generator,
         **worker_options(loader),
     )
-    return ShuffledSampling(stoppable, passes, float(passes.batch_size))
+    return PeriodSampling(stoppable, passes, float(passes.batch_size))
 
 
 class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
@@ -428,11 +555,11 @@ def _take_once(batch: list[int], taken: bytearray) -> None:
         taken[index] = 1
 
 
-class _Epochs:
-    """Counts the epochs of a private sampler, which keeps its position over a resumption.
+class _Periods:
+    """Counts the epochs or rounds of a private sampler, which keeps its position over a resumption.
 
     Args:
-        sampler: Draws shuffled batches.
+        sampler: Draws batches of which several are one event.
     """
 
     def __init__(self, sampler: PrivateSampler) -> None:
@@ -441,11 +568,11 @@ class _Epochs:
 
     @property
     def count(self) -> int:
-        """Epochs of which a batch was delivered."""
-        return self._sampler.epoch + 1
+        """Epochs or rounds of which a batch was delivered."""
+        return -(-self._sampler.delivered // len(self))
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return self._sampler.event.steps_per_event
 
 
 def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:

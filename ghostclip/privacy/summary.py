@@ -17,6 +17,9 @@ _SAMPLING = {
     "truncated_poisson": "Poisson sampling with q = {rate:.4g} of at most {truncation} in a batch",
     "full": "full batches",
     "shuffled": "shuffled batches, a pass counted as one full participation",
+    "cyclic": "the same batches in each epoch of {steps} steps",
+    "cyclic_poisson": "Poisson sampling with q = {rate:.4g} of one group after another, of {steps}",
+    "allocation": "each record in exactly one of {steps} steps of an epoch, drawn uniformly",
 }
 _NOISE = {
     "fast": "fast noise (a statistical generator, floating-point numbers)",
@@ -59,8 +62,13 @@ def summary_text(
         unit = unit if event.records_per_unit > 1 else event.unit
         relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
         parts.append(f"for each {unit}, between data sets {relation}")
-        said = _SAMPLING[event.kind].format(rate=event.sample_rate, truncation=event.truncation)
+        said = _SAMPLING[event.kind].format(
+            rate=event.sample_rate, truncation=event.truncation, steps=event.steps_per_event
+        )
         parts.append(f"{said}, as declared by the user, who answers for it" if sampling.draws is None else said)
+        if sampling.correlation is not None:
+            bands = len(sampling.correlation.coefficients)
+            parts.append(f"noise correlated over {bands} steps, as one Gaussian mechanism on all of them")
         if sampling.draws is not None and sampling.draws.comparison:
             parts.append(sampling.draws.comparison)
     parts.append(_NOISE[level])

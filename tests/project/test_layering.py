@@ -34,6 +34,7 @@ LAYERS = (
     "distributed",
     "optim",
     "data",
+    "mechanisms",
     "privacy",
     "assembly",
     "engine",

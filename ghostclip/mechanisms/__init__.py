@@ -1,0 +1,26 @@
+"""Mechanisms: sampling, noise and their cost as one object; a comparison of them for a budget; averages of iterates.
+
+`PoissonSampling` is DP-SGD as usual. `BallsInBins` shows each record exactly once in each epoch, for less noise at the
+same ε. `BandedInverse` lets each step take back noise of the steps before, at no memory. `plan_privacy` compares.
+"""
+
+from ghostclip.mechanisms.averages import AveragedWeights
+from ghostclip.mechanisms.mechanism import (
+    BallsInBins,
+    BandedInverse,
+    CyclicPoissonSampling,
+    Mechanism,
+    PoissonSampling,
+)
+from ghostclip.mechanisms.plan import Plan, plan_privacy
+
+__all__ = [
+    "AveragedWeights",
+    "BallsInBins",
+    "BandedInverse",
+    "CyclicPoissonSampling",
+    "Mechanism",
+    "Plan",
+    "PoissonSampling",
+    "plan_privacy",
+]
