@@ -209,18 +209,9 @@ def add_noise(
     extent: tuple[int, int],
     stream: tuple[int, int],
 ) -> Tensor:
-    """Replace a part of a tensor by (itself + noise) / divisor, in place; the tensor's noise is addressed by block.
-
-    Args:
-        part_N: Contiguous, one-dimensional, float32 or float64.
-        state: The 16 words of ChaCha's first state (constants, key, counter, nonce).
-        scales: Standard deviation of the noise, and the divisor.
-        extent: Where the part begins in the whole tensor, and how many elements the whole has.
-        stream: Elements in a block of noise, a multiple of 16, and rounds of ChaCha.
-
-    Returns:
-        ``part_N``.
-    """
+    """Replace a range of a flattened tensor by (itself + noise) / divisor, in place."""
+    # state: ChaCha's 16 words. scales: (std of the noise, divisor). extent: (where the range begins, size of the whole
+    # tensor). stream: (elements in a block of noise, rounds of ChaCha).
     offset, total = extent
     block_size, rounds = stream
     count = part_N.numel()
