@@ -16,15 +16,10 @@ class Streams:
     """The streams that gradients of one backward arrived on."""
 
     def __init__(self) -> None:
-        """Make a collection of none."""
         self._met: dict[tuple[torch.device, Any], Any] = {}
 
     def note(self, device: torch.device) -> None:
-        """Note the stream that a gradient arrives on.
-
-        Args:
-            device: The gradient's.
-        """
+        """Note the stream that a gradient arrives on."""
         stream = _torch.current_stream(device)
         if stream is not None:
             self._met[device, stream] = stream
