@@ -49,35 +49,16 @@ class Sampling(Protocol):
     """Axes of a batch along which its collate function pads records to the length of their company."""
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the account; changes nothing.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            Charges, none if the step is paid for already.
-        """
+        """Return the charges of the step that is about to be released, none if it is paid for; changes nothing."""
 
     def settle(self, events: list[Charge]) -> None:
-        """Take note that the step was written into the account.
-
-        Args:
-            events: What `events` returned for it.
-        """
+        """Note that the charges of a step were written into the account."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know of steps that are paid for already.
-
-        Returns:
-            Plain values by name.
-        """
+        """Return what a resumed run must know of steps that are paid for already, in plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; the sampler has continued already.
-
-        Args:
-            state: What `state_dict` returned; empty if nothing is paid for.
-        """
+        """Continue from a saved state, empty if nothing is paid for; the sampler has continued already."""
 
 
 class EventSampling:
@@ -89,9 +70,6 @@ class EventSampling:
         takes part with probability at most k·q and then moves the sum by at most k times as much; that is what is
         charged, whatever the passes had in common. Truncated batches have no such bound (a unit may displace others
         in each of them), so that several passes are refused there.
-
-    Args:
-        loader: The private loader, or how the user says that batches are sampled.
     """
 
     padded: Sequence[Padded] = ()
@@ -113,17 +91,7 @@ class EventSampling:
             self.replicas = loader.private_sampler.num_replicas
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the account.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            One event.
-
-        Raises:
-            InvalidOptionError: If several undeclared backward passes went into a step on a truncated batch.
-        """
+        """Return one event; refuse several undeclared backward passes on a truncated batch."""
         passes, event = optimizer.accumulated_iterations, self.event
         if passes > 1 and event.kind == "truncated_poisson":
             raise InvalidOptionError(
@@ -137,22 +105,14 @@ class EventSampling:
         return [cost_of(event, noise_multiplier=optimizer.noise_multiplier)]
 
     def settle(self, events: list[Charge]) -> None:
-        """Nothing to remember: steps are independent.
-
-        Args:
-            events: What was written.
-        """
+        """Nothing to remember: steps are independent."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to remember: steps are independent."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to remember: steps are independent.
-
-        Args:
-            state: Empty.
-        """
+        """Nothing to remember: steps are independent."""
 
 
 class ShuffledSampling:
@@ -162,11 +122,6 @@ class ShuffledSampling:
         Sampling amplifies nothing here. A record affects one step of a pass, so a pass as a whole costs what one
         Gaussian mechanism with q = 1 costs (adjacent by zeroing out a record); it is charged in full at its first step,
         again if σ is lowered during the pass, and again if more steps are made than the pass has batches.
-
-    Args:
-        loader: What the training iterates over.
-        passes: Counts passes over it.
-        expected_batch_size: Records of a full batch.
     """
 
     events_per_epoch = 1
@@ -189,14 +144,7 @@ class ShuffledSampling:
         self.load_state_dict({})
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the cost of its pass.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            An event for each pass that begins, or one for less noise than the pass has paid for, or none.
-        """
+        """Return an event for each pass that begins, or one for less noise than the pass has paid for, or none."""
         # k undeclared backward passes over one record add up to k times its bound.
         event = replace(self.event, records_per_unit=optimizer.accumulated_iterations)
         begun = self._passes.count - self._passes_seen
@@ -207,11 +155,7 @@ class ShuffledSampling:
         return [charge] if _sigma_of(charge) < self._charged_at else []
 
     def settle(self, events: list[Charge]) -> None:
-        """Take note of a step.
-
-        Args:
-            events: What was written for it.
-        """
+        """Note a step and its charges."""
         begun = self._passes.count - self._passes_seen
         self._passes_seen = self._passes.count
         self._steps_in_pass += 1
@@ -221,11 +165,7 @@ class ShuffledSampling:
             self._charged_at = _sigma_of(events[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is paid for, where a resumed run continues the pass that was interrupted.
-
-        Returns:
-            Empty for a user's own loader: whoever resumes begins another pass over it.
-        """
+        """Return what is paid for of an interrupted pass; empty for a user's own loader, which begins another pass."""
         if not isinstance(self._passes, _Epochs):
             return {}
         return {
@@ -235,11 +175,7 @@ class ShuffledSampling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state: What `state_dict` returned; if it is empty, the next step is charged as one of another pass.
-        """
+        """Continue from a saved state; after an empty one the next step is charged as one of another pass."""
         # As if a pass had ended, so that the first step is charged whatever loader it comes from.
         self._passes_seen, self._steps_in_pass, self._charged_at = (
             int(state.get("passes_seen", self._passes.count)),
@@ -256,19 +192,9 @@ def _sigma_of(charge: Charge) -> float:
 def sampling_for(
     loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: Sampling | None
 ) -> Sampling:
-    """Decide how batches are sampled and accounted.
-
-    Args:
-        loader: The user's loader; a private one samples as its scheme says, a `DeclaredSampling` as it states.
-        poisson_sampling: Whether to sample as the accountant assumes.
-        before: The sampling that the same account was used with before, if there is one.
-
-    Returns:
-        The sampling, with the private loader.
-
-    Raises:
-        DataError: If the loader cannot be sampled from as asked, or its collate function does not keep records apart.
-    """
+    """Decide how batches are sampled and accounted; refuse a collate function that mixes records."""
+    # A private loader samples as its scheme says, a `DeclaredSampling` as it states. `before`: earlier sampling of the
+    # account.
     sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before)
     if isinstance(sampling.loader, DataLoader):
         sampling.padded = padding_of(sampling.loader.dataset, sampling.loader.collate_fn)
@@ -278,7 +204,7 @@ def sampling_for(
 def _sampling_for(
     loader: DataLoader[Any] | DeclaredSampling, *, poisson_sampling: bool, before: Sampling | None
 ) -> Sampling:
-    """Decide the same, without a look at what is in a batch."""
+    """Decide the same, without checking what is in a batch."""
     if isinstance(loader, DeclaredSampling):
         return EventSampling(loader)
     # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
@@ -305,14 +231,8 @@ def _sampling_for(
 
 
 def _shuffled_together(loader: DataLoader[Any]) -> ShuffledSampling:
-    """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training.
-
-    Args:
-        loader: The user's loader, whose order and `drop_last` are replaced.
-
-    Returns:
-        The sampling.
-    """
+    """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training."""
+    # The loader's order and `drop_last` are replaced.
     with refused_together("loader without Poisson sampling"):
         scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
         private = DPDataLoader.from_data_loader(loader, scheme=scheme)
@@ -320,17 +240,7 @@ def _shuffled_together(loader: DataLoader[Any]) -> ShuffledSampling:
 
 
 def _shuffled(loader: DataLoader[Any]) -> ShuffledSampling:
-    """Return the sampling of a user's own loader without Poisson sampling.
-
-    Args:
-        loader: The user's loader.
-
-    Returns:
-        The sampling.
-
-    Raises:
-        DataError: If its sampler may show a record twice in a pass.
-    """
+    """Return the sampling of a user's own loader without Poisson sampling."""
     passes = _CountedPasses(_without_repetition(loader))
     stoppable = _StoppableLoader(
         loader.dataset,
@@ -343,7 +253,7 @@ def _shuffled(loader: DataLoader[Any]) -> ShuffledSampling:
 
 
 class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
-    """A loader whose passes end when it is told so."""
+    """A loader whose passes end on request."""
 
     stop_when: Callable[[], bool] | None = None
 
@@ -359,24 +269,17 @@ class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
 
 
 class _CountedPasses(Sampler[list[int]]):
-    """A batch sampler that counts how often it was started and logs what it hands out.
+    """Batch sampler that counts its passes and logs what it hands out.
 
     Privacy:
         A record that comes a second time in a pass is refused when it comes: the user may have exchanged the sampler.
-
-    Attributes:
-        count: Passes that were started.
-        draws: The batches that no release has used yet.
-
-    Args:
-        batches: The batch sampler.
     """
 
     def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
         self.batch_size = batches.batch_size
         self.count = 0
-        self.draws = DrawLog(once_a_pass=True)
+        self.draws = DrawLog(once_a_pass=True)  # the batches that no release has used yet
         self._drawn = 0
 
     def tracking(self) -> AbstractContextManager[None]:
@@ -408,15 +311,7 @@ class _CountedPasses(Sampler[list[int]]):
 
 
 def _take_once(batch: list[int], taken: bytearray) -> None:
-    """Mark the records of a batch as taken in a pass.
-
-    Args:
-        batch: Numbers of records.
-        taken: 1 at each number that was taken; grows.
-
-    Raises:
-        DataError: If one of them was taken before.
-    """
+    """Mark the records of a batch as taken in a pass; refuse one that was taken before."""
     for index in batch:
         if index >= len(taken):
             taken.extend(bytes(index + 1 - len(taken) + len(taken) // 2))
@@ -429,11 +324,7 @@ def _take_once(batch: list[int], taken: bytearray) -> None:
 
 
 class _Epochs:
-    """Counts the epochs of a private sampler, which keeps its position over a resumption.
-
-    Args:
-        sampler: Draws shuffled batches.
-    """
+    """Counts the epochs of a private sampler, whose position survives a resumption."""
 
     def __init__(self, sampler: PrivateSampler) -> None:
         self._sampler = sampler
@@ -449,17 +340,7 @@ class _Epochs:
 
 
 def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:
-    """Return the loader's batch sampler if no record can be in two batches of a pass.
-
-    Args:
-        loader: The user's loader.
-
-    Returns:
-        The batch sampler.
-
-    Raises:
-        DataError: If a record may be in several.
-    """
+    """Return the loader's batch sampler if no record can be in two batches of a pass."""
     batches = splittable_batches(loader)
     sampler = getattr(batches, "sampler", None)
     once = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
