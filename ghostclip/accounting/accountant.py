@@ -133,7 +133,6 @@ class Accountant(IAccountant):
         self.others.append((kind, parameters, count))
 
     def __len__(self) -> int:
-        """Return the number of releases recorded."""
         return sum(entry[2] for entry in (*self.history, *self.others))
 
     def __bool__(self) -> bool:

@@ -26,7 +26,6 @@ class BestAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "best"."""
         return "best"
 
     def epsilon_bounds(self, delta: float) -> Bounds:

@@ -385,7 +385,7 @@ class Contour:
         return max(1.0, density / slope) if slope > 0 else 1.0
 
     def _at(self, epsilon: float) -> tuple[float, float, Complex]:
-        """Return log of what the sum is multiplied by, a bound of its error, and what each node is multiplied by."""
+        """Return the log of the sum's factor, its error bound, and each node's factor."""
         shift = self._nodes.c * epsilon
         error = self._moment_error + 4 * ROUNDOFF * (abs(self._log_moment) + abs(shift) + 1)
         return self._log_moment - shift, error, np.exp(-1j * epsilon * self.t_N)

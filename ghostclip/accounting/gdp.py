@@ -31,7 +31,6 @@ class GaussianAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "gdp"."""
         return "gdp"
 
     @property

@@ -21,7 +21,6 @@ class DPAccountingAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "dp_accounting"."""
         return "dp_accounting"
 
     def epsilon_bounds(self, delta: float) -> Bounds:

@@ -84,7 +84,6 @@ def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str
 
 
 def checked_relation(relation: str) -> str:
-    """Return the relation, or refuse it."""
     return choice(relation, "relation", RELATIONS)
 
 

@@ -20,7 +20,6 @@ class IAccountant(abc.ABC):
     """Interface of an accountant of Opacus's kind; users implement four methods."""
 
     def __init__(self) -> None:
-        """Make an accountant without steps."""
         self.history: list[Entry] = []  # steps as (σ, q, number), for accountants that store them there
 
     @abc.abstractmethod

@@ -164,7 +164,7 @@ def discretised(step: SampledGaussian, cells: Cells, side: str) -> DiscretePair:
 
 
 def _all_revealed(step: SampledGaussian) -> DiscretePair:
-    """Return the pair of a step without noise: what was sampled is seen."""
+    """Return the pair of a step without noise, which reveals who was sampled."""
     if step.direction == "add" and step.rate < 1:
         return DiscretePair(np.array([-math.log1p(-step.rate)]), np.ones(1))
     unseen = math.log1p(-step.rate) if step.direction == "remove" and step.rate < 1 else 0.0

@@ -24,7 +24,6 @@ class PLDAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "pld"."""
         return "pld"
 
     def epsilon_bounds(self, delta: float) -> Bounds:
@@ -39,7 +38,6 @@ class PRVAccountant(PLDAccountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "prv"."""
         return "prv"
 
 

@@ -38,7 +38,6 @@ class RDPAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "rdp"."""
         return "rdp"
 
     def get_epsilon(self, delta: float, alphas: Sequence[float] | None = None) -> float:

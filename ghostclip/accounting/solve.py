@@ -171,7 +171,7 @@ def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float
 
 
 def _cut_for(composition: Composition, epsilon: float, wanted: float) -> TailCut | None:
-    """Return the largest cut found with δ of the outcomes below it at most e^wanted from an ε on, or None."""
+    """Return the largest cut with δ of the outcomes below it at most e^wanted from an ε on, or None."""
     for share in (0.5, 0.2, 0.1, 0.05, 0.02):
         cuts = [TailCut(share * epsilon, 2.0**power / epsilon) for power in range(2, 16)]
         best = min(cuts, key=lambda cut: composition.log_below(cut.c, cut.loss) - cut.c * epsilon)

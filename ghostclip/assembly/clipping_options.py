@@ -37,7 +37,6 @@ class ClippingOptions:
     unclipped_num_std: float | None
 
     def policy(self, *, expected_batch_size: float, noise_multiplier: float) -> ClipPolicy:
-        """Return the clip policy."""
         # The batch size and noise multiplier are for the noise of an adaptive bound's count.
         adaptive = {
             field.name: getattr(self, field.name)

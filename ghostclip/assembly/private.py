@@ -301,7 +301,7 @@ def _refuse_without_criterion(request: Request) -> None:
 
 
 def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Return the model itself, without what an earlier `make_private` put around it."""
+    """Return the bare model, without the wrappings of an earlier `make_private`."""
     if not isinstance(module, nn.Module):
         raise InvalidOptionError(
             f"module: expected a torch.nn.Module, got {type(module).__name__}. Give module=model, optimizer=optimizer."
@@ -314,7 +314,7 @@ def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
 
 
 def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return the optimizer itself, several as one, without what an earlier `make_private` put around it."""
+    """Return the bare optimizer, several as one, without the wrappings of an earlier `make_private`."""
     if isinstance(optimizer, (list, tuple)):
         return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
     if isinstance(optimizer, WrappedOptimizer):

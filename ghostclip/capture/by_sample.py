@@ -95,7 +95,7 @@ def _vmapped(
 
 
 def _split(tensor: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
-    """Return every sample's rows of a tensor, samples first, the axis they lie along kept: ``(B, ..., rows, ...)``."""
+    """Return every sample's rows of a tensor, samples first, with the rows' axis: ``(B, ..., rows, ...)``."""
     axis, rows = row_map.axis, tensor.shape[row_map.axis] // batch_size
     if row_map.kind == "minor":
         return tensor.detach().unflatten(axis, (rows, batch_size)).movedim(axis + 1, 0)

@@ -65,7 +65,7 @@ class CallSites:
         self.ends: set[Any] = set()  # proved ways from the last use to the outputs
 
     def forget(self) -> None:
-        """Ask for all evidence anew: the model was changed."""
+        """Drop all evidence, as the model was changed."""
         self.table.clear()
         self.layouts.clear()
         self.ends.clear()

@@ -62,7 +62,7 @@ class Prover(Protocol):
         """Return a context for a backward that trains, in which nothing may write state."""
 
     def renew(self) -> None:
-        """Ask for all evidence anew: the model was changed."""
+        """Ask for all evidence again, as the model was changed."""
 
 
 class CaptureContext:
@@ -250,7 +250,7 @@ class CaptureContext:
         self.doubt()
 
     def doubt(self) -> None:
-        """Ask for all evidence anew: the model was changed, or a part of it was refused."""
+        """Ask for all evidence again: the model was changed, or a part of it was refused."""
         self.sites.forget()
         self._decisions.forget()
         self._rows.renew()
@@ -259,7 +259,7 @@ class CaptureContext:
 
     @contextmanager
     def doubted_if_refused(self) -> Iterator[None]:
-        """Yield during a check; a caller who catches its refusal and goes on is asked for evidence anew."""
+        """Yield during a check; a caller who catches its refusal and goes on is asked for evidence again."""
         try:
             yield
         except BaseException:
@@ -586,7 +586,7 @@ class CaptureContext:
             self._on_backward(None)
 
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
-        """Have a loss examined whose backward is about to run."""
+        """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
             with self.doubted_if_refused():

@@ -355,7 +355,7 @@ class _Kept:
 
 
 class DecisionCache:
-    """Decisions by what they follow from: the function, its parameters, and the form of its other arguments."""
+    """Cache of decisions, keyed by the function, its parameters, and the form of its other arguments."""
 
     # A rule's decision holds for every number of samples. Checked again is what may change from forward to forward: the
     # axis of the samples, whether rows were put into another order, whether data outside the graph is data at all.
@@ -364,7 +364,7 @@ class DecisionCache:
         self._size = 0
 
     def forget(self) -> None:
-        """Decide anew on everything: evidence speaks against a decision, or parameters were exchanged."""
+        """Drop all decisions: evidence contradicts one, or parameters were exchanged."""
         self._kept.clear()
         self._size = 0
 

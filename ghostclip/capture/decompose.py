@@ -48,7 +48,7 @@ def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
 
 
 def _without_dispatch(func: FunctionType) -> Callable[..., Any]:
-    """Return a copy of a Python torch function whose own override check is off; nested functions keep theirs."""
+    """Return a copy of a Python torch function without its own override check; nested functions keep theirs."""
     if func not in _COPIES:
         scope = {**func.__globals__, **dict.fromkeys(_CHECKS, _never)}
         copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)

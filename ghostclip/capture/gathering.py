@@ -38,7 +38,7 @@ class Gathering(Protocol):
         """Make the next forward one to ask for evidence; called on all ranks."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context whose errors all ranks raise, where everything is gathered; called on all of them."""
+        """Return a context whose errors all ranks raise, in which everything is gathered; called on all of them."""
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward: a rank that leaves it says why, and the others raise that."""

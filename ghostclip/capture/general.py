@@ -86,7 +86,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
 
 
 def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
-    """Return the sample of each row of a tensor whose rows were gathered, and note in the forward that they were."""
+    """Return the sample of each gathered row of a tensor, and note the gathering in the forward."""
     order = order_of_rows(tensor, 0, forward)
     order.note(forward)
     return order.samples

@@ -59,7 +59,6 @@ class Watch:
         self._after: dict[nn.Module, int] = {}
 
     def __bool__(self) -> bool:
-        """Return whether any module is watched."""
         return bool(self._handles)
 
     def add(self, module: nn.Module, enter: Enter, leave: Leave) -> None:
@@ -86,17 +85,16 @@ class Watch:
         self._off += _torch.take_hooks(self._watched, outermost)
 
     def inner_on(self) -> None:
-        """Restore them, each in its place: before, and after, all others."""
+        """Restore them, each in its place among other hooks."""
         off, self._off = self._off, []
         _torch.put_hooks_back(off)
 
     def call_inside(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a module without these hooks, and without those of others that are called around them."""
+        """Call a module without these hooks, and without others' hooks that are called around them."""
         own = next((watched for watched in self._watched if watched[0] is module), None)
         return module.forward(*args, **kwargs) if own is None else _torch.call_between_hooks(own, args, kwargs)
 
     def remove(self) -> None:
-        """Remove all hooks."""
         self.inner_on()
         for handle in self._handles:
             handle.remove()

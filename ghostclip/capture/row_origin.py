@@ -174,7 +174,7 @@ def _places_all(node: Any, name: str, rows: int) -> bool:
 
 
 def _noted(node: Any, rows: int) -> tuple[bool, Tensor | None]:
-    """Return whether a node has a note on its output's rows, and what `origin_of_rows` then says of them."""
+    """Return whether a node has a note on its output's rows, and what `origin_of_rows` then returns."""
     notes = node.metadata
     use, marked = notes.get(METADATA_KEY), notes.get(ROWS_KEY)
     if use is not None:

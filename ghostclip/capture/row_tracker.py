@@ -269,7 +269,7 @@ class RowTracker(TorchFunctionMode):
             self._mark(outputs, known, None)
 
     def _beside(self, tensor: Tensor) -> Tensor | None:
-        """Return the sample of each row of data that was not put into another order; None where it is no such data."""
+        """Return the sample of each row of data in the samples' own order; None where it is no such data."""
         is_data = not tensor.requires_grad and self._rows.get(tensor) is None and id(tensor) in self._came_in
         return self._arranged(tensor) if is_data else None
 
@@ -458,7 +458,7 @@ def _axes(dims: Any, total: int) -> set[int]:
 
 
 def _detaches(func: Callable[..., Any], args: Sequence[Any], caller: FrameType) -> bool:
-    """Return whether a model calls a function with a value in the graph, and what it returns is not there."""
+    """Return whether a module calls a function with a value in the graph and returns one that is not."""
     leaves = func in _LEAVING or not torch.is_grad_enabled()
     if not leaves or _torch.in_backward() or not any(type(item) is Tensor and item.requires_grad for item in args):
         return False

@@ -76,7 +76,7 @@ class Circumstances:
 def statistics_of(
     tracked: TrackedTensor, factor: Factor, grad: Tensor, *, where: Circumstances, pulled: Factor | None
 ) -> Statistics:
-    """Return the statistics of an argument, which hold no tensor."""
+    """Return the statistics of an argument, without any tensor."""
     # `pulled`: the factor of the parameter behind the argument where there is one only.
     form = where.form
     value = tracked.origin.value

@@ -73,7 +73,7 @@ class Joint:
 
     @property
     def elements(self) -> int:
-        """Elements of the parameters together."""
+        """Number of elements of all parameters."""
         return len(self.names) * torch.Size(self.factor.shape).numel()
 
     @property

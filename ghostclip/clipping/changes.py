@@ -20,7 +20,7 @@ def versions(factor: Factor) -> list[int]:
 
 
 def formed(factor: Factor) -> Factor:
-    """Return a factor that may wait: what it would form later, from data that may change, is formed now."""
+    """Return a factor that may wait: lazy parts, of data that may change, are formed now."""
     for _ in tensors_of(factor):
         pass
     return factor

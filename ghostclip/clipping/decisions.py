@@ -154,7 +154,7 @@ class Decisions:
 
     @property
     def noted(self) -> tuple[list[Any], ...]:
-        """Notes on the inputs of each backward completed since `forget`, in order, parts of one apart."""
+        """Notes on the inputs of each backward completed since `forget`, in order, those of its parts separate."""
         return tuple(self._noted)
 
     def merge_passes(self, since: int) -> None:

@@ -84,5 +84,4 @@ class NamedGroups:
         ]
 
     def describe(self) -> dict[str, list[str]]:
-        """Return the patterns."""
         return {group: list(listed) for group, listed in self._patterns.items()}

@@ -306,8 +306,8 @@ class GroupNorms:
         """Add up the sums of ranks that share samples; called on all of them, once nothing is added any more.
 
         Cost:
-            One exchange of six numbers a sample and clip group: the square, its error, what tells whether a sample must
-            be measured again, and what tells whether the ranks agree on what each has whole.
+            One exchange of six numbers per sample and clip group: the square, its error, whether the sample must be
+            measured again, and whether the ranks agree on what each has whole.
         """
         if self._ranks is None:
             return

@@ -16,18 +16,15 @@ class Savepoint:
         self._forget = forget
 
     def restore(self) -> None:
-        """Restore everything."""
         for part in self._parts:
             part()
 
     def __enter__(self) -> Savepoint:
-        """Return the savepoint itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release what is stored for restoring."""
         self._forget()
 
 

@@ -195,7 +195,7 @@ class GradientStore:
             self._delivery.send()
 
     def _take_in(self, delivery: Delivery) -> None:
-        """Add this rank's parts of the sums over all ranks to what was accumulated."""
+        """Add this rank's parts of the sums over all ranks to the accumulators."""
         for parameter in list(self._whole):
             delivery.add(parameter, self._whole.pop(parameter))
         for parameter, part in delivery.finish():
@@ -277,7 +277,7 @@ class GradientStore:
         return found if isinstance(found, list) else [found]
 
     def drop_stale_samples(self) -> None:
-        """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
+        """Drop per-sample gradients of a finished batch before those of the next are formed."""
         if not self.has_sum:
             self._samples.clear()
         for parameter in self._sampled:

@@ -25,14 +25,14 @@ class Streams:
             self._met[device, stream] = stream
 
     def join(self) -> None:
-        """Let the current stream of each device wait for all others of it."""
+        """Let the current stream of each device wait for all others."""
         for (device, _), stream in self._met.items():
             here = _torch.current_stream(device)
             if here != stream:
                 here.wait_stream(stream)
 
     def part(self) -> None:
-        """Let the others wait in turn, lest they use memory again that is still read here."""
+        """Let the other streams wait in turn, lest they reuse memory that is still read here."""
         for (device, _), stream in self._met.items():
             here = _torch.current_stream(device)
             if here != stream:

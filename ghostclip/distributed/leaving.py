@@ -109,7 +109,7 @@ def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
 
 
 def all_came() -> None:
-    """Note that all ranks have met for a step: what was noted before it is of no concern after it."""
+    """Note that all ranks have met for a step, which voids earlier notes."""
     _left.steps += 1
 
 
@@ -178,7 +178,7 @@ def _say(place: str, error: Exception, *, waited: bool) -> None:
 
 
 def _reason_of_others(place: str) -> GhostClipError | None:
-    """Return why another rank has left a place; None where nobody has said so."""
+    """Return why another rank has left a point of the program; None if nobody has published a reason."""
     if not _torch.several_ranks():
         return None
     store: Any = _torch.meeting_store()

@@ -43,7 +43,7 @@ def own_ways(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _closed_over(function: Any, name: str) -> Any:
-    """Return what a nested function's closure holds under a name, or None."""
+    """Return the value of a name in a nested function's closure, or None."""
     code = getattr(function, "__code__", None)
     if code is None or name not in code.co_freevars:
         return None

@@ -87,7 +87,6 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the mesh has."""
         return prod(axis.size for axis in self.axes)
 
     @cached_property

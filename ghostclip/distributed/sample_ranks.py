@@ -119,7 +119,6 @@ class SampleRanks:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return distributed.get_world_size(self._group)
 
     def is_divided(self, name: str) -> bool:

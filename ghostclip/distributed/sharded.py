@@ -144,7 +144,7 @@ class ShardedModel:
 
     @property
     def divides(self) -> bool:
-        """Whether ranks share samples, and compute with a part of what a parameter is."""
+        """Whether ranks share samples and compute with parts of parameters."""
         return self._shared is not None
 
     # -- proofs of forwards ---------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
 
 
 def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) -> list[Bucket]:
-    """Split what is gathered at once into what one reduction can carry: of one mesh and one dtype."""
+    """Split the parameters of one gathering into reductions of one mesh and one dtype."""
     found: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
     for parameter, placement in zip(parameters, placements, strict=True):
         wide = torch.promote_types(parameter.dtype, torch.float32)

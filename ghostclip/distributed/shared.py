@@ -79,7 +79,7 @@ class SharedNoise:
         return self._source.fingerprint() + ", all on rank 0" * (not draws_shares(self._source))
 
     def _follow_first(self) -> None:
-        """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""
+        """Adopt rank 0's noise where it follows a generator, as only rank 0 decides whether that was seeded anew."""
         if self._source.generator is not None:
             share_noise(self._source, self._group)
 

@@ -57,7 +57,7 @@ class StagesClipper:
 
     @property
     def policy(self) -> ClipPolicy:
-        """How samples are clipped: one policy of all stages, whose bound may be set between batches."""
+        """The clip policy of all stages, whose bound may be set between batches."""
         return self.pipeline.policy
 
     @property
@@ -122,7 +122,7 @@ class StagesClipper:
         """Nothing to leave: sums of stages wait for each other's norms."""
 
     def prove_next(self) -> None:
-        """Nothing to ask together: each stage is proved by itself."""
+        """Do nothing: each stage is proved by itself."""
 
     def rest(self) -> None:
         """Nothing is gathered."""
@@ -132,7 +132,6 @@ class StagesClipper:
         self.pipeline.reset()
 
     def remove(self) -> None:
-        """Detach from the stages."""
         self.pipeline.remove()
 
     def backward(self, loss: Tensor) -> None:

@@ -89,7 +89,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _brief(entries: Sequence[_WeightEntry]) -> tuple[bytes, bytes, bytes]:
-    """Return digests of what all ranks must have in common, of which parts this one holds, and of these."""
+    """Return digests of what all ranks must have in common, of which parts this rank has, and of their values."""
     common = [entry if not entry.part else entry._replace(digest=0, part="") for entry in entries]
     parts = [entry.part for entry in entries]
     own = [entry.digest for entry in entries if entry.part]

@@ -144,7 +144,6 @@ class DeferredOutput:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch on the value."""
         args, kwargs = _tree.mapped(_resolved, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 

@@ -116,7 +116,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
             return self._module(*args, **kwargs)
 
     def _around(self) -> AbstractContextManager[None]:
-        """Return what a private forward runs in."""
+        """Return the context that a private forward runs in."""
         around = self.__dict__.get("around")
         clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
         return around() if around is not None and clips else nullcontext()
@@ -180,7 +180,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
         return self._module.load_state_dict(own, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what the facade does not have on the model."""
+        """Look up on the model the attributes that the facade lacks."""
         module = _torch.child_of(self, "_module")
         if module is None:
             raise AttributeError(name)
@@ -202,7 +202,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
             setattr(self._module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete from the model what is the model's."""
+        """Delete an attribute of the model."""
         if name in self.__dict__:
             super().__delattr__(name)
         else:

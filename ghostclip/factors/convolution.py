@@ -83,8 +83,10 @@ class Geometry:
         return parts.reshape(-1, parts.shape[2], parts.shape[3] * parts.shape[4])
 
     def grouped(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
-        """Return every sample's gradient ``(B·S·O, C, *kernel)``, by a convolution with a group for every sample."""
-        # Cost: 2·B·T·I·O.
+        """Return every sample's gradient ``(B·S·O, C, *kernel)``, by a convolution with a group for every sample.
+
+        Cost: 2·B·T·I·O.
+        """
         samples = x_BKC.shape[0]
         x, pads = self.fitted(x_BKC, g_BKO.shape[3:])
         kernel = x.new_empty(1).expand(samples * self.shape[0], *self.shape[1:])
@@ -92,8 +94,10 @@ class Geometry:
         return self._kernel_gradient(*sides, kernel, pads, samples * self.groups)
 
     def weighted(self, x_BKC: Tensor, g_BKO: Tensor, coef_B: Tensor) -> Tensor:
-        """Return ``Σ_b coef_B[b]·g_b``, ``(S·O, C, *kernel)``, as an ordinary convolution's backward does."""
-        # Cost: 2·B·T·I·O, and a weighted copy of the smaller tensor.
+        """Return ``Σ_b coef_B[b]·g_b``, ``(S·O, C, *kernel)``, as an ordinary convolution's backward does.
+
+        Cost: 2·B·T·I·O, and a weighted copy of the smaller tensor.
+        """
         positions = g_BKO.shape[3:]
         coef = coef_B.view(-1, *[1] * (g_BKO.dim() - 1))
         if x_BKC.numel() < g_BKO.numel():
@@ -118,10 +122,12 @@ class Geometry:
         return squares
 
     def window_gram(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return dot products of all pairs of windows, ``(B·S, K·T, K·T)``, from those of pixels."""
-        # Only for a stride of 1. A[s, t] = Σ_k G[s + k, t + k] with G[u, v] = x_u · x_v, one axis of space after the
-        # other: each pair of pixels is multiplied once and not once for every pair of windows it is in. Cost:
-        # 2·(K·P)²·C a group, and kernel-many additions an entry and axis.
+        """Return dot products of all pairs of windows, ``(B·S, K·T, K·T)``, from those of pixels; for stride 1.
+
+        ``A[s, t] = Σ_k G[s + k, t + k]`` with ``G[u, v] = x_u · x_v``, one axis of space after the other: each pair of
+        pixels is multiplied once and not once for every pair of windows it is in.
+        Cost: 2·(K·P)²·C per group, and as many additions per entry and axis as the kernel has entries there.
+        """
         x_NCP = self.by_group(x_BKC)
         rows, space, dims = x_BKC.shape[1], x_BKC.shape[3:], len(positions)
         gram = products.batched(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)

@@ -80,7 +80,7 @@ class _Sum(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Samples whose tiles are formed together, and which of them are selected."""
+    """Samples of one chunk of tiles, and which of them are selected."""
 
     samples: slice
     inside: Tensor | None
@@ -218,9 +218,11 @@ class Head(Factor):
         return total
 
     def sqnorm(self) -> SquaredNorm:
-        """Return squared norms, from a Gram matrix or from gradients formed and dropped, whichever is cheaper."""
-        # The hidden states' gradient is formed of the same tiles. Cost: 2·T·I·V a sample for the logits, as much for
-        # the hidden states' gradient, and `ghostclip.kernels.head_norms.norm_flops`.
+        """Return squared norms, from a Gram matrix or from gradients formed and dropped, whichever is cheaper.
+
+        Cost: 2·T·I·V per sample for the logits, as much for the hidden states' gradient from the same tiles, and
+        `ghostclip.kernels.head_norms.norm_flops`.
+        """
         if not self.x_BTI.numel() or not self.batch_size:
             return no_error(self.x_BTI.new_zeros(self.batch_size, dtype=self.dtype))
         whole = self.index_D is None and not self.double
@@ -259,9 +261,11 @@ class Head(Factor):
         return self._shared.bias_BV
 
     def rows_at(self, ids_BU: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a few rows of every gradient, ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``."""
-        # Cost: 2·T·U·I a sample where they were expected (`expect`): tiles of the norms serve them too. Else 2·T·I·V
-        # more.
+        """Return a few rows of every gradient, ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``.
+
+        Cost: 2·T·U·I per sample where they were expected (`expect`), as tiles of the norms serve them too; else 2·T·I·V
+        more.
+        """
         if self.index_D is None and not self.double:
             for known in self._shared.rows:
                 if _is_same(known.ids_BU, ids_BU):

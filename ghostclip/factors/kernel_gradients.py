@@ -67,7 +67,7 @@ class KernelGradients:
         self.channels_last = self._layout is unfolded_channels_last
 
     def together(self) -> Tensor:
-        """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O a sample."""
+        """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O per sample."""
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
             return self._form(self, slice(0, samples), None).reshape(samples, -1)
@@ -79,8 +79,7 @@ class KernelGradients:
         return full_BP
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of samples with their gradients, ``(b, S·O·I)``."""
-        # Cost: 2·T·I·O a sample.
+        """Yield slices of samples with their gradients, ``(b, S·O·I)``. Cost: 2·T·I·O per sample."""
         chunk = self._chunk(self._dropped)
         for start in range(0, self._x_BKC.shape[0], chunk):
             piece = slice(start, start + chunk)

@@ -92,7 +92,7 @@ class Outer(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
 
-        Cost: little more than min(T²·(I+O), 2·T·I·O) a sample.
+        Cost: little more than min(T²·(I+O), 2·T·I·O) per sample.
         """
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] == 0:
             return no_error(self._per_sample(to_accumulation(self.a_NTI).sum((1, 2))))
@@ -133,7 +133,7 @@ class Outer(Factor):
 
         The double sum cancels when positions oppose each other; ``error_B`` bounds what rounding may have hidden.
 
-        Cost: little more than T²·(I+O) a sample, see `ghostclip.kernels.gram_entries`.
+        Cost: little more than T²·(I+O) per sample, see `ghostclip.kernels.gram_entries`.
         """
         workspace = planner.workspace(self.a_NTI.device)
         return self._summed(kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace))
@@ -141,7 +141,7 @@ class Outer(Factor):
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.
 
-        Cost: 2·T·I·O a sample.
+        Cost: 2·T·I·O per sample.
         """
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
@@ -181,7 +181,7 @@ class Outer(Factor):
         return weighting(self.a_NTI, self.g_NTO) if self.slots == 1 else 1
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
+        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O per sample."""
         grad_NOI = products.pair_by_pair(self.g_NTO.mT, self.a_NTI)
         return grad_NOI.reshape(self.batch_size, *self.shape)
 

@@ -69,7 +69,8 @@ class Placed(Factor):
         return self.inner.element_count()
 
     def disjoint_from(self, other: "Placed") -> bool:
-        """Return whether the two slices certainly share no entry (different integers, or ranges apart, on an axis)."""
+        """Return whether the two slices certainly share no entry."""
+        # Different integers, or disjoint ranges, on an axis.
         pairs = zip(self.index, other.index, self.shape, strict=False)
         return any(_apart(mine, theirs, size) for mine, theirs, size in pairs)
 

@@ -110,7 +110,7 @@ class Windows(Outer):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms: from a Gram of pixels or of windows, or from the gradients formed and dropped.
 
-        Cost: min(2·P²·C + 2·T²·O (stride 1), about T²·(I+O), 2·T·I·O) a sample and group.
+        Cost: min(2·P²·C + 2·T²·O (stride 1), about T²·(I+O), 2·T·I·O) per sample and group.
         """
         if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return no_error(to_accumulation(self.x_BKC.new_zeros(self.batch_size)))
@@ -225,7 +225,7 @@ class Windows(Outer):
         return 1
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""
+        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O per sample and group."""
         formed = self._formed()
         if formed is None:
             return to_accumulation(self.x_BKC).new_zeros(self.batch_size, *self.shape)
@@ -275,7 +275,7 @@ class Windows(Outer):
         return out.device.type == "cpu" and self.sizes[0] > 1 and self.keeps_in_any_batch()
 
     def _add_formed(self, coef_B: Tensor, out: Tensor) -> bool:
-        """Add what is formed sample by sample, weighted in the dtype of the sum; return whether it was."""
+        """Add per-sample gradients in pieces, weighted in the dtype of the sum; return whether that was possible."""
         if not self._adds_formed(out):
             return False
         operands = self._operands() if self._by_units() else (self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype))

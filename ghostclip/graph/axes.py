@@ -92,7 +92,7 @@ def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.No
 
 
 def values_of(node: fx.Node) -> list[Tensor]:
-    """Return the tensors that a node stands for, without memory."""
+    """Return the fake tensors of a node's values."""
     return [leaf for leaf in _torch.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
 
 
@@ -155,7 +155,7 @@ class _Reader:
         return any(parent in self.depends for parent in node.all_input_nodes)
 
     def _compare_numbers(self, node: fx.Node) -> None:
-        """Refuse numbers that follow the batch: a sample's loss would depend on how many others there are."""
+        """Refuse numbers that follow the batch size: a sample's loss would depend on the number of samples."""
         name = operation(node)
         for own, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
             if own != other and name not in _PLACES:
@@ -230,7 +230,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 def _seen_through(
     node: fx.Node, axis: int, rows: int, source: fx.Node, layout: SampleLayout, *, batch_size: int
 ) -> SampleLayout:
-    """Return the layout of a view from that of what it views: no element moves."""
+    """Return the layout of a view from that of its base: no element moves."""
     before, after = shape_of(source), shape_of(node)
     outer = prod(before[: layout.axis]) * layout.outer
     lead = prod(after[:axis])

@@ -164,7 +164,7 @@ def _of_size(size: int, inputs: Inputs) -> Callable[[Any], int | None]:
 
 
 def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
-    """Return the sample axes of what the loss function returned beside the losses."""
+    """Return the sample axes of the loss function's other results."""
     found: list[int | None] = []
     for node in outputs_of(traced.graph)[1 + trainable :]:
         layout = axes.layouts.get(node)

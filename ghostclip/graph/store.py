@@ -118,7 +118,7 @@ def _nodes(graph: fx.GraphModule, axes: Axes) -> Iterator[object]:
 
 
 def _target(node: fx.Node, graph: fx.GraphModule) -> object:
-    """Describe what a node computes: an operation of torch's own, or a constant by its content."""
+    """Describe the operation of a node: one of torch's own, or a constant by its content."""
     target: Any = node.target
     if node.op in ("placeholder", "output"):
         return node.op

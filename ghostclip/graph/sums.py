@@ -30,7 +30,6 @@ class Sum:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the value."""
         return self.factors[0].shape
 
     def each(self, change: Callable[[Factor], Factor]) -> Sum:

@@ -18,7 +18,7 @@ MAX_FEATURES: Final = 1 << 13
 
 
 class NormAffine(NamedTuple):
-    """Gradients of weight and bias, which are what is measured, clipped and summed."""
+    """Per-sample gradients of weight and bias, which are measured, clipped and summed."""
 
     weight_BF: Tensor  # ``Σ_t g·x̂``, float32 or float64
     bias_BF: Tensor  # ``Σ_t g``, likewise

@@ -102,7 +102,7 @@ class Unfinished(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for those that can be finished together."""
+        """Key that is equal for results that can be finished in one operation."""
         alike = self.a_NT.shape, self.a_NT.dtype, self.a_NT.device, self.by_units, self.weighting
         return *alike, self.value_N.dtype, self.absolute_N is None, self.square_KNT is None, self.drift
 
@@ -118,7 +118,7 @@ class Reduced(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for those that can be finished together."""
+        """Key that is equal for results that can be finished in one operation."""
         return "reduced", self.part_NPK.shape, self.part_NPK.device, self.positions, self.by_units, self.weighting
 
 

@@ -85,7 +85,7 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
 
     The double sum cancels when positions oppose each other; ``error_N`` bounds what rounding may have hidden.
 
-    Cost: `gram_entries` · 2·(I+O) a sample, little more than T²·(I+O). The kernel stores no part of the Gram matrix
+    Cost: `gram_entries` · 2·(I+O) per sample, little more than T²·(I+O). The kernel stores no part of the Gram matrix
     and takes 16-bit tensors as they are; the twin stores at most ``workspace`` elements of it.
 
     Privacy:
@@ -263,7 +263,7 @@ def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
 
 
 def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
-    """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all together where views allow."""
+    """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all at once where views allow."""
     if _in_one_piece(a_NTI) and _in_one_piece(g_NTO):
         yield a_NTI.view(-1, size, a_NTI.shape[2]), g_NTO.view(-1, size, g_NTO.shape[2])
         return
@@ -322,7 +322,7 @@ def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
 
 
 def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offset: int | None) -> _Sums:
-    """Return sums over the blocks of each sample, and the diagonals that begin at a column where it is given."""
+    """Return sums over the blocks of each sample, and diagonals from a column on where one is set."""
     form = _dots if seen else dots
     product, other = form(rows[0], columns[0]), form(rows[1], columns[1])
     square_KML = None

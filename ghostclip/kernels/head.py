@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The head's parameters, and what is computed from its logits."""
+    """The head's parameters, and the form of its logits and loss."""
 
     weight_VI: Tensor
     bias_V: Tensor | None
@@ -137,7 +137,7 @@ def _losses(x_RI: Tensor, label_R: Tensor, table: Table, plan: Tiling) -> tuple[
 
 
 def _places(label_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return where in a tile labels stand, ``(R, 1)``, and whether they do, ``(R,)``."""
+    """Return the column of each label in a tile, ``(R, 1)``, and whether it is in the tile, ``(R,)``."""
     place_R = label_R - columns.start
     inside_R = (place_R >= 0) & (label_R < columns.stop)
     return place_R.where(inside_R, 0).unsqueeze(1), inside_R

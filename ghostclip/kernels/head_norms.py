@@ -154,7 +154,7 @@ class _Gram(_Measured):
 
 
 class _Formed(_Measured):
-    """Gradients formed a few entries of the vocabulary at a time, squared and dropped. Cost: 2·T·I·V a sample."""
+    """Gradients formed a few entries of the vocabulary at a time, squared and dropped. Cost: 2·T·I·V per sample."""
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         super().__init__(a_CTI, vocabulary)

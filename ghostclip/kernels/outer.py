@@ -49,7 +49,7 @@ _POSITIONS: Final = 1 << 14
 def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Bounded:
     """Return squared norms of ``Σ_t g_t ⊗ a_t``, formed and squared.
 
-    Cost: 2·T·I·O a sample. The kernel keeps each tile of a gradient in registers; the twin stores ``samples_at_once``
+    Cost: 2·T·I·O per sample. The kernel has each tile of a gradient in registers; the twin stores ``samples_at_once``
     whole gradients.
 
     Privacy:

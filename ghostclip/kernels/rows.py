@@ -45,7 +45,7 @@ def _add_in_samples(out: Tensor, place_BT: Tensor, source: Tensor) -> Tensor:
 def row_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
     """Return squared norms of gradients in which row ``ids[b,t]`` receives ``g[b,t]``.
 
-    Cost: one sort of T keys a sample. The kernel then reads every row once and stores no sum; the twin stores all sums.
+    Cost: one sort of T keys per sample. The kernel reads every row once and stores no sum, the twin stores all sums.
 
     Privacy:
         ``value_N + error_N`` is at least the squared norm of what is summed.
@@ -68,7 +68,7 @@ def _naive(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
 
 
 def _bounded(value_B: Tensor, g_BTI: Tensor, runs: tuple[Tensor, Tensor, Tensor]) -> Bounded:
-    """Return squared norms with their masses: rows that stand alone are not rounded, sums of several are."""
+    """Return squared norms with their masses: single rows are not rounded, sums of several are."""
     order_BT, first_BT, end_BT = runs
     norm_BT = position_norms(g_BTI).take_along_dim(order_BT, 1) * (end_BT - first_BT > 1)
     mass_B = torch.linalg.vector_norm(_add_in_samples(torch.zeros_like(norm_BT), first_BT, norm_BT), dim=1)

@@ -29,7 +29,7 @@ def elements(device: torch.device) -> int:
 
 
 def renew() -> None:
-    """Forget what was free: another backward begins."""
+    """Drop the cached free memory, as another backward begins."""
     _found.clear()
 
 

@@ -47,7 +47,6 @@ class _Catcher:
         self._labels, self.losses = labels_BT, None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute the losses of the records."""
         labels = self._labels
         if labels is None or hidden.dim() != 3 or hidden.shape[1] < labels.shape[1] or len(hidden) != len(labels):
             given = None if labels is None else tuple(labels.shape)

@@ -43,7 +43,7 @@ class NoiseSource(Protocol):
 
 
 class Block(NamedTuple):
-    """A part of one tensor's noise that is drawn at once; the same part whoever draws it."""
+    """A part of one tensor's noise that is drawn at once, the same on every rank."""
 
     position: int
     """Number of the tensor, counted over the whole training."""

@@ -66,5 +66,5 @@ class ExactSums:
         return released
 
     def clear(self) -> None:
-        """Forget what was added, as after an abandoned loop."""
+        """Drop the sums, as after an abandoned loop."""
         self._sums = {}

@@ -26,7 +26,6 @@ class Cost:
     held: int = 0  # bytes stored until the backward ends that a non-private step does not store
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Return the cost of both."""
         return Cost(self.base + other.base, self.private + other.private, self.held + other.held)
 
 

@@ -25,7 +25,7 @@ class CoverageRow:
     parameter: str
     shape: tuple[int, ...]
     handled: str  # operations that consumed it and the form of its factors; ``"not used yet"`` before the first forward
-    # how it was captured: ``"rule"``, ``"elementwise"``, ``"general"`` (one gradient a sample), each perhaps
+    # how it was captured: ``"rule"``, ``"elementwise"``, ``"general"`` (one gradient per sample), each perhaps
     # ``"derived"`` as well; empty where it was not used
     rung: str = ""
     plan: str = ""  # how norm and clipped sum are formed at the sizes of the last backward; empty before the first
@@ -69,11 +69,9 @@ class Coverage:
         self.unchecked = unchecked
 
     def __iter__(self) -> Iterator[CoverageRow]:
-        """Iterate over the rows."""
         return iter(self.rows)
 
     def __len__(self) -> int:
-        """Return the number of trainable parameters."""
         return len(self.rows)
 
     @property
@@ -119,7 +117,6 @@ class Coverage:
         }
 
     def __str__(self) -> str:
-        """Return the table as text."""
         header = ("module", "type", "parameter", "shape", "handled", "rung", "plan", "FLOPs", "holds")
         lines = [
             (

@@ -182,7 +182,7 @@ class _Gradients:
 
 
 def _keeps(use: ParamUse) -> bool:
-    """Return whether a use may keep the gradient of its output as it arrives: that of a matrix or a kernel."""
+    """Return whether a use may store the gradient of its output as it arrives: that of a matrix or a kernel."""
     return any(tracked.origin.value.dim() > 1 for tracked in use.targets.values())
 
 

@@ -78,7 +78,6 @@ class Planner:
     """Decides once for every batch's sizes which layers store per-sample gradients."""
 
     def __init__(self, budget: float = MEMORY_BUDGET) -> None:
-        """Begin with a budget of at least 1."""
         if not budget >= 1:
             raise InvalidOptionError(f"memory_budget={budget}: expected 1 or more times an ordinary step's memory.")
         self.budget = budget  # peak of a private backward over that of an ordinary one; infinite for no bound
@@ -152,7 +151,7 @@ def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], lis
 
 
 def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int, bool]:
-    """Return bytes that book-keeping keeps of a use until the end, without its inputs, and whether it keeps these."""
+    """Return bytes that book-keeping stores of a use until the end, without its inputs, and whether it stores these."""
     found = _shape_of(use, arriving, forward)
     if found is None:
         kept = _dense_bytes(use, forward) or _kernel_bytes(use, arriving, forward)

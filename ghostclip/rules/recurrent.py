@@ -159,7 +159,7 @@ def _given(tensor: Tensor | None) -> Tensor:
 
 
 def _entered(first: Tensor, gates: Tensor, count: int) -> Tensor:
-    """Let an initial state that is computed from parameters meet the rows of the first step, which tell its samples."""
+    """Connect an initial state computed from parameters to the rows of the first step, which identify samples."""
     if not has_torch_function((first,)):
         return first
     rows = (gates[0] if gates.dim() == 3 else gates[:count])[:, :1]

@@ -161,7 +161,6 @@ class LSTM(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards."""
         gates_NG, cells_NH, before_NH = ran
         width = cells_NH.shape[1]
         i, f, g, o = gates_NG.split(width, 1)
@@ -225,7 +224,6 @@ class GRU(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards."""
         gates_NG, product_NH, before_NH = ran
         r, z, n = gates_NG.chunk(3, 1)
         new_NH = (1 - z) * (1 - n * n)
@@ -272,7 +270,6 @@ class RNN(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards."""
         (out_NH,) = ran
         slope_NH = (out_NH > 0).to(out_NH.dtype) if self._relu else 1 - out_NH * out_NH
         grads_NH = torch.empty_like(out_NH)

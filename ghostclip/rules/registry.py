@@ -152,15 +152,7 @@ def operation_name(func: Callable[..., Any]) -> str:
 
 
 def is_rule_for(name: str, rule: Rule) -> bool:
-    """Return whether a rule is still the one for an operation.
-
-    Args:
-        name: The operation.
-        rule: The rule.
-
-    Returns:
-        False where another has taken its place.
-    """
+    """Return whether a rule is still the one registered for an operation."""
     entry = _RULES.get(name)
     return entry is not None and entry.rule is rule
 

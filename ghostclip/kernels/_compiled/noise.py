@@ -120,7 +120,7 @@ def _one_of(index, x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, y4, y5, y6, y
 
 @triton.jit
 def _double(low, high):
-    """The float64 number whose bits are two 32-bit words: numbers arrive in float32 otherwise."""
+    """The float64 number from two 32-bit words, as numbers passed to a kernel arrive in float32."""
     bits = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
     return bits.to(tl.float64, bitcast=True)
 
