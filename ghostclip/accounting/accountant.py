@@ -28,42 +28,28 @@ from ghostclip.errors import InvalidOptionError
 
 
 class Accountant(IAccountant):
-    """Keeps the history of released steps and turns it into (ε, δ).
+    """History of released steps, and the (ε, δ) that it satisfies.
 
     Privacy:
         A step is one draw of N(0, (σC)²) added to a sum over a Poisson sample of rate q in which every record moves
         the sum by at most C. A batch that always holds every record, or one pass over shuffled batches, is a step with
         q = 1. Losses, batch sizes and norms are not covered.
-
-    Attributes:
-        relation: What neighbouring data sets are.
-        history: Poisson steps as (σ, q, steps); equal consecutive steps share an entry.
-        others: Everything else as (kind, parameters, times).
     """
 
     def __init__(self, *, relation: str = "zero_out") -> None:
-        """Make an accountant with an empty history.
-
-        Args:
-            relation: What neighbouring data sets are: one record replaced by one without contribution ("zero_out"),
-                added or removed ("add_remove"; the same cost on Poisson samples), or replaced by any
-                ("replace_one").
-        """
+        # Poisson steps as (σ, q, steps); equal consecutive steps share an entry
         super().__init__()
         self.relation = checked_relation(relation)
-        self.others: list[OtherEntry] = []
+        self.others: list[OtherEntry] = []  # all other releases as (kind, parameters, times)
         self._held: Mapping[Kind, int] = {}
 
     def hold(self, released: Mapping[Kind, int]) -> None:
-        """Never go below what an engine has released: an emptied or shortened history is refused when ε is asked for.
-
-        Args:
-            released: Numbers by kind, (σ, q) or (kind, parameters); the engine keeps adding to this mapping.
-        """
+        """Set the counts that an engine has released, which the engine updates."""
+        # A shorter history is refused from then on.
         self._held = released
 
     def lacking(self) -> dict[Kind, int]:
-        """Return what the engine has released and this history does not hold, as numbers by kind."""
+        """Return the releases of the engine that are missing in this history, as numbers by kind."""
         there: dict[Kind, int] = {}
         for first, second, count in (*self.history, *self.others):
             kind = cast("Kind", (first, second))
@@ -72,11 +58,7 @@ class Accountant(IAccountant):
         return {kind: count for kind, count in missing.items() if count > 0}
 
     def require_whole(self) -> None:
-        """Refuse a history that lacks what the engine has released.
-
-        Raises:
-            InvalidOptionError: If it was emptied, shortened or changed by hand.
-        """
+        """Refuse a history that lacks what the engine has released: emptied, shortened or changed by hand."""
         lacking = self.lacking() if self._held else {}
         if lacking:
             kind, count = next(iter(lacking.items()))
@@ -88,99 +70,41 @@ class Accountant(IAccountant):
 
     @abc.abstractmethod
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return bounds from both sides on the ε spent so far.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            The bounds; the upper one is the guarantee, the lower one what no accountant can go below.
-        """
+        """Return bounds of the ε spent so far; the upper one is the guarantee."""
 
     @abc.abstractmethod
     def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return bounds from both sides on the δ at some ε.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            The bounds.
-        """
+        """Return lower and upper bounds of δ at an ε."""
 
     def get_epsilon(self, delta: float) -> float:
-        """Return an upper bound on the ε spent so far.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            ε ≥ 0; inf only if steps without noise reveal more than δ.
-        """
+        """Return an upper bound on the ε spent so far; inf only if steps without noise reveal more than δ."""
         return self.epsilon_bounds(delta).upper
 
     def get_delta(self, epsilon: float) -> float:
-        """Return an upper bound on δ at some ε.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            δ in [0, 1].
-        """
+        """Return an upper bound on δ at some ε."""
         return self.delta_bounds(epsilon).upper
 
     def whole_history(self) -> History:
-        """Return the checked history, equal releases as one entry.
-
-        Returns:
-            Steps, truncated steps and guarantees with their numbers.
-
-        Raises:
-            InvalidOptionError: If an entry is out of range, which somebody has put there by hand, or it lacks what an
-                engine has released.
-        """
+        """Return the checked history, equal releases as one entry."""
+        # Refuse one that was changed by hand or is incomplete.
         self.check()
         self.require_whole()
         return totals(self.history, self.others, self.relation)
 
     def check(self) -> None:
-        """Refuse entries that no release has made: `history` and `others` are open to be written to.
-
-        Raises:
-            InvalidOptionError: If one is not of the form, or out of range.
-        """
+        """Refuse entries that no release has made, since `history` and `others` can be written to."""
         where = type(self).__name__
         checked_relation(self.relation)
         checked_history(self.history, where=where)
         checked_others(self.others, where=where)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Record one release, in constant time.
-
-        A Gaussian mechanism without sampling, such as a noisy hyper-parameter, is a step with sample rate 1; several
-        releases on one batch are one step with their `joint_noise_multiplier`.
-
-        Args:
-            noise_multiplier: σ, the standard deviation of the noise over the sensitivity.
-            sample_rate: q, the probability with which each record joined the batch.
-
-        Raises:
-            InvalidOptionError: If a value is out of range; nothing is recorded then.
-        """
+        """Record one Poisson-sampled Gaussian release; without sampling, q is 1."""
+        # Several releases on one batch are one step with their `joint_noise_multiplier`.
         self._add_steps(checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1)
 
     def record(self, event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> None:
-        """Record releases as a sampler describes them; of kinds of rounds and epochs one for each that was begun.
-
-        Args:
-            event: How units were selected.
-            noise_multiplier: σ, in units of one record's sensitivity.
-            count: How many such events.
-
-        Raises:
-            InvalidOptionError: If a value is out of range or the relation is not this accountant's.
-        """
+        """Record releases as a sampler describes them, σ in units of one record's sensitivity; of rounds one each."""
         sigma = checked_noise_multiplier(noise_multiplier) / event.records_per_unit
         count = positive_int(count, "count")
         if event.kind == "truncated_poisson":
@@ -197,12 +121,7 @@ class Accountant(IAccountant):
             self._add_steps(sigma, checked_sample_rate(event.sample_rate), count)
 
     def record_guarantee(self, *, epsilon: float, delta: float = 0.0) -> None:
-        """Record a release of any kind that is known to be (ε, δ)-private under this accountant's relation.
-
-        Args:
-            epsilon: ε ≥ 0.
-            delta: δ in [0, 1).
-        """
+        """Record a release of any kind that is known to be (ε, δ)-private under this accountant's relation."""
         self._add_other("guarantee", guarantee_entry(epsilon, delta), 1)
 
     def _add_steps(self, sigma: float, rate: float, steps: int) -> None:
@@ -216,7 +135,6 @@ class Accountant(IAccountant):
         self.others.append((kind, parameters, count))
 
     def __len__(self) -> int:
-        """Return the number of releases recorded."""
         return sum(entry[2] for entry in (*self.history, *self.others))
 
     def __bool__(self) -> bool:
@@ -224,17 +142,7 @@ class Accountant(IAccountant):
         return True
 
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-        """Return the history as plain Python values.
-
-        Args:
-            destination: Mapping to fill; a new dict by default.
-
-        Returns:
-            Mapping with the keys `history`, `mechanism`, `relation`, and `others` if there are any.
-
-        Raises:
-            InvalidOptionError: If an entry is out of range.
-        """
+        """Return the history as plain Python values."""
         self.check()
         state = {} if destination is None else destination
         state["history"] = list(self.history)
@@ -245,16 +153,10 @@ class Accountant(IAccountant):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the history by a saved one; which accountant kept it does not matter, what it says was released does.
+        """Replace the history by a saved one, of this or another accountant under the same relation.
 
         Privacy:
             What an engine has released and the saved history lacks stays counted: going back lowers nothing.
-
-        Args:
-            state_dict: What `state_dict` returned, of this or another accountant.
-
-        Raises:
-            InvalidOptionError: If it is empty, incomplete, out of range, or of another relation.
         """
         missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
         if missing:

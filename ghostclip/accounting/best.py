@@ -26,18 +26,9 @@ class BestAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "best"."""
         return "best"
 
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return bounds from both sides on the ε spent so far.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            The bounds.
-        """
         history = self.whole_history()
         bounds = pld_epsilon(history, probability(delta, "delta"))
         enough = MATTERS if len(history.steps) <= FEW else 0.5
@@ -47,14 +38,6 @@ class BestAccountant(Accountant):
         return Bounds(min(bounds.lower, upper), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return bounds from both sides on the δ at some ε.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            The bounds.
-        """
         history = self.whole_history()
         bounds = pld_delta(history, non_negative(epsilon, "epsilon"))
         upper = min(bounds.upper, rdp_delta(history, epsilon))

@@ -165,34 +165,19 @@ def get_steps(
 
 
 def joint_noise_multiplier(*noise_multipliers: float) -> float:
-    """Return the σ of several Gaussian releases that are made of one batch.
-
-    Together they are one Gaussian release with σ^-2 = Σ σ_i^-2; for adaptive clipping, for example, of the gradients
-    and of the count of samples below the threshold (sensitivity 1/2 where samples count as ±1/2).
-
-    Args:
-        *noise_multipliers: Each release's standard deviation over its sensitivity.
-
-    Returns:
-        The joint noise multiplier, for `Accountant.step`.
+    """Return the σ of several Gaussian releases on one batch: σ^-2 = Σ σ_i^-2.
 
     Reference:
         Andrew, Thakkar, McMahan, Ramaswamy 2021, Theorem 1.
     """
+    # In adaptive clipping, for example, of the gradients and of the count of samples below the threshold, whose
+    # sensitivity is 1/2 where samples count as ±1/2.
     inverse = math.fsum(positive(sigma, "noise_multipliers", allow_infinity=True) ** -2 for sigma in noise_multipliers)
     return 1 / math.sqrt(inverse) if inverse > 0 else math.inf
 
 
 def delta_too_large(delta: float, num_samples: int | None) -> str | None:
-    """Return a warning if δ is at least 1/N, else None.
-
-    Args:
-        delta: δ.
-        num_samples: N; None if it is not known.
-
-    Returns:
-        One sentence that says what such a δ allows.
-    """
+    """Return a warning if δ is at least 1/N, else None."""
     if num_samples is None or delta * num_samples < 1:
         return None
     return (
@@ -221,19 +206,8 @@ def _length(rate: float, *, epochs: float | None, steps: int | None) -> int:
 
 
 def smallest_noise_multiplier(epsilon_of: Callable[[float], float], *, target: float, tolerance: float) -> float:
-    """Return σ with target - tolerance ≤ ε(σ) ≤ target by a search on log σ that keeps a safe upper end.
-
-    Args:
-        epsilon_of: ε of a whole training with noise multiplier σ, falling in σ; may be inf.
-        target: What ε must not exceed.
-        tolerance: How much of it may be left.
-
-    Returns:
-        σ in [0.001, 1e6], whose ε was computed; up to a fifth larger than it had to be where δ alone is enough for it.
-
-    Raises:
-        BudgetError: If no σ up to 1e6 meets the target.
-    """
+    """Return σ with target - tolerance ≤ ε(σ) ≤ target by a search on log σ that keeps a safe upper end."""
+    # σ lies in [0.001, 1e6] and its ε was computed; up to a fifth too large where δ alone is nearly enough.
     high, low = 1.0, 1.0
     high_epsilon = low_epsilon = epsilon_of(1.0)
     while high_epsilon > target:

@@ -19,38 +19,17 @@ Group = tuple[tuple[float, float], int]
 
 
 def directions(relation: str) -> tuple[str, ...]:
-    """Return the directions of a neighbouring relation; the guarantee is that of the worst.
-
-    Args:
-        relation: As in `History`.
-
-    Returns:
-        Names of directions as in `SampledGaussian`.
-    """
+    """Return the directions of a neighbouring relation; the guarantee is that of the worst."""
     return ("replace",) if relation == "replace_one" else ("remove", "add")
 
 
 def first_width(history: History) -> float:
-    """Return the first width of cells in σ.
-
-    Args:
-        history: What was released.
-
-    Returns:
-        The width.
-    """
+    """Return the first width of cells, in σ."""
     return WIDE if _many(history) else NARROW
 
 
 def tolerance(history: History) -> float:
-    """Return how far apart, relative to ε, its bounds may stay.
-
-    Args:
-        history: What was released.
-
-    Returns:
-        1e-4; 8e-4 for many distinct steps; 4e-3 for so many that they are counted in groups.
-    """
+    """Return the relative distance in ε that its bounds may have: 1e-4, and more for many distinct steps."""
     if len(history.steps) > MOST_GROUPS:
         return 4e-3
     return 8e-4 if _many(history) else 1e-4
@@ -61,32 +40,14 @@ def _many(history: History) -> bool:
 
 
 def reach(history: History, delta: float) -> float:
-    """Return where tails are cut off, in σ: what is lost is below a millionth of δ over all steps.
-
-    Args:
-        history: What was released.
-        delta: δ.
-
-    Returns:
-        The number of standard deviations, a multiple of 0.5.
-    """
+    """Return where tails are cut off, in σ: the loss is below a millionth of δ over all steps."""
     from scipy.special import ndtri
 
     return math.ceil(2 * max(9.0, -float(ndtri(max(1e-6 * delta / max(1, history.count), 1e-300))))) / 2
 
 
 def compose(history: History, direction: str, side: str, cells: Cells) -> Composition:
-    """Return the total privacy loss.
-
-    Args:
-        history: What was released.
-        direction: One of `directions`.
-        side: "upper" for losses that dominate, "lower" for ones that are dominated.
-        cells: How finely steps are cut.
-
-    Returns:
-        The composition.
-    """
+    """Return the total privacy loss in a direction; side "upper" dominates it, "lower" is dominated."""
     pairs: list[DiscretePair] = []
     counts: list[int] = []
     gaussian = 0.0
@@ -114,10 +75,8 @@ def _sensitivity(direction: str) -> float:
 
 
 def _few(groups: tuple[Group, ...], side: str) -> list[Group]:
-    """Return at most about `MOST_GROUPS` groups: σ and q moved to the ends of intervals of equal ratio.
-
-    More noise or a smaller rate is a post-processing of less noise and a larger rate.
-    """
+    """Return at most about `MOST_GROUPS` groups: σ and q moved to the ends of intervals of equal ratio."""
+    # More noise or a smaller rate is a post-processing of less noise and a larger rate.
     if len(groups) <= MOST_GROUPS:
         return list(groups)
     several_rates = len({rate for (_, rate), _ in groups}) > 32
@@ -141,16 +100,7 @@ def _moved(value: float, log_ratio: float, *, up: bool) -> float:
 
 
 def truncation_probability(records: int, rate: float, largest: int) -> float:
-    """Return an upper bound of the probability that so many other records are sampled that the batch is full.
-
-    Args:
-        records: N.
-        rate: q.
-        largest: Most records of a batch.
-
-    Returns:
-        P(Binomial(N, q) ≥ largest), rounded upwards.
-    """
+    """Return an upper bound of P(Binomial(N, q) ≥ largest): the other records fill the batch."""
     from scipy.special import betainc
 
     if largest > records:

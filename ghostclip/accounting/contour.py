@@ -53,13 +53,7 @@ MASS_ERROR = 2.0**-43
 
 
 class Composition:
-    """The total privacy loss of several steps, each made a number of times.
-
-    Args:
-        pairs: Atoms of the steps.
-        counts: How often each is made.
-        gaussian: Σ 1/σ² over steps that are plain Gaussian mechanisms.
-    """
+    """The total privacy loss of several steps, each made a number of times."""
 
     def __init__(self, pairs: Sequence[DiscretePair], counts: Sequence[int], gaussian: float = 0.0) -> None:
         self.pairs = tuple(pairs)
@@ -82,14 +76,7 @@ class Composition:
             self._sizes = [pair.loss_J.size for pair in self.pairs]
 
     def log_moment(self, c: float) -> tuple[float, float, float]:
-        """Return K(c) and its first two derivatives.
-
-        Args:
-            c: A real point.
-
-        Returns:
-            (K, K', K'').
-        """
+        """Return K(c), K'(c) and K''(c)."""
         if c in self._moments:
             return self._moments[c]
         smooth = self.gaussian
@@ -107,23 +94,14 @@ class Composition:
         return value, slope, bend
 
     def moment_error(self, c: float) -> float:
-        """Return by how much rounding may have changed K(c).
-
-        Args:
-            c: A real point.
-
-        Returns:
-            A bound of the absolute error.
-        """
+        """Return a bound of the absolute rounding error of K(c)."""
         value = self.log_moment(c)[0]
         return self._errors.get(c, 0.0) + 16 * ROUNDOFF * (abs(value) + self.gaussian * (c * c + c))
 
     def _unsure(self, c: float, weight_J: Array) -> Array:
-        """Bound the relative error of each pair's M(c), and of M(c + it) in units of M(c) for t = 0, shape [P].
-
-        An atom's share carries the errors of its mass, of the exponent c·l + log m and of the loss; J of them are
-        added in an unknown order.
-        """
+        """Bound the relative error of each pair's M(c), and of M(c + it) in units of M(c) for t = 0, shape [P]."""
+        # An atom's share carries the errors of its mass, of the exponent c·l + log m and of the loss; J of them are
+        # added in an unknown order.
         with np.errstate(invalid="ignore"):
             exponent_J = 8 * np.abs(c * self._loss_J) + 2 * np.abs(self._log_mass_J)
         exponent_J[weight_J == 0] = 0.0
@@ -148,14 +126,7 @@ class Composition:
         return len(self.pairs) == 1 and self.count_P[0] == 1 and not self.gaussian
 
     def delta_of_single(self, epsilon: float) -> tuple[float, float]:
-        """Return bounds of δ(ε) of one step, by the sum over its atoms, in which nothing cancels.
-
-        Args:
-            epsilon: ε.
-
-        Returns:
-            (lower, upper).
-        """
+        """Return (lower, upper) bounds of δ(ε) of one step, by the sum over its atoms, in which nothing cancels."""
         (pair,) = self.pairs
         above_J = pair.loss_J > epsilon
         loss_J, mass_J = pair.loss_J[above_J], pair.mass_J[above_J]
@@ -185,15 +156,7 @@ class Composition:
         return peak_P + np.log(total_P), weight_J / np.repeat(total_P, self._sizes)
 
     def log_below(self, c: float, cut: float) -> float:
-        """Return log of E[e^{cL}; every loss is at most `cut`], rounded upwards.
-
-        Args:
-            c: A real point.
-            cut: Largest loss of a step that is counted; those of Gaussian mechanisms all are.
-
-        Returns:
-            The logarithm.
-        """
+        """Return log of E[e^{cL}; every loss is at most `cut`], rounded upwards."""
         smooth = self.gaussian * (c * c + c) / 2
         if not self.pairs:
             return smooth
@@ -201,15 +164,7 @@ class Composition:
         return smooth + value + self.moment_error(c) + 16 * ROUNDOFF * abs(value)
 
     def log_above(self, c: float, cut: float) -> float:
-        """Return log of E[e^{cL}; some loss is larger than `cut`], to a millionth.
-
-        Args:
-            c: A real point.
-            cut: As for `log_below`.
-
-        Returns:
-            The logarithm; -inf where no loss is.
-        """
+        """Return log of E[e^{cL}; some loss is larger than `cut`], to a millionth."""
         if not self.pairs:
             return -math.inf
         above_P, below_P = (self._log_parts(c, chosen) for chosen in (self._loss_J > cut, self._loss_J <= cut))
@@ -226,23 +181,12 @@ class Composition:
         return np.asarray(peak_P + np.maximum(total_P, -1e300), dtype=np.float64)
 
     def along_above(self, c: float, step: float, nodes: int, cut: float) -> tuple[Complex, Array]:
-        """Return (ΠM - ΠA)(c + it) / M(c) without the Gaussian part at t = 0, step, …, and a bound of its error.
-
-        With a and b the computed values of A and B, and e, f bounds of their errors, all normalised by M(c): the
-        difference is a polynomial with positive coefficients in A and B, so its error is at most what it changes by
-        from (|a|, |b|) to (|a| + e, |b| + f), which is at most R·(e^{E + X}·(e^F - 1) + (e^E - 1)·(e^X - 1)) with
-        R = Π|a|, X = Σ log(1 + |b|/|a|), E = Σ log(1 + e/|a|), F = Σ log(1 + f/(|a| + |b|)): no term of it cancels.
-        Where |a| is itself of the size of its error, the errors of ΠM and of ΠA, added, are less.
-
-        Args:
-            c: Real part.
-            step: Distance of the nodes.
-            nodes: How many.
-            cut: As for `log_below`.
-
-        Returns:
-            The values, complex, and a bound of the absolute error, both shape [N].
-        """
+        """Return (ΠM - ΠA)(c + it) / M(c) without the Gaussian part at t = 0, step, …, and its error bound, [N]."""
+        # With a and b the computed values of A and B, and e, f bounds of their errors, all normalised by M(c): the
+        # difference is a polynomial with positive coefficients in A and B, so its error is at most what it changes by
+        # from (|a|, |b|) to (|a| + e, |b| + f), which is at most R·(e^{E + X}·(e^F - 1) + (e^E - 1)·(e^X - 1)) with R =
+        # Π|a|, X = Σ log(1 + |b|/|a|), E = Σ log(1 + e/|a|), F = Σ log(1 + f/(|a| + |b|)): no term of it cancels. Where
+        # |a| is itself of the size of its error, the errors of ΠM and of ΠA, added, are less.
         log_a_N, x_N = np.zeros(nodes, dtype=np.complex128), np.zeros(nodes, dtype=np.complex128)
         sizes = np.zeros((4, nodes))
         all_J = self._tilted(c)[1]
@@ -277,15 +221,7 @@ class Composition:
         return _transform(loss_J, weight_J, step, nodes), unsure
 
     def along(self, c: float, step: float, nodes: int) -> tuple[Complex, Array]:
-        """Return log(M(c + it) / M(c)) without the Gaussian part at t = 0, step, …, and a bound of its error.
-
-        Args:
-            c: Real part.
-            step: Distance of the nodes.
-            nodes: How many.
-
-        Returns:
-            The logarithm, complex, and by how much rounding may have made its real part too small, both shape [N].
+        """Return log(M(c + it) / M(c)) without the Gaussian part at t = 0, step, …, and a bound of its error, both [N].
 
         Cost:
             2·J·√N exponentials and a J·N matrix product for each pair.
@@ -308,16 +244,8 @@ class Composition:
 
 
 def _difference(log_a_N: Complex, x_N: Complex, sizes: Array) -> tuple[Complex, Array]:
-    """Return e^(log a)·(e^x - 1) and a bound of its error, as `Composition.along_above` describes.
-
-    Args:
-        log_a_N: Logarithm of ΠA.
-        x_N: Logarithm of ΠM / ΠA.
-        sizes: X, E, F, and Σ log(1 + (e + f)/(|a| + |b|)), shape [4, N].
-
-    Returns:
-        The values and the bound.
-    """
+    """Return e^(log a)·(e^x - 1) and a bound of its error, as `Composition.along_above` describes."""
+    # log_a_N: log ΠA. x_N: log of ΠM / ΠA. sizes: X, E, F, and Σ log(1 + (e + f)/(|a| + |b|)), shape [4, N].
     rise_N, below_N, above_N, whole_N = sizes
     turns_N = 4 * ROUNDOFF * (16 + np.abs(log_a_N) + np.abs(x_N))
     below_N, whole_N = below_N + turns_N, whole_N + turns_N
@@ -367,12 +295,7 @@ def _powers(base_J: Complex, count: int) -> Complex:
 
 @dataclass(frozen=True)
 class TailCut:
-    """Outcomes that are bounded apart, and the exponent they are bounded with.
-
-    Attributes:
-        loss: Those of which every loss is at most this.
-        c: Where Chernoff's inequality is used for them.
-    """
+    """Outcomes with all losses at most `loss`, bounded separately by Chernoff's inequality at `c`."""
 
     loss: float
     c: float
@@ -380,21 +303,13 @@ class TailCut:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Contour of the integral, and its samples.
+    """Contour of the integral, and its nodes."""
 
-    Attributes:
-        c: Real part of the contour.
-        smoothing: v, the variance of the Gaussian losses that are added.
-        period: W.
-        count: Number of nodes with t ≥ 0.
-        cut: Outcomes all of whose losses are at most this are bounded apart; None where they need not be.
-    """
-
-    c: float
-    smoothing: float
-    period: float
-    count: int
-    cut: TailCut | None = None
+    c: float  # real part of the contour
+    smoothing: float  # v, the variance of the added Gaussian losses
+    period: float  # W
+    count: int  # number of nodes with t ≥ 0
+    cut: TailCut | None = None  # outcomes that are bounded separately; None where none need be
 
     @property
     def step(self) -> float:
@@ -403,12 +318,7 @@ class Nodes:
 
 
 class Contour:
-    """Certified bounds of δ(ε) around one ε.
-
-    Args:
-        composition: The steps.
-        nodes: The contour.
-    """
+    """Certified bounds of δ(ε) around one ε."""
 
     def __init__(self, composition: Composition, nodes: Nodes) -> None:
         self._composition, self._nodes = composition, nodes
@@ -432,14 +342,7 @@ class Contour:
         self._moment_error = composition.moment_error(c) + 4 * ROUNDOFF * nodes.smoothing * (c * c + c)
 
     def _integrand(self, smooth_N: Complex) -> tuple[Complex, Array, float]:
-        """Return M(c + it) / M(c) at the nodes, or what is left of it, a bound of its error, and its largest size.
-
-        Args:
-            smooth_N: Logarithm of the part of Gaussian mechanisms.
-
-        Returns:
-            (values, error, size).
-        """
+        """Return M(c + it) / M(c) at the nodes, without outcomes below the cut, its error bound and largest size."""
         nodes = self._nodes
         if nodes.cut is None:
             log_N, unsure_N = self._composition.along(nodes.c, nodes.step, nodes.count)
@@ -454,14 +357,7 @@ class Contour:
         return value_N * np.exp(smooth_N), error_N, most
 
     def upper(self, epsilon: float) -> float:
-        """Return an upper bound of the composition's δ(ε).
-
-        Args:
-            epsilon: ε.
-
-        Returns:
-            δ in [0, 1].
-        """
+        """Return an upper bound of the composition's δ(ε)."""
         exponent, error, turn_N = self._at(epsilon)
         scale = math.exp(min(max(exponent + error, -700.0), 700.0))
         value = scale * (float((self._delta_N * turn_N).real.sum()) + self._delta_error + self._phase_error(epsilon))
@@ -469,14 +365,7 @@ class Contour:
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 1.0
 
     def lower(self, epsilon: float) -> float:
-        """Return a lower bound of the composition's δ(ε).
-
-        Args:
-            epsilon: ε.
-
-        Returns:
-            δ in [0, 1].
-        """
+        """Return a lower bound of the composition's δ(ε)."""
         exponent, error, turn_N = self._at(epsilon)
         if max(exponent, self._nodes.smoothing) > 700:
             return self._composition.infinite
@@ -489,27 +378,20 @@ class Contour:
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 0.0
 
     def bend(self, epsilon: float) -> float:
-        """Return δ''/|δ'| at ε, roughly: how much ε moves for each unit of variance that losses gain, twice.
-
-        Args:
-            epsilon: ε.
-
-        Returns:
-            The ratio, at least 1.
-        """
+        """Return about δ''/|δ'| at ε, at least 1: twice the move of ε for each unit of variance that losses gain."""
         turn_N = self._at(epsilon)[2]
         density = float((self._density_N * turn_N).real.sum())
         slope = float((self._density_N / (self._nodes.c + 1 + 1j * self.t_N) * turn_N).real.sum())
         return max(1.0, density / slope) if slope > 0 else 1.0
 
     def _at(self, epsilon: float) -> tuple[float, float, Complex]:
-        """Return log of what the sum is multiplied by, a bound of its error, and what each node is multiplied by."""
+        """Return the log of the sum's factor, its error bound, and each node's factor."""
         shift = self._nodes.c * epsilon
         error = self._moment_error + 4 * ROUNDOFF * (abs(self._log_moment) + abs(shift) + 1)
         return self._log_moment - shift, error, np.exp(-1j * epsilon * self.t_N)
 
     def _below(self, epsilon: float) -> float:
-        """Bound what outcomes that are bounded apart add to δ."""
+        """Bound what the outcomes below the cut add to δ."""
         cut = self._nodes.cut
         return 0.0 if cut is None else math.exp(min(self._log_below - cut.c * epsilon * (1 - 1e-12), 0.0))
 
@@ -548,17 +430,7 @@ FURTHER: Array = np.array([1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 5.0, 8.0])
 
 
 def log_chernoff(composition: Composition, smoothing: float, c: float, epsilon: float) -> float:
-    """Return log of M(c)·e^{-cε}·max_u e^{-cu}(1 - e^{-u}), which is at least δ(ε), rounded upwards.
-
-    Args:
-        composition: The steps.
-        smoothing: v.
-        c: Order - 1, > 0.
-        epsilon: ε.
-
-    Returns:
-        The logarithm.
-    """
+    """Return log of M(c)·e^{-cε}·max_u e^{-cu}(1 - e^{-u}), which is at least δ(ε), rounded upwards."""
     value = composition.log_moment(c)[0] + smoothing * (c * c + c) / 2
     # The maximum is at u = log(1 + 1/c); c·log c - (1 + c)·log(1 + c) would cancel for large c.
     size = abs(value) + abs(c * epsilon) + math.log1p(c) + 2
@@ -569,19 +441,8 @@ def log_chernoff(composition: Composition, smoothing: float, c: float, epsilon: 
 def chosen_nodes(
     composition: Composition, *, c: float, smoothing: float, epsilon: float, delta: float, cut: TailCut | None = None
 ) -> Nodes:
-    """Return a contour fine enough for δ near `delta` at ε.
-
-    Args:
-        composition: The steps.
-        c: Real part of the contour.
-        smoothing: v that is wanted; more is taken where it would need more than `MOST_NODES`.
-        epsilon: ε.
-        delta: The δ expected there; aliases are kept below 1e-5 of it.
-        cut: Which outcomes are bounded apart.
-
-    Returns:
-        The nodes.
-    """
+    """Return a contour fine enough for δ near `delta` at ε."""
+    # More smoothing is taken where `smoothing` would need more than `MOST_NODES`; aliases stay below 1e-5 of `delta`.
     allowed = math.log(delta) - 12
     period = max(0.0, (_log_mass(composition, cut) - allowed) / c)
     wanted = min(

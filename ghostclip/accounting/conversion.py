@@ -9,22 +9,13 @@ Array = NDArray[np.float64]
 
 
 def epsilon_from_rdp(orders: Array, rdp: Array, *, delta: float) -> tuple[float, int]:
-    """Return the smallest ε that the curve proves at δ.
-
-    Each order α with Rényi divergence r proves ε = r + log(1 - 1/α) - log(δα) / (α - 1). Where moreover
-    √(1 - e^-r) ≤ δ, total variation is at most δ and ε = 0 holds (r bounds the KL divergence).
-
-    Args:
-        orders: α > 1, shape [A].
-        rdp: Rényi divergence at each order, ≥ 0 or inf, shape [A].
-        delta: Probability that the ε bound may fail, in (0, 1).
-
-    Returns:
-        ε ≥ 0 (inf if every order is inf), and the index of the order that proves it.
+    """Return the smallest ε that the Rényi curve proves at δ, and the index of the order that proves it.
 
     Reference:
         Canonne, Kamath, Steinke 2020, Proposition 12; Balle et al. 2020, Theorem 21; Bretagnolle, Huber 1979.
     """
+    # Each order α with divergence r proves ε = r + log(1 - 1/α) - log(δα) / (α - 1). Where moreover √(1 - e^-r) ≤ δ,
+    # total variation is at most δ and ε = 0 holds (r bounds the KL divergence).
     log_delta = np.log(delta)
     epsilon = rdp + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1)
     with np.errstate(divide="ignore"):
@@ -36,14 +27,6 @@ def epsilon_from_rdp(orders: Array, rdp: Array, *, delta: float) -> tuple[float,
 
 def delta_from_rdp(orders: Array, rdp: Array, *, epsilon: float) -> float:
     """Return the smallest δ that the curve proves at ε.
-
-    Args:
-        orders: α > 1, shape [A].
-        rdp: Rényi divergence at each order, ≥ 0 or inf, shape [A].
-        epsilon: ε ≥ 0.
-
-    Returns:
-        δ in [0, 1].
 
     Reference:
         As `epsilon_from_rdp`.

@@ -17,31 +17,15 @@ USUAL_DELTAS = tuple(10.0**-power for power in range(1, 13))
 
 
 def privacy_curve(accountant: Accountant, deltas: Sequence[float] = USUAL_DELTAS) -> list[tuple[float, Bounds]]:
-    """Return ε at several δ, between bounds.
-
-    Args:
-        accountant: Keeps the history.
-        deltas: δ, each in (0, 1).
-
-    Returns:
-        (δ, bounds of ε), in the given order.
-    """
+    """Return (δ, bounds of ε) at several δ, in their order."""
     return [(probability(delta, "delta"), accountant.epsilon_bounds(delta)) for delta in deltas]
 
 
 def trade_off(accountant: Accountant, false_positive_rate: ArrayLike, *, points: int = 24) -> Array:
-    """Return the least false negative rate that any test of membership can have.
+    """Return a lower bound of the false negative rate that any test of membership has at each false positive rate.
 
     f(α) ≥ max over (ε, δ) of max(0, 1 - δ - e^ε·α, e^-ε·(1 - δ - α)), here over a finite number of (ε, δ), all of them
     guarantees: the result is one.
-
-    Args:
-        accountant: Keeps the history.
-        false_positive_rate: α in [0, 1], any shape.
-        points: How many (ε, δ) are used.
-
-    Returns:
-        A lower bound of f at each α, same shape.
 
     Reference:
         Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 2.12.

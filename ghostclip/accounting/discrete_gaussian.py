@@ -30,18 +30,6 @@ def discretisation_delta(epsilon: float, *, scale: float, coordinates: int, step
         An upper bound, so that any accountant of the continuous Gaussian is a guarantee for noise of level "exact".
         (Rényi divergences of whole orders need no such term.)
 
-    Args:
-        epsilon: ε of the continuous mechanism.
-        scale: s, in steps of the grid: σ·bound; at least 4.
-        coordinates: d, the number of integers of a release.
-        steps: T.
-
-    Returns:
-        δ', not above 1.
-
-    Raises:
-        InvalidOptionError: If a value is out of range.
-
     Reference:
         Canonne, Kamath and Steinke (2020), The Discrete Gaussian for Differential Privacy, for N_Z and its moments.
     """

@@ -35,32 +35,19 @@ class SamplingEvent:
         Two data sets are neighbours if one unit is replaced by one without contribution ("zero_out", the number of
         units is public), or is added or removed ("add_remove").
 
-    Attributes:
-        kind: One of `KINDS`.
-        sample_rate: q; 1 for all but the Poisson kinds.
-        num_units: N, the number of units (public under "zero_out").
-        truncation: Largest number of units in a batch, for "truncated_poisson" only.
-        relation: One of `RELATIONS`.
-        unit: What is protected: a "record", or a "user" with all of theirs.
-        records_per_unit: Most records of one unit in one batch: the factor on the sensitivity.
-        steps_per_event: Steps that one event covers; more than 1 for kinds of rounds and epochs only.
-
-    Raises:
-        InvalidOptionError: If a value is out of range or contradicts the kind.
-
     Reference:
         "truncated_poisson": Ganesh et al. (2025), arXiv:2508.15089. "cyclic_poisson": Choquette-Choo et al. (2023),
         arXiv:2306.08153. "allocation": Feldman and Shenfeld (2025), arXiv:2502.08202.
     """
 
-    kind: str
-    sample_rate: float
-    num_units: int
-    truncation: int | None = None
-    relation: str = "zero_out"
-    unit: str = "record"
-    records_per_unit: int = 1
-    steps_per_event: int = 1
+    kind: str  # one of `KINDS`
+    sample_rate: float  # q; 1 for all but the Poisson kinds
+    num_units: int  # N, the number of units (public under "zero_out")
+    truncation: int | None = None  # largest number of units in a batch, for "truncated_poisson" only
+    relation: str = "zero_out"  # one of `RELATIONS`
+    unit: str = "record"  # a "record", or a "user" with all of theirs
+    records_per_unit: int = 1  # most records of one unit in one batch: the factor on the sensitivity
+    steps_per_event: int = 1  # more than 1 for rounds and epochs
 
     def __post_init__(self) -> None:
         choice(self.kind, "kind", KINDS)
@@ -84,9 +71,5 @@ class SamplingEvent:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the event as plain Python values, as a checkpoint or a report holds it.
-
-        Returns:
-            Mapping from which `SamplingEvent(**mapping)` is made again.
-        """
+        """Return the event as plain Python values, from which `SamplingEvent(**mapping)` rebuilds it."""
         return asdict(self)

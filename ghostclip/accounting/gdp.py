@@ -21,10 +21,6 @@ class GaussianAccountant(Accountant):
         estimate can be many times below the true ε. It must be asked for with `estimate=True`, cannot be created by
         name, and `PrivacyEngine` does not take it.
 
-    Args:
-        relation: What neighbouring data sets are.
-        estimate: True says that the caller knows that the result is no guarantee.
-
     Reference:
         Bu, Dong, Long, Su 2020, Corollary 2.
     """
@@ -35,7 +31,6 @@ class GaussianAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "gdp"."""
         return "gdp"
 
     @property
@@ -50,27 +45,13 @@ class GaussianAccountant(Accountant):
         )
 
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return the estimate of ε, twice.
-
-        Args:
-            delta: δ in (0, 1).
-
-        Returns:
-            (estimate, estimate): neither is a bound.
-        """
+        """Return the estimate of ε, twice: neither is a bound."""
         delta, history = probability(delta, "delta"), self._one_step()
         found = epsilon_bounds(_compose(history), ("remove",), delta=delta, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return the estimate of δ, twice.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            (estimate, estimate): neither is a bound.
-        """
+        """Return the estimate of δ, twice: neither is a bound."""
         epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
         found = delta_bounds(_compose(history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)

@@ -13,7 +13,7 @@ from ghostclip.errors import InvalidOptionError
 
 
 class DPAccountingAccountant(Accountant):
-    """Accountant that asks dp-accounting's privacy loss distributions, with our lower bound beside theirs.
+    """Accountant by dp-accounting's privacy loss distributions, with our own lower bound.
 
     Privacy:
         An upper bound as far as that library's own numerics go; slower and looser than the default.
@@ -21,18 +21,10 @@ class DPAccountingAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "dp_accounting"."""
         return "dp_accounting"
 
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return dp-accounting's ε, and our lower bound.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            The bounds.
-        """
+        """Return dp-accounting's ε, and our lower bound."""
         delta = probability(delta, "delta")
         history = self.whole_history()
         known = history.participation <= delta
@@ -40,14 +32,7 @@ class DPAccountingAccountant(Accountant):
         return Bounds(min(upper, pld_epsilon(history, delta).lower), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return dp-accounting's δ, and our lower bound.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            The bounds.
-        """
+        """Return dp-accounting's δ, and our lower bound."""
         epsilon = non_negative(epsilon, "epsilon")
         upper = _number(self._composed().get_delta(epsilon), worst=1.0) if self.whole_history().count else 0.0
         return Bounds(min(upper, pld_delta(self.whole_history(), epsilon).lower), upper)

@@ -28,21 +28,13 @@ Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class History:
-    """Releases counted by kind, order forgotten: no bound depends on it.
-
-    Attributes:
-        relation: What neighbouring data sets are.
-        steps: ((σ, q), count), distinct.
-        truncated: ((σ, q, N, largest batch), count), distinct.
-        guarantees: ((ε, δ), count), distinct.
-        allocated: ((σ, t), count), distinct: rounds of t steps of which each record is in one.
-    """
+    """Releases counted by kind, order forgotten: no bound depends on it."""
 
     relation: str
-    steps: tuple[tuple[tuple[float, float], int], ...] = ()
-    truncated: tuple[tuple[tuple[float, ...], int], ...] = ()
-    guarantees: tuple[tuple[tuple[float, ...], int], ...] = ()
-    allocated: tuple[tuple[tuple[float, ...], int], ...] = ()
+    steps: tuple[tuple[tuple[float, float], int], ...] = ()  # ((σ, q), count), distinct
+    truncated: tuple[tuple[tuple[float, ...], int], ...] = ()  # ((σ, q, N, largest batch), count), distinct
+    guarantees: tuple[tuple[tuple[float, ...], int], ...] = ()  # ((ε, δ), count), distinct
+    allocated: tuple[tuple[tuple[float, ...], int], ...] = ()  # ((σ, t), count): each record in one of t steps
 
     @property
     def count(self) -> int:
@@ -78,19 +70,7 @@ def _float_above(value: Fraction | int) -> float:
 
 
 def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str) -> History:
-    """Return a history in which equal releases are one entry; steps that release nothing are left out.
-
-    Args:
-        history: Entries (σ, q, steps).
-        others: Other entries.
-        relation: One of `RELATIONS`.
-
-    Returns:
-        The history.
-
-    Raises:
-        InvalidOptionError: If the cost of an entry is not known under the relation.
-    """
+    """Return a history in which equal releases are one entry; steps that release nothing are left out."""
     steps: dict[tuple[float, float], int] = {}
     for sigma, rate, count in history:
         if count and rate > 0 and sigma < math.inf:
@@ -110,30 +90,11 @@ def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str
 
 
 def checked_relation(relation: str) -> str:
-    """Return the relation, or refuse it.
-
-    Args:
-        relation: One of `RELATIONS`.
-
-    Returns:
-        The same.
-    """
     return choice(relation, "relation", RELATIONS)
 
 
 def checked_others(others: Sequence[Sequence[object]], *, where: str) -> list[OtherEntry]:
-    """Return a list of checked entries of other kinds.
-
-    Args:
-        others: Entries (kind, parameters, count).
-        where: What is being read, for the error message.
-
-    Returns:
-        A new list of tuples.
-
-    Raises:
-        InvalidOptionError: If an entry is of another form.
-    """
+    """Return checked entries (kind, parameters, count); ``where`` names the source in errors."""
     try:
         return [_checked_other(entry) for entry in others]
     except (KeyError, OverflowError, TypeError, ValueError) as error:
@@ -152,17 +113,7 @@ def _checked_other(entry: Sequence[Any]) -> OtherEntry:
 
 
 def truncated_entry(noise_multiplier: float, sample_rate: float, records: float, largest: float) -> tuple[float, ...]:
-    """Return the checked parameters of steps on truncated Poisson samples.
-
-    Args:
-        noise_multiplier: σ.
-        sample_rate: q.
-        records: N.
-        largest: Most records of a batch.
-
-    Returns:
-        (σ, q, N, largest batch).
-    """
+    """Return the checked parameters (σ, q, N, largest batch) of steps on truncated Poisson samples."""
     return (
         checked_noise_multiplier(noise_multiplier),
         fraction(sample_rate, "sample_rate"),
@@ -172,81 +123,31 @@ def truncated_entry(noise_multiplier: float, sample_rate: float, records: float,
 
 
 def allocation_entry(noise_multiplier: float, steps: float) -> tuple[float, ...]:
-    """Return the checked parameters of a round of random allocation.
-
-    Args:
-        noise_multiplier: σ.
-        steps: t, of which each record is in one.
-
-    Returns:
-        (σ, t).
-    """
+    """Return the checked (σ, t) of a round of random allocation."""
     return checked_noise_multiplier(noise_multiplier), float(positive_int(int(steps), "steps"))
 
 
 def guarantee_entry(epsilon: float, delta: float) -> tuple[float, ...]:
-    """Return the checked parameters of a release with a known guarantee.
-
-    Args:
-        epsilon: ε ≥ 0.
-        delta: δ in [0, 1).
-
-    Returns:
-        (ε, δ).
-
-    Raises:
-        InvalidOptionError: If δ is 1 or more.
-    """
+    """Return the checked (ε, δ) of a release with a known guarantee."""
     if not non_negative(delta, "delta") < 1:
         raise InvalidOptionError(f"delta={delta!r}: must be below 1.")
     return (non_negative(epsilon, "epsilon"), float(delta))
 
 
 def checked_noise_multiplier(noise_multiplier: float) -> float:
-    """Return σ as a float, or refuse it.
-
-    Args:
-        noise_multiplier: Standard deviation of the noise over the sensitivity; 0 and inf are allowed.
-
-    Returns:
-        The same value as a Python float.
-
-    Raises:
-        InvalidOptionError: If it is negative or not a number.
-    """
+    """Return σ as a float; refuse negative values and NaN, allow 0 and inf."""
     if noise_multiplier == math.inf:
         return math.inf
     return non_negative(noise_multiplier, "noise_multiplier")
 
 
 def checked_sample_rate(sample_rate: float) -> float:
-    """Return the sampling probability q as a float, or refuse it.
-
-    Args:
-        sample_rate: Probability with which each record joins a batch.
-
-    Returns:
-        The same value as a Python float.
-
-    Raises:
-        InvalidOptionError: If it lies outside [0, 1].
-    """
+    """Return the sampling probability q as a float; refuse values outside [0, 1]."""
     return 0.0 if sample_rate == 0 else fraction(sample_rate, "sample_rate")
 
 
 def checked_history(history: Sequence[Sequence[float]], *, where: str) -> list[Entry]:
-    """Return a history of checked entries.
-
-    Args:
-        history: Entries (σ, q, steps).
-        where: What is being read, for the error message.
-
-    Returns:
-        A new list of tuples.
-
-    Raises:
-        InvalidOptionError: If an entry is not three numbers in range.
-    """
+    """Return checked entries (σ, q, steps); ``where`` names the source in errors."""
     if not isinstance(history, (list, tuple)):
         raise InvalidOptionError(
             f"{where}: history is {history!r}; expected a list of (noise_multiplier, ...) entries."
@@ -255,18 +156,7 @@ def checked_history(history: Sequence[Sequence[float]], *, where: str) -> list[E
 
 
 def _checked_entry(entry: Sequence[Any], what: str) -> Entry:
-    """Return one checked entry (σ, q, steps).
-
-    Args:
-        entry: As it was found.
-        what: Which one it is, for the error message.
-
-    Returns:
-        A tuple.
-
-    Raises:
-        InvalidOptionError: If it is not three numbers in range.
-    """
+    """Return one checked entry (σ, q, steps)."""
     try:
         sigma, rate, steps = entry
         count = int(steps)
@@ -281,17 +171,5 @@ def _checked_entry(entry: Sequence[Any], what: str) -> Entry:
 
 
 def steps_per_epoch(sample_rate: float) -> int:
-    """Return how many Poisson batches make one epoch: round(1 / q), at least 1.
-
-    The same number is used by the sampler and by calibration, so that "epochs" means one thing.
-
-    Args:
-        sample_rate: Probability q with which each record joins a batch, in (0, 1].
-
-    Returns:
-        Number of steps.
-
-    Raises:
-        InvalidOptionError: If q is 0 or not a probability.
-    """
+    """Return how many Poisson batches make one epoch: round(1 / q), at least 1, for samplers and calibration alike."""
     return max(1, round(1 / fraction(sample_rate, "sample_rate")))

@@ -17,66 +17,36 @@ class NoisyOptimizer(Protocol):
 
 
 class IAccountant(abc.ABC):
-    """Takes note of steps and turns them into ε; four methods make an accountant of one's own.
-
-    Attributes:
-        history: Steps as (σ, q, number), for accountants that keep them there.
-    """
+    """Interface of an accountant of Opacus's kind; users implement four methods."""
 
     def __init__(self) -> None:
-        """Make an accountant without steps."""
-        self.history: list[Entry] = []
+        self.history: list[Entry] = []  # steps as (σ, q, number), for accountants that store them there
 
     @abc.abstractmethod
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Take note of one release.
-
-        Args:
-            noise_multiplier: σ, the standard deviation of the noise over the sensitivity.
-            sample_rate: q, the probability with which each record joined the batch.
-        """
+        """Record one release with noise multiplier σ on a Poisson sample of rate q."""
 
     @abc.abstractmethod
     def get_epsilon(self, delta: float) -> float:
-        """Return the ε spent so far.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            ε.
-        """
+        """Return the ε spent so far."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Return the number of steps taken note of."""
+        """Return the number of recorded steps."""
 
     @classmethod
     @abc.abstractmethod
     def mechanism(cls) -> str:
-        """Return the name under which `create_accountant` finds this accountant.
-
-        Returns:
-            The name.
-        """
+        """Return the name under which `create_accountant` finds this accountant."""
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[NoisyOptimizer], None]:
-        """Return a function that records a step each time an optimizer calls it.
+        """Return an optimizer step hook that records a step at sample rate q.
 
         Privacy:
             An optimizer that puts k backward passes under one noise draw (attribute `accumulated_iterations` = k) is
             recorded as a step with σ/k and rate min(1, k·q). A record contributes to any of the k passes with
             probability at most k·q, and then by at most k·C; this covers k passes over one batch as well as k
             independently drawn batches. A step with σ and k·q, as is often reported, covers neither.
-
-        Args:
-            sample_rate: q of one batch.
-
-        Returns:
-            Function of the optimizer.
-
-        Raises:
-            InvalidOptionError: If q is not a probability.
         """
         rate = checked_sample_rate(sample_rate)
 
@@ -89,28 +59,14 @@ class IAccountant(abc.ABC):
         return hook
 
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-        """Return what `load_state_dict` takes.
-
-        Args:
-            destination: Mapping to fill; a new dict by default.
-
-        Returns:
-            Mapping with the keys `history` and `mechanism`.
-        """
+        """Return the state for `load_state_dict`: `history` and `mechanism`, in ``destination`` if there is one."""
         state = {} if destination is None else destination
         state["history"] = list(self.history)
         state["mechanism"] = self.mechanism()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with saved steps.
-
-        Args:
-            state_dict: What `state_dict` returned.
-
-        Raises:
-            InvalidOptionError: If it is empty, incomplete, out of range, or of another mechanism.
-        """
+        """Restore saved steps; refuse a state that is incomplete, out of range or of another mechanism."""
         missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
         if missing:
             raise InvalidOptionError(

@@ -37,28 +37,14 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 
 @dataclass(frozen=True)
 class DiscretePair:
-    """The distribution under P of a privacy loss with finitely many values.
+    """The distribution under P of a privacy loss with finitely many values."""
 
-    Attributes:
-        loss_J: Values of log P/Q.
-        mass_J: Probability of each under P.
-        infinite: Probability under P of what Q cannot produce.
-    """
-
-    loss_J: Array
-    mass_J: Array
-    infinite: float = 0.0
+    loss_J: Array  # values of log P/Q
+    mass_J: Array  # probability of each under P
+    infinite: float = 0.0  # probability under P of what Q cannot produce
 
     def mixed_with(self, other: DiscretePair, share: float) -> DiscretePair:
-        """Return the pair of "a public coin decides which of two steps is made".
-
-        Args:
-            other: The other step's pair.
-            share: Probability of the other step.
-
-        Returns:
-            The mixture.
-        """
+        """Return the pair of a step that a public coin chooses: the other one with probability ``share``."""
         return DiscretePair(
             np.concatenate((self.loss_J, other.loss_J)),
             np.concatenate(((1 - share) * self.mass_J, share * other.mass_J)),
@@ -68,19 +54,12 @@ class DiscretePair:
 
 @dataclass(frozen=True)
 class Cells:
-    """Resolution that a step is cut with.
+    """Resolution of the cells that a step is cut into."""
 
-    Attributes:
-        width: Largest cell in z, in units of σ, at most 0.1.
-        loss_width: Largest cell in L at `centre`; at a distance d of it cells may be d / 50 wider.
-        centre: The ε that matters, where δ(ε) has its kink as a function of a loss.
-        reach: Tails beyond so many σ are cut off: counted as revealed (upper), or as of smaller loss (lower).
-    """
-
-    width: float
-    loss_width: float
-    centre: float
-    reach: float
+    width: float  # largest cell in z, in units of σ, at most 0.1
+    loss_width: float  # largest cell in L at `centre`; at a distance d of it cells may be d / 50 wider
+    centre: float  # the ε that matters, where δ(ε) has its kink as a function of a loss
+    reach: float  # tails beyond so many σ are cut off: counted as revealed (upper), or as of smaller loss (lower)
 
     def count(self, loss: Array) -> Array:
         """Return how many cells lie below each loss, up to a constant, as far as losses decide."""
@@ -90,16 +69,7 @@ class Cells:
 
 
 def sampled_gaussian_loss(z: Array, *, sigma: float, rate: float) -> Array:
-    """Return log((1 - q) + q·exp((2z - 1) / 2σ²)), with its relative precision where it is close to 0.
-
-    Args:
-        z: Observed values.
-        sigma: σ.
-        rate: q in (0, 1].
-
-    Returns:
-        The loss at each z, ascending with z.
-    """
+    """Return log((1 - q) + q·exp((2z - 1) / 2σ²)), with its relative precision where it is close to 0."""
     exponent = (z - 0.5) / sigma**2
     if rate == 1:
         return exponent
@@ -165,15 +135,7 @@ class SampledGaussian:
         return total
 
     def tails(self, low: float, high: float) -> tuple[float, float]:
-        """Return the mass of P at either end.
-
-        Args:
-            low: Lower end.
-            high: Upper end.
-
-        Returns:
-            (mass below `low`, mass above `high`).
-        """
+        """Return the mass of P below ``low`` and above ``high``."""
         from scipy.special import ndtr
 
         below = sum(weight * float(ndtr((low - centre) / self.sigma)) for weight, centre in self.centres)
@@ -183,15 +145,7 @@ class SampledGaussian:
 
 @lru_cache(maxsize=1024)
 def discretised(step: SampledGaussian, cells: Cells, side: str) -> DiscretePair:
-    """Return a step's privacy loss as atoms.
-
-    Args:
-        step: The step.
-        cells: How finely to cut it.
-        side: "upper" for a pair that dominates the step's, "lower" for one that is dominated.
-
-    Returns:
-        The atoms.
+    """Return a step's privacy loss as atoms; side "upper" dominates the step, "lower" is dominated by it.
 
     Cost:
         O(range of z / width + range of L / loss_width).
@@ -210,7 +164,7 @@ def discretised(step: SampledGaussian, cells: Cells, side: str) -> DiscretePair:
 
 
 def _all_revealed(step: SampledGaussian) -> DiscretePair:
-    """Return the pair of a step without noise: what was sampled is seen."""
+    """Return the pair of a step without noise, which reveals who was sampled."""
     if step.direction == "add" and step.rate < 1:
         return DiscretePair(np.array([-math.log1p(-step.rate)]), np.ones(1))
     unseen = math.log1p(-step.rate) if step.direction == "remove" and step.rate < 1 else 0.0
@@ -259,13 +213,6 @@ def _pooled(step: SampledGaussian, ends: tuple[float, float], cells: tuple[Array
 
 def guaranteed(epsilon: float, delta: float) -> DiscretePair:
     """Return the pair that dominates every (ε, δ)-private mechanism, and is one.
-
-    Args:
-        epsilon: ε ≥ 0.
-        delta: δ in [0, 1).
-
-    Returns:
-        Losses ±ε, and infinite with probability δ.
 
     Reference:
         Kairouz, Oh, Viswanath 2015.

@@ -24,29 +24,12 @@ class PLDAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "pld"."""
         return "pld"
 
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return bounds from both sides on the ε spent so far.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            The bounds.
-        """
         return pld_epsilon(self.whole_history(), probability(delta, "delta"))
 
     def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return bounds from both sides on δ.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            The bounds.
-        """
         return pld_delta(self.whole_history(), non_negative(epsilon, "epsilon"))
 
 
@@ -55,21 +38,12 @@ class PRVAccountant(PLDAccountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "prv"."""
         return "prv"
 
 
 @lru_cache(maxsize=256)
 def pld_epsilon(history: History, delta: float) -> Bounds:
-    """Return bounds on ε.
-
-    Args:
-        history: What was released.
-        delta: δ.
-
-    Returns:
-        The bounds.
-    """
+    """Return bounds on ε at δ."""
     if history.participation <= delta:
         return Bounds(0.0, 0.0)
     return epsilon_bounds(
@@ -84,15 +58,7 @@ def pld_epsilon(history: History, delta: float) -> Bounds:
 
 @lru_cache(maxsize=256)
 def pld_delta(history: History, epsilon: float) -> Bounds:
-    """Return bounds on δ.
-
-    Args:
-        history: What was released.
-        epsilon: ε.
-
-    Returns:
-        The bounds.
-    """
+    """Return bounds on δ at ε."""
     if not history.count:
         return Bounds(0.0, 0.0)
     # What is cut off counts as δ, and δ is not known yet: far enough for any δ that matters.

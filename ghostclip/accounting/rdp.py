@@ -40,39 +40,16 @@ class RDPAccountant(Accountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Return "rdp"."""
         return "rdp"
 
     def get_epsilon(self, delta: float, alphas: Sequence[float] | None = None) -> float:
-        """Return an upper bound on the ε spent so far.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-            alphas: Orders to search; the default range by default.
-
-        Returns:
-            ε ≥ 0; inf only if some step had no noise.
-
-        Raises:
-            InvalidOptionError: If δ or an order is out of range.
-        """
+        """Return an upper bound on the ε spent so far, from ``alphas`` or the default orders."""
+        # Inf only for steps without noise.
         return self.get_privacy_spent(delta=delta, alphas=alphas)[0]
 
     def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
-        """Return ε and the order that proves it.
-
-        Warns when the best order is the first or last one searched, because another range may prove a smaller ε.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-            alphas: Orders to search; the default range by default.
-
-        Returns:
-            (ε, α); (0, 0) for an empty history.
-
-        Raises:
-            InvalidOptionError: If δ or an order is out of range.
-        """
+        """Return (ε, α), the order that proves it."""
+        # Warn when α is the first or last order searched, as others may prove less.
         delta = probability(delta, "delta")
         history = self.whole_history()
         if not history.count:
@@ -90,46 +67,22 @@ class RDPAccountant(Accountant):
         return epsilon, float(orders[best])
 
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return this accountant's ε, and a lower bound that no accountant goes below.
-
-        Args:
-            delta: Probability that the ε bound may fail, in (0, 1).
-
-        Returns:
-            The bounds.
-        """
+        """Return this accountant's ε, and a lower bound that no accountant goes below."""
         upper = self.get_epsilon(delta)
         return Bounds(min(upper, pld_epsilon(self.whole_history(), delta).lower), upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return this accountant's δ, and a lower bound that no accountant goes below.
-
-        Args:
-            epsilon: ε ≥ 0.
-
-        Returns:
-            The bounds.
-        """
+        """Return this accountant's δ, and a lower bound that no accountant goes below."""
         history = self.whole_history()
         upper = rdp_delta(history, non_negative(epsilon, "epsilon"))
         return Bounds(min(upper, pld_delta(history, epsilon).lower), upper)
 
 
 def rdp_epsilon(history: History, delta: float, orders: tuple[float, ...] = DEFAULT_ORDERS) -> tuple[float, int]:
-    """Return ε of a history by Rényi divergence, and the index of the order that proves it.
-
-    Part of δ may go to "the record takes part in none of these steps", which happens with probability 1 - p by coins
-    that nothing else depends on. By joint convexity of the hockey-stick divergence δ(ε) ≤ p + (1 - p)·δ'(ε), with δ' of
-    the other steps. Tried for the steps of least noise, in whose place nothing else would do if they have none.
-
-    Args:
-        history: What was released.
-        delta: δ.
-        orders: Orders to search.
-
-    Returns:
-        (ε, index).
-    """
+    """Return ε of a history by Rényi divergence, and the index of the order that proves it."""
+    # Part of δ may go to "the record takes part in none of these steps", which happens with probability 1 - p by coins
+    # that nothing else depends on. By joint convexity of the hockey-stick divergence δ(ε) ≤ p + (1 - p)·δ'(ε), with δ'
+    # of the other steps. Tried for the steps of least noise, in whose place nothing else would do if they have none.
     if history.participation <= delta:
         return 0.0, 0
     best = _all_steps_epsilon(history, delta, orders)
@@ -153,15 +106,7 @@ def _all_steps_epsilon(history: History, delta: float, orders: tuple[float, ...]
 
 
 def rdp_delta(history: History, epsilon: float) -> float:
-    """Return δ of a history by Rényi divergence.
-
-    Args:
-        history: What was released.
-        epsilon: ε.
-
-    Returns:
-        δ in [0, 1].
-    """
+    """Return δ of a history by Rényi divergence."""
     if not history.count:
         return 0.0
     curve = rdp_of_history(history, DEFAULT_ORDERS)
@@ -177,15 +122,8 @@ def _failures(history: History) -> float:
 
 
 def rdp_of_history(history: History, orders: tuple[float, ...]) -> Array:
-    """Return the sum of the Rényi divergences of all releases at each order.
-
-    Args:
-        history: What was released.
-        orders: α > 1.
-
-    Returns:
-        Divergences, shape [A]; of (ε, δ)-private releases, that of the ε-private part.
-    """
+    """Return the sum of all releases' Rényi divergences at each order."""
+    # Of (ε, δ)-private ones, that of the ε-private part.
     total = np.zeros(len(orders))
     for (sigma, rate), count in history.steps:
         total += count * _step_curve(sigma, rate, orders, history.relation)

@@ -40,15 +40,7 @@ DEFAULT_ORDERS: tuple[float, ...] = _default_orders()
 
 
 def rdp_curve(*, noise_multiplier: float, sample_rate: float, orders: ArrayLike) -> Array:
-    """Return the Rényi divergence of one step at each order.
-
-    Args:
-        noise_multiplier: σ ≥ 0, in units of the sensitivity.
-        sample_rate: q in [0, 1].
-        orders: α > 1, shape [A].
-
-    Returns:
-        Divergences ≥ 0, shape [A], rounded upwards; inf where σ is 0, or where the value exceeds float64.
+    """Return the Rényi divergence of one step at each order, rounded upwards; inf where σ is 0 or float64 overflows.
 
     Privacy:
         A(α) bounds both directions (a record added and a record removed) of add-or-remove neighbours.
@@ -83,16 +75,8 @@ def rdp_curve(*, noise_multiplier: float, sample_rate: float, orders: ArrayLike)
 
 
 def revealed_curve(sigma: float, rate: float, orders: Array) -> Array:
-    """Return the divergence of a Gaussian mechanism that is used with probability q, where it is seen whether it was.
-
-    Args:
-        sigma: σ.
-        rate: q.
-        orders: α > 1, shape [A].
-
-    Returns:
-        log(1 - q + q·exp(α(α - 1) / 2σ²)) / (α - 1), shape [A]: an upper bound of the subsampled mechanism's.
-    """
+    """Return log(1 - q + q·exp(α(α - 1) / 2σ²)) / (α - 1): the divergence where the use of a mechanism is revealed."""
+    # An upper bound of the subsampled mechanism's divergence.
     if rate == 0 or math.isinf(sigma):
         return np.zeros_like(orders)
     inverse_variance = min(1 / max(sigma, 1e-300), 1e154) ** 2
@@ -103,17 +87,8 @@ def revealed_curve(sigma: float, rate: float, orders: Array) -> Array:
 
 
 def mixed_curves(first: Array, second: Array, share: float, orders: Array) -> Array:
-    """Return the divergence of "a public coin decides which of two mechanisms is used".
-
-    Args:
-        first: Divergences of the first, shape [A].
-        second: Divergences of the second, shape [A].
-        share: Probability of the second.
-        orders: α > 1, shape [A].
-
-    Returns:
-        log((1 - share)·e^{(α - 1)·first} + share·e^{(α - 1)·second}) / (α - 1), shape [A].
-    """
+    """Return log((1 - s)·e^{(α - 1)·first} + s·e^{(α - 1)·second}) / (α - 1)."""
+    # A public coin chooses between mechanisms.
     if share == 0:
         return first
     log_first = math.log1p(-share) if share < 1 else -math.inf
@@ -123,13 +98,6 @@ def mixed_curves(first: Array, second: Array, share: float, orders: Array) -> Ar
 
 def guaranteed_curve(epsilon: float, orders: Array) -> Array:
     """Return the largest divergence of an ε-private mechanism: that of randomised response.
-
-    Args:
-        epsilon: ε ≥ 0.
-        orders: α > 1, shape [A].
-
-    Returns:
-        Divergences, shape [A].
 
     Reference:
         Mironov 2017, Proposition 5.

@@ -25,16 +25,8 @@ _NOT_OFFERED = {
 
 
 def register_accountant(mechanism: str, accountant: type[IAccountant], *, force: bool = False) -> None:
-    """Make an accountant available to `create_accountant`.
-
-    Args:
-        mechanism: Name to find it by.
-        accountant: Class that is built with the option `relation` only; one that is not an `Accountant` without any.
-        force: Replace an accountant of the same name.
-
-    Raises:
-        InvalidOptionError: If the name is taken and `force` is False.
-    """
+    """Register an accountant class under a name for `create_accountant`; ``force`` replaces an existing one."""
+    # The class is built with the option `relation` only, and without any if it is no `Accountant`.
     if mechanism in _ACCOUNTANTS and not force:
         raise InvalidOptionError(f"accountant {mechanism!r} is registered already; pass force=True to replace it.")
     _ACCOUNTANTS[mechanism] = accountant
@@ -46,19 +38,8 @@ def accountant_names() -> list[str]:
 
 
 def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> IAccountant:
-    """Return a new accountant with an empty history.
-
-    Args:
-        mechanism: Name, for example "best".
-        relation: What neighbouring data sets are: "zero_out", "add_remove" or "replace_one"; an accountant of the
-            user's that is not an `Accountant` is not told.
-
-    Returns:
-        The accountant, an `Accountant` unless a class of another kind was registered.
-
-    Raises:
-        InvalidOptionError: If there is none of that name, or it gives no guarantee.
-    """
+    """Return a new accountant with an empty history, by name and neighbouring relation."""
+    # A registered class that is no `Accountant` is not told the relation.
     if mechanism in _ACCOUNTANTS:
         kind = _ACCOUNTANTS[mechanism]
         return kind(relation=relation) if issubclass(kind, Accountant) else kind()
@@ -69,18 +50,7 @@ def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "z
 
 
 def bounding_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> Accountant:
-    """Return a new accountant that bounds ε and δ of any history.
-
-    Args:
-        mechanism: As for `create_accountant`.
-        relation: As for `create_accountant`.
-
-    Returns:
-        The accountant.
-
-    Raises:
-        InvalidOptionError: If there is none of that name, or it only says ε of the steps it was told of.
-    """
+    """Return a new accountant that bounds ε and δ of any history; refuse one that only knows ε of recorded steps."""
     made = create_accountant(mechanism, relation=relation)
     if not isinstance(made, Accountant):
         raise InvalidOptionError(

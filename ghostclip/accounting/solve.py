@@ -50,34 +50,21 @@ Build = Callable[[str, str, Cells], Composition]
 
 @dataclass(frozen=True)
 class _Spot:
-    """Neighbourhood on the curve δ(ε) in which the work is done.
-
-    Attributes:
-        epsilon: ε there, roughly.
-        c: Real part of the contour.
-        bend: δ''/|δ'| there: losses that gain a variance v move ε by bend·v/2.
-        scale: Changes of ε are small if they are a small share of this.
-        cut: Which outcomes are bounded apart.
-    """
+    """Neighbourhood on the curve δ(ε) in which the work is done."""
 
     epsilon: float
-    c: float
-    bend: float
-    scale: float
-    cut: TailCut | None = None
+    c: float  # real part of the contour
+    bend: float  # δ''/|δ'| there: losses that gain a variance v move ε by bend·v/2
+    scale: float  # changes of ε are small if they are a small share of this
+    cut: TailCut | None = None  # outcomes that are bounded separately
 
 
 @dataclass(frozen=True)
 class _Fineness:
-    """Resolution of cells and smoothing.
+    """Resolution of cells and smoothing."""
 
-    Attributes:
-        width: Widest cell in z, in σ.
-        share: By what share of ε one jump's cell, and smoothing, may move ε.
-    """
-
-    width: float
-    share: float
+    width: float  # widest cell in z, in σ
+    share: float  # by what share of ε one jump's cell, and smoothing, may move ε
 
     def refined(self, by: float) -> _Fineness:
         return _Fineness(self.width / by, self.share / by**2)
@@ -111,19 +98,7 @@ class _Fineness:
 def epsilon_bounds(
     build: Build, directions: tuple[str, ...], *, delta: float, reach: float, width: float, tolerance: float = TOLERANCE
 ) -> Bounds:
-    """Return bounds of the ε that a history satisfies at δ.
-
-    Args:
-        build: Makes compositions.
-        directions: The directions of the neighbouring relation; ε is the worst of them.
-        delta: δ in (0, 1).
-        reach: Where tails are cut off, in σ.
-        width: First width of cells in z, in σ.
-        tolerance: Relative distance of the bounds that is aimed at.
-
-    Returns:
-        The bounds; the upper one is inf where steps reveal more than δ.
-    """
+    """Return bounds of the worst direction's ε at δ; the upper one is inf where steps reveal more than δ."""
     bounds = Bounds(0.0, 0.0)
     for direction in directions:
         if bounds.upper > 0 and _certainly_below(build, direction, bounds.upper, delta, reach, width):
@@ -159,16 +134,8 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
 
 
 def _approached(composition: Composition, delta: float, fineness: _Fineness) -> tuple[_Spot, float]:
-    """Return the spot where δ(ε) = `delta`: by the saddle point approximation, then on contours until it stays.
-
-    Args:
-        composition: One that dominates the steps.
-        delta: δ.
-        fineness: Of the contours.
-
-    Returns:
-        The spot, and the least ε that a contour on the way has certified.
-    """
+    """Return the spot where δ(ε) = `delta`, and the least ε that a contour on the way has certified."""
+    # By the saddle point approximation, then on contours until it stays.
     least = math.inf
     c, epsilon = saddle_for_delta(composition, delta)
     spot = _Spot(epsilon, c, c + 1, epsilon) if epsilon == 0 else _spot_at(composition, epsilon, c + 1, delta)
@@ -204,7 +171,7 @@ def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float
 
 
 def _cut_for(composition: Composition, epsilon: float, wanted: float) -> TailCut | None:
-    """Return the largest cut found with δ of the outcomes below it at most e^wanted from an ε on, or None."""
+    """Return the largest cut with δ of the outcomes below it at most e^wanted from an ε on, or None."""
     for share in (0.5, 0.2, 0.1, 0.05, 0.02):
         cuts = [TailCut(share * epsilon, 2.0**power / epsilon) for power in range(2, 16)]
         best = min(cuts, key=lambda cut: composition.log_below(cut.c, cut.loss) - cut.c * epsilon)
@@ -231,15 +198,7 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
 
 
 def saddle_for_delta(composition: Composition, delta: float) -> tuple[float, float]:
-    """Return c and ε at which the saddle point approximation of δ(ε) is `delta`.
-
-    Args:
-        composition: The steps.
-        delta: δ; what infinite losses use of it is subtracted.
-
-    Returns:
-        (c, ε), c > 0 and ε ≥ 0: a guess, good to a few percent.
-    """
+    """Return c and ε at which the saddle point approximation of δ(ε) is `delta`, good to a few percent."""
     left = delta - composition.infinite
     if left <= 0:
         return 1.0, 0.0
@@ -261,15 +220,7 @@ def saddle_for_delta(composition: Composition, delta: float) -> tuple[float, flo
 
 
 def saddle_for_epsilon(composition: Composition, epsilon: float) -> float:
-    """Return c where |M(s) e^{-sε} / (s(s+1))| is least on the positive axis.
-
-    Args:
-        composition: The steps.
-        epsilon: ε.
-
-    Returns:
-        c > 0.
-    """
+    """Return c where |M(s) e^{-sε} / (s(s+1))| is least on the positive axis."""
 
     def slope(log_c: float) -> float:
         c = math.exp(log_c)
@@ -329,20 +280,10 @@ def _crossing(
     above: bool = True,
     precision: float = 1e-7,
 ) -> float:
-    """Return ε in [0, end] where a falling bound crosses δ.
+    """Return ε in [0, end] where a falling bound of δ crosses `delta`; span is (start, end)."""
 
-    Args:
-        bound: δ as a function of ε, good around the start.
-        span: Where to start, and the end.
-        delta: δ.
-        above: Whether to return an end of the last interval at which the bound is at most δ (or the end), or one where
-            it is at least δ (or 0).
-        precision: Relative width of the last interval.
-
-    Returns:
-        ε.
-    """
-
+    # `above`: return an end of the last interval at which the bound is at most δ (or the end), else one where it is at
+    # least δ (or 0).
     def excess(epsilon: float) -> float:
         return math.log(max(bound(epsilon), 1e-320) / delta)
 
@@ -395,18 +336,7 @@ def _certainly_below(build: Build, direction: str, epsilon: float, delta: float,
 
 
 def delta_bounds(build: Build, directions: tuple[str, ...], *, epsilon: float, reach: float, width: float) -> Bounds:
-    """Return bounds of the δ that a history satisfies at ε.
-
-    Args:
-        build: Makes compositions.
-        directions: The directions of the neighbouring relation; δ is the worst of them.
-        epsilon: ε ≥ 0.
-        reach: Where tails are cut off, in σ.
-        width: First width of cells in z, in σ.
-
-    Returns:
-        The bounds.
-    """
+    """Return bounds of the worst direction's δ at ε."""
     bounds = Bounds(0.0, 0.0)
     for direction in directions:
         bounds = bounds.worst_of(_delta_of_one_direction(build, direction, epsilon, reach, width))

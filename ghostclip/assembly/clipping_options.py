@@ -26,7 +26,7 @@ _COUNT_STD_SHARE = 1 / 20
 
 @dataclass(frozen=True, kw_only=True)
 class ClippingOptions:
-    """Clipping options of the user; None where nothing was said."""
+    """Clipping options of the user; None where an option was not set."""
 
     clipping: str | ClipPolicy
     max_grad_norm: float | Sequence[float] | None
@@ -37,18 +37,7 @@ class ClippingOptions:
     unclipped_num_std: float | None
 
     def policy(self, *, expected_batch_size: float, noise_multiplier: float) -> ClipPolicy:
-        """Return the policy that was asked for.
-
-        Args:
-            expected_batch_size: Records in a batch on average, for the noise of an adaptive bound's count.
-            noise_multiplier: σ, likewise.
-
-        Returns:
-            The policy.
-
-        Raises:
-            InvalidOptionError: If the options contradict each other or are out of range.
-        """
+        # The batch size and noise multiplier are for the noise of an adaptive bound's count.
         adaptive = {
             field.name: getattr(self, field.name)
             for field in fields(self)

@@ -20,44 +20,22 @@ _SHARDED = ("DataLoaderShard", "DataLoaderDispatcher")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the user gave, without what a framework has put around it.
-
-    Attributes:
-        optimizer: The optimizer, or several.
-        data_loader: The loader, whose batch size is that of all ranks together.
-        given_optimizer: As given.
-        given_loader: As given.
-    """
+    """The user's objects without a framework's wrappings."""
 
     optimizer: Any
-    data_loader: Any
+    data_loader: Any  # its batch size is that of all ranks
     given_optimizer: Any
     given_loader: Any
 
     @classmethod
     def of(cls, optimizer: Any, data_loader: Any) -> Prepared:
-        """Take the framework's wrappings off.
-
-        Args:
-            optimizer: The optimizer, or several.
-            data_loader: The loader.
-
-        Returns:
-            What is inside, and what was given.
-        """
+        """Take the framework's wrappings off."""
         several = isinstance(optimizer, Sequence)
         bare = [_bare_optimizer(one) for one in optimizer] if several else _bare_optimizer(optimizer)
         return cls(bare, _bare_loader(data_loader), optimizer, data_loader)
 
     def around(self, private: Any) -> Any:
-        """Put the wrappings on again.
-
-        Args:
-            private: What `make_private` returns.
-
-        Returns:
-            The same, optimizer and loader wrapped as they were given.
-        """
+        """Put the wrappings on what `make_private` returns."""
         module, optimizer, *criterion, loader = private
         if isinstance(self.given_optimizer, Sequence):
             optimizer = [_wrapped(*pair) for pair in zip(self.given_optimizer, optimizer, strict=True)]
@@ -83,7 +61,7 @@ def _bare_optimizer(optimizer: Any) -> Any:
 
 
 def _wrapped(given: Any, private: Optimizer) -> Any:
-    """Return the private optimizer in the wrapping of the given one, which the framework goes on to hold."""
+    """Return the private optimizer in the wrapping of the given one, which the framework refers to."""
     if _is(given, "accelerate", "AcceleratedOptimizer"):
         given.__init__(private, device_placement=False, scaler=given.scaler)
         return given

@@ -93,18 +93,7 @@ class Request:
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
-    """Return the level of the engine's noise.
-
-    Args:
-        noise_level: As the user gave it, or None.
-        secure_mode: Opacus's name for a level that is at least "secure".
-
-    Returns:
-        "fast", "secure" or "exact".
-
-    Raises:
-        InvalidOptionError: If the level is unknown, or the two contradict each other.
-    """
+    """Return the level of the engine's noise; Opacus's ``secure_mode`` asks for at least "secure"."""
     if noise_level is None:
         return "secure" if secure_mode else "fast"
     if _validate.choice(noise_level, "noise_level", LEVELS) == "fast" and secure_mode:
@@ -115,17 +104,7 @@ def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
 def check_options(
     *, rand_on_empty: bool, noise_generator: torch.Generator | None, noise_level: str, grad_sample_mode: str
 ) -> None:
-    """Refuse what Opacus offers and this engine does not.
-
-    Args:
-        rand_on_empty: As the user gave it.
-        noise_generator: As the user gave it.
-        noise_level: Of the engine's noise.
-        grad_sample_mode: As the user gave it.
-
-    Raises:
-        InvalidOptionError: If one of them is refused.
-    """
+    """Refuse options that Opacus offers and this engine does not."""
     if rand_on_empty:
         raise InvalidOptionError(
             "rand_on_empty=True would train on dummy records. Leave it out: a batch without records has tensors "
@@ -143,21 +122,9 @@ def check_options(
 
 
 def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriterion:
-    """Attach a clipper to the model and build the private objects around it; on all ranks that share batches.
-
-    Args:
-        request: What the user asked for.
-        noise: This rank's noise.
-
-    Returns:
-        (module, optimizer, loader), or (module, optimizer, criterion, loader) in a two-pass strategy with a criterion.
-
-    Raises:
-        InvalidOptionError: If an option is unknown or out of range; nothing stays attached to the model then.
-        UnsupportedModelError: If the model is in evaluation mode, holds modules that mix samples, or is sharded over
-            ranks or not the same on all.
-        UncoveredParameterError: If the optimizer holds parameters that are not the model's.
-    """
+    """Attach a clipper to the model and build the private objects around it; on all ranks that share batches."""
+    # Returns (module, optimizer, loader), or (module, optimizer, criterion, loader) in a two-pass strategy with a
+    # criterion. If it refuses, nothing stays attached to the model.
     shared = request.sampling.replicas > 1
     with ExitStack() as undo:
         with refused_together("private objects") if shared else nullcontext():
@@ -198,7 +165,7 @@ def _refuse_with_correlated_noise(clipper: GhostClipper, module: nn.Module) -> N
 
 
 def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], AbstractContextManager[None]] | None:
-    """Return what private forwards of a language model run in, so that its own loss is one a record."""
+    """Return the context of a language model's private forwards in which its own loss is one loss per record."""
     choice = _validate.choice(request.vocabulary_head, "vocabulary_head", CHOICES)
     strategy = strategy_of(request.grad_sample_mode)
     if choice != "logits" and not request.wrap_model:
@@ -215,7 +182,7 @@ def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], Abstr
 def _clipped(
     module: nn.Module, optimizer: Optimizer, request: Request, noise: KeyedNoise
 ) -> tuple[GhostClipper, NoiseSource, Shares | None]:
-    """Attach to a model; returns the clipper, where its noise comes from, and how ranks share a batch."""
+    """Attach to a model; return the clipper, its noise source, and how ranks share a batch."""
     if isinstance(module, Pipeline):
         return _of_stages(module, optimizer, request, noise)
     sharded = sharded_model(_inside(module))
@@ -227,7 +194,7 @@ def _clipped(
 def _of_stages(
     pipeline: Pipeline, optimizer: Optimizer, request: Request, noise: KeyedNoise
 ) -> tuple[GhostClipper, NoiseSource, Shares]:
-    """Attach clippers to the stages of a pipeline; returns them as one, their noise, and how ranks share a batch."""
+    """Attach clippers to the stages of a pipeline; return them as one, their noise, and how ranks share a batch."""
     wanted = {
         f"grad_sample_mode={request.grad_sample_mode!r}": strategy_of(request.grad_sample_mode)
         in ("auto", "bookkeeping"),
@@ -270,16 +237,7 @@ def _reduction(request: Request) -> Reduction:
 
 
 def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None) -> GhostClipper:
-    """Attach a clipper to the model.
-
-    Args:
-        module: The bare model.
-        request: What the user asked for.
-        sharded: The ranks that hold the model in parts; None where each has it whole.
-
-    Returns:
-        The clipper.
-    """
+    """Attach a clipper to the bare model."""
     clipper = GhostClipper(
         module,
         policy=_policy(request),
@@ -315,17 +273,7 @@ def _shares(request: Request, sharded: ShardedModel | None, level: str) -> Share
 def _around(
     clipper: GhostClipper, optimizer: Optimizer, request: Request, noise_source: NoiseSource
 ) -> Private | PrivateWithCriterion:
-    """Build what is handed back.
-
-    Args:
-        clipper: Attached to the bare model.
-        optimizer: The bare optimizer.
-        request: What the user asked for, of the bare model.
-        noise_source: Where the noise comes from.
-
-    Returns:
-        As `assemble`.
-    """
+    """Build the private module, optimizer, loader and perhaps criterion around the bare objects."""
     loader = request.sampling.loader
     private_optimizer = DPOptimizer(
         optimizer,
@@ -369,7 +317,7 @@ def _refuse_without_criterion(request: Request) -> None:
 
 
 def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Return the model itself, without what an earlier `make_private` put around it."""
+    """Return the bare model, without the wrappings of an earlier `make_private`."""
     if not isinstance(module, nn.Module):
         raise InvalidOptionError(
             f"module: expected a torch.nn.Module, got {type(module).__name__}. Give module=model, optimizer=optimizer."
@@ -382,7 +330,7 @@ def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
 
 
 def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return the optimizer itself, several as one, without what an earlier `make_private` put around it."""
+    """Return the bare optimizer, several as one, without the wrappings of an earlier `make_private`."""
     if isinstance(optimizer, (list, tuple)):
         return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
     if isinstance(optimizer, WrappedOptimizer):
@@ -396,17 +344,9 @@ def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """Return the module to attach to: Fabric's wrapper lets nobody else start a backward at its own outputs.
-
-    Args:
-        module: The bare model.
-
-    Returns:
-        The model in the wrapper, which goes on casting inputs and outputs around it; any other module as it is.
-
-    Raises:
-        UnsupportedModelError: If there is more than casts around it, as where gradients are summed over ranks.
-    """
+    """Return the module to attach to: Fabric's wrapper lets nobody else start a backward at its own outputs."""
+    # The wrapper goes on casting inputs and outputs; one that does more, such as summing gradients over ranks, is
+    # refused.
     if type(module).__name__ != "_FabricModule":
         return module
     inner = cast(nn.Module, module.module)
@@ -419,18 +359,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
-    """Check that model and optimizer go together.
-
-    Args:
-        module: The bare model.
-        optimizer: The bare optimizer.
-
-    Raises:
-        IllegalModuleConfigurationError: If the model is in evaluation mode.
-        UnsupportedModuleError: If it holds modules that cannot be trained privately.
-        UnsupportedModelError: If it is split over devices or sharded over ranks.
-        UncoveredParameterError: If the optimizer holds parameters that are not the model's.
-    """
+    """Refuse a model and an optimizer that cannot be trained privately as a pair."""
     parts = _torch.gathered_modules(module)
     for part in parts:
         # A forward without a backward leaves parameters gathered, which are not those that an optimizer holds.

@@ -53,11 +53,9 @@ class CanaryDataset(Dataset[Any]):
         self._records = len(dataset)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        """Return the number of records and included canaries."""
         return self._records + len(self._chosen)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a record, or, from the end of the data set on, an included canary."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)

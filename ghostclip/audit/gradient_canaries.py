@@ -117,14 +117,7 @@ class GradientCanaries:
         self.steps += 1
 
     def scores(self) -> Scores:
-        """Return what every canary's coordinate adds up to, in units of C.
-
-        Returns:
-            Scores for the one-run methods of `audit_scores`.
-
-        Raises:
-            DataError: If no step was made.
-        """
+        """Return the sum of every canary's coordinate, in units of C, for the one-run methods of `audit_scores`."""
         if self.steps == 0:
             raise DataError("gradient canaries: no step was released while they were attached.")
         return Scores.of(self._score_M, self.included)

@@ -31,36 +31,20 @@ _ABOUT = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A lower bound on ε, and what it rests on.
+    """A lower bound on ε with its method and measurements."""
 
-    Attributes:
-        epsilon: Lower bound on ε at `delta`; 0 when nothing was proved.
-        delta: δ that ε is meant at.
-        confidence: Probability with which the bound is right, over the mechanism's and the attack's randomness.
-        method: How it was found.
-        included: Rows that were included.
-        left_out: Rows that were not.
-        mu: Lower bound on μ of Gaussian DP, for the Gaussian methods.
-        threshold: Score at which the attack decides, for independent runs.
-        fpr: Measured false positive rate there.
-        fnr: Measured false negative rate there.
-        guesses: Guesses the attack made, for one run.
-        correct: Right ones among them.
-        claimed_epsilon: The claim, if there is one.
-    """
-
-    epsilon: float
+    epsilon: float  # lower bound on ε at `delta`; 0 when nothing was proved
     delta: float
-    confidence: float
-    method: str
-    included: int
-    left_out: int
-    mu: float | None = None
-    threshold: float | None = None
-    fpr: float | None = None
-    fnr: float | None = None
-    guesses: int | None = None
-    correct: int | None = None
+    confidence: float  # probability with which the bound is right, over the mechanism's and the attack's randomness
+    method: str  # how it was found
+    included: int  # rows that were included
+    left_out: int  # rows that were not
+    mu: float | None = None  # lower bound on μ of Gaussian DP, for the Gaussian methods
+    threshold: float | None = None  # score at which the attack decides, for independent runs
+    fpr: float | None = None  # measured false positive rate there
+    fnr: float | None = None  # measured false negative rate there
+    guesses: int | None = None  # guesses the attack made, for one run
+    correct: int | None = None  # right ones among them
     claimed_epsilon: float | None = None
 
     @property
@@ -69,7 +53,7 @@ class Finding:
         return self.claimed_epsilon is not None and self.epsilon > self.claimed_epsilon
 
     def sentence(self) -> str:
-        """Return what was found, and what it says about the claim, in one line."""
+        """Return the result, and what it says about the claim, in one line."""
         found = f"epsilon >= {self.epsilon:.3f} at delta = {self.delta:g} with {100 * self.confidence:g} % confidence"
         if self.claimed_epsilon is None:
             return f"{found} ({self.method})."

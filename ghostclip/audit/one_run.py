@@ -30,32 +30,16 @@ _HIGHEST_EPSILON, _HIGHEST_MU = 30.0, 15.0
 
 @dataclass(frozen=True)
 class Guesses:
-    """An attack's guesses about coins.
+    """An attack's guesses about coins."""
 
-    Attributes:
-        canaries: m, all of them.
-        made: r, guesses; the attack abstains on the others.
-        correct: v, right guesses.
-    """
-
-    canaries: int
-    made: int
-    correct: int
+    canaries: int  # m, all of them
+    made: int  # r, guesses; the attack abstains on the others
+    correct: int  # v, right guesses
 
 
 def make_guesses(scores: Scores, *, made: int) -> Guesses:
-    """Guess "included" for the highest scores and "left out" for the lowest, half of the guesses each.
-
-    Args:
-        scores: Of all canaries.
-        made: How many guesses; fixed before the scores are seen, or paid for (see `audit_scores`).
-
-    Returns:
-        How many were right.
-
-    Raises:
-        InvalidOptionError: If there are fewer canaries than guesses.
-    """
+    """Guess "included" for the highest scores and "left out" for the lowest, half of the guesses each."""
+    # The number of guesses is fixed before the scores are seen, or paid for (see `audit_scores`).
     made = positive_int(made, "guesses")
     if made > len(scores):
         raise InvalidOptionError(f"guesses={made}: there are only {len(scores)} canaries.")
@@ -71,14 +55,6 @@ def approximate_dp_p_value(guesses: Guesses, *, epsilon: float, delta: float) ->
     """Return the largest probability, over all (ε, δ)-DP mechanisms and attacks, of guessing so many coins.
 
         β + 2mδ·max_i (1/i)·P[v > W ≥ v - i],   β = P[W ≥ v],   W ~ Binomial(r, e^ε/(1 + e^ε))
-
-    Args:
-        guesses: m, r and v.
-        epsilon: ε ≥ 0.
-        delta: δ in [0, 1).
-
-    Returns:
-        A p-value for the claim.
 
     Reference:
         Steinke, Nasr, Jagielski 2023, Theorem 5.2.
@@ -100,14 +76,6 @@ def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDAr
     that canary's coin over makes the one event the other, so f-DP demands r_{c+1} ≤ F(h_c). From P[V ≥ v] = α, all of
     it at v, which asks for least, the demands are followed down to c = 0, where r_0 + h_0 = r/m must hold.
 
-    Args:
-        guesses: m, r and v.
-        curve: The trade-off curve, or several at once.
-        alpha: Level of the test.
-
-    Returns:
-        One boolean per curve.
-
     Cost:
         v evaluations of the curve.
 
@@ -126,18 +94,8 @@ def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDAr
 
 
 def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
-    """Return guesses about the coins of canaries, as many as asked for, or all, half of them, ..., a sixteenth.
-
-    Args:
-        scores: Of all canaries.
-        made: How many guesses; None for several numbers.
-
-    Returns:
-        The guesses, the most first; each is to be paid for.
-
-    Raises:
-        DataError: If the inclusions are none that fair coins produce: every one-run bound would be too high.
-    """
+    """Return guesses about the coins of canaries, as many as asked for, or all, half of them, ..., a sixteenth."""
+    # Each is to be paid for. Coins that are plainly not fair are refused: every one-run bound would be too high.
     canaries, included = len(scores), int(scores.included_M.sum())
     if abs(included - canaries / 2) > _DEVIATIONS * (canaries / 4) ** 0.5:
         raise DataError(
@@ -151,17 +109,7 @@ def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
 
 
 def epsilon_of_guesses(guesses: Guesses, *, method: str, delta: float, alpha: float) -> tuple[float, float | None]:
-    """Return the largest ε up to which every claim is rejected at a level.
-
-    Args:
-        guesses: m, r and v.
-        method: One of the one-run methods.
-        delta: δ.
-        alpha: Level.
-
-    Returns:
-        ε ≥ 0, and μ for the Gaussian method.
-    """
+    """Return the ε up to which every claim is rejected at level ``alpha``, and μ for the Gaussian method."""
 
     def too_unlikely(epsilon_K: Array) -> NDArray[np.bool_]:
         p_values = [approximate_dp_p_value(guesses, epsilon=float(e), delta=delta) for e in epsilon_K]

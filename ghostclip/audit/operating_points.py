@@ -26,14 +26,6 @@ def clopper_pearson_upper(count: ArrayLike, total: int, alpha: float) -> Array:
     It is the 1 - α quantile of Beta(k + 1, n - k), and 1 for k = n. It never fails with a probability above α, whatever
     the true p and however few trials.
 
-    Args:
-        count: k, successes among the trials, any shape.
-        total: n, trials.
-        alpha: Probability with which the bound may fail, in (0, 1).
-
-    Returns:
-        Upper bounds, of the shape of `count`.
-
     Reference:
         Clopper, Pearson 1934.
     """
@@ -45,30 +37,16 @@ def clopper_pearson_upper(count: ArrayLike, total: int, alpha: float) -> Array:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """The test "included if the score is high enough", with upper confidence bounds on both of its error rates.
+    """The test "included if the score is high enough", with upper confidence bounds on both of its error rates."""
 
-    Attributes:
-        threshold: Scores above it (or at it, for those taken from members) are called included.
-        fpr: Share of what was left out that is called included.
-        fnr: Share of what was included that is not.
-        fpr_upper: Upper bound on the false positive rate.
-        fnr_upper: Upper bound on the false negative rate.
-    """
-
-    threshold: float
-    fpr: float
-    fnr: float
+    threshold: float  # scores above it (or at it, for those taken from members) are called included
+    fpr: float  # share of what was left out that is called included
+    fnr: float  # share of what was included that is not
     fpr_upper: float
     fnr_upper: float
 
     def epsilon(self, *, delta: float) -> float:
         """Return the ε below which these error rates are impossible: log((1 - fnr - δ)/fpr), or with both exchanged.
-
-        Args:
-            delta: δ.
-
-        Returns:
-            ε ≥ 0.
 
         Reference:
             Kairouz, Oh, Viswanath 2015, Theorem 2.1; Jagielski, Ullman, Oprea 2020, Section 4.
@@ -77,9 +55,6 @@ class OperatingPoint:
 
     def mu(self) -> float:
         """Return the μ below which these error rates are impossible for a Gaussian mechanism: Φ⁻¹(1-fpr) - Φ⁻¹(fnr).
-
-        Returns:
-            μ ≥ 0.
 
         Reference:
             Dong, Roth, Su 2022, Equation (6); Nasr et al. 2023, Section 4.2.
@@ -101,18 +76,9 @@ def _mu(fpr: Array, fnr: Array) -> Array:
 def split_point(
     scores: Scores, *, alpha: float, gaussian: bool, delta: float, seed: int = _SPLIT_SEED
 ) -> OperatingPoint:
-    """Choose the threshold on one random half of the scores and bound the error rates on the other.
-
-    Args:
-        scores: Independent rows.
-        alpha: Probability with which one of the two bounds may fail.
-        gaussian: Whether the threshold is chosen for the best μ, instead of the best ε.
-        delta: δ that ε is meant at.
-        seed: Of the split; trying several and taking the best would void the confidence.
-
-    Returns:
-        The point, with bounds that hold together with probability 1 - α.
-    """
+    """Choose the threshold on one random half of the scores and bound the error rates on the other."""
+    # Both bounds hold at once with probability 1 - α. `gaussian`: the threshold is chosen for the best μ, not the best
+    # ε. Trying several seeds and taking the best would void the confidence.
     chosen_on, held_out = scores.halves(seed=seed)
     other, member = chosen_on.other, chosen_on.member
     threshold_K = np.unique(np.r_[other, member])
@@ -127,18 +93,11 @@ def split_point(
 
 
 def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
-    """Return points whose bounds all hold together, from every score, with thresholds at ranks fixed in advance.
+    """Return points whose bounds all hold at once, from every score, with thresholds at ranks fixed in advance.
 
     The threshold is the j-th smallest score of one side. The probability of that side beyond it is at most
     Beta-distributed, which is Clopper-Pearson's bound again, exact although the threshold is random; and for the other
     side, which is independent of it, the threshold is as good as fixed. Every point takes an equal share of α.
-
-    Args:
-        scores: Independent rows.
-        alpha: Probability with which any of the bounds may fail.
-
-    Returns:
-        Points at thresholds from the scores left out, then from those included.
     """
     other, member = scores.other, scores.member
     others, members = _ranks(other.size), _ranks(member.size)
@@ -148,7 +107,7 @@ def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
 
 
 def _ranks(total: int) -> list[int]:
-    """How many scores lie beyond the threshold: none, then 1, 4, 16, ... up to half of them."""
+    """Return the number of scores beyond the threshold: none, then 1, 4, 16, ... up to half of them."""
     powers = int(math.log(max(1, total // 2), _RANK_STEP) + 1e-9)
     return [0, *(_RANK_STEP**power for power in range(powers + 1))]
 

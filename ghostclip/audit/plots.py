@@ -19,16 +19,8 @@ _MOST_BINS = 60
 
 
 def plot_audit(scores: Scores, finding: Finding, path: str | Path) -> None:
-    """Draw histograms of the scores and the ROC curve, and save them.
-
-    Args:
-        scores: What was audited.
-        finding: What was found.
-        path: The picture, .png, .pdf or .svg; replaced if it exists.
-
-    An ending that is none of these, a missing matplotlib (``InvalidOptionError``) and a folder that cannot be written
-    (``OutputError``) are refused before anything is drawn.
-    """
+    """Draw histograms of the scores and the ROC curve, and save them as .png, .pdf or .svg."""
+    # Another ending, a missing matplotlib and a folder that cannot be written are refused before anything is drawn.
     require_picture(Path(path), "path")
     with picture(Path(path), size=(9.0, 4.6)) as figure:
         left, right = figure.subplots(1, 2)

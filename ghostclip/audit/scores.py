@@ -22,30 +22,14 @@ _LEAST = 2
 
 @dataclass(frozen=True)
 class Scores:
-    """One score per canary (or per run) and whether it was included; the higher, the more the attack thinks it was.
+    """One score per canary (or per run) and whether it was included; the higher, the more the attack thinks it was."""
 
-    Attributes:
-        score_M: Finite or infinite, never NaN, shape [M].
-        included_M: Booleans, shape [M].
-    """
-
-    score_M: Array
+    score_M: Array  # finite or infinite, never NaN
     included_M: NDArray[np.bool_]
 
     @classmethod
     def of(cls, score: ArrayLike, included: ArrayLike) -> Scores:
-        """Check and keep scores.
-
-        Args:
-            score: Numbers, shape [M].
-            included: Booleans, or zeros and ones, shape [M].
-
-        Returns:
-            The scores.
-
-        Raises:
-            DataError: If shapes differ, a score is NaN, or fewer than two were included or left out.
-        """
+        """Return checked scores and inclusions, shape [M] each, the latter booleans or zeros and ones."""
         score_M, member_M = np.asarray(score, dtype=np.float64), np.asarray(included)
         if score_M.ndim != 1 or score_M.shape != member_M.shape:
             raise DataError(
@@ -68,18 +52,7 @@ class Scores:
 
     @classmethod
     def of_runs(cls, *, member: ArrayLike, other: ArrayLike) -> Scores:
-        """Join the scores of runs with the record and of runs without it.
-
-        Args:
-            member: Scores of the runs with it, shape [M1].
-            other: Scores of the runs without it, shape [M0].
-
-        Returns:
-            The scores.
-
-        Raises:
-            DataError: As `of`.
-        """
+        """Join the scores of runs with the record and of runs without it."""
         with_it, without = np.asarray(member, dtype=np.float64), np.asarray(other, dtype=np.float64)
         included = np.r_[np.ones(with_it.size, bool), np.zeros(without.size, bool)]
         return cls.of(np.concatenate((with_it, without)), included)
@@ -102,14 +75,7 @@ class Scores:
         return Scores(-self.score_M, self.included_M)
 
     def halves(self, *, seed: int) -> tuple[Scores, Scores]:
-        """Split at random into two halves, members and others each.
-
-        Args:
-            seed: Of the split; fixed before the scores are seen.
-
-        Returns:
-            The halves; the second has the odd one.
-        """
+        """Split at random into two halves, members and others each; the second half has the odd one."""
         order = np.random.default_rng(seed).permutation(len(self))
         first = np.zeros(len(self), bool)
         for chosen in (order[self.included_M[order]], order[~self.included_M[order]]):
@@ -119,18 +85,8 @@ class Scores:
 
 
 def load_scores(path: str | Path) -> Scores:
-    """Read scores from a file.
-
-    Args:
-        path: `.csv` with a header, `.json` (a list of records, or lists by column) or `.npz`; column "score", and
-            "included" or "member" (true/false, yes/no, 1/0).
-
-    Returns:
-        The scores.
-
-    Raises:
-        DataError: If the file is not there, of another kind, or lacks a column.
-    """
+    """Read scores from a `.csv` with a header, a `.json` (records, or lists by column) or an `.npz`."""
+    # Columns "score", and "included" or "member" (true/false, yes/no, 1/0).
     path = Path(path)
     if path.suffix.lower() not in (".csv", ".json", ".npz"):
         raise DataError(f"{path}: expected a file named .csv, .json or .npz.")

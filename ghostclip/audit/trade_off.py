@@ -24,14 +24,7 @@ class TradeOff(Protocol):
     """A curve, or an array of curves of one family."""
 
     def least(self, probability: ArrayLike) -> Array:
-        """Return F⁻¹(r): the least probability without the record of an event that has probability r with it.
-
-        Args:
-            probability: r in [0, 1].
-
-        Returns:
-            The least probability without the record.
-        """
+        """Return F⁻¹(r): the least probability without the record of an event that has probability r with it."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +33,12 @@ class GaussianTradeOff:
 
     Reference:
         Dong, Roth, Su 2022, Definition 3.
-
-    Attributes:
-        mu: μ ≥ 0; an array stands for as many curves.
     """
 
-    mu: ArrayLike
+    mu: ArrayLike  # at least 0; an array stands for as many curves
 
     def least(self, probability: ArrayLike) -> Array:
-        """Return F⁻¹(r) = Φ(Φ⁻¹(r) - μ).
-
-        Args:
-            probability: r in [0, 1], of a shape that broadcasts with μ.
-
-        Returns:
-            The least probability without the record.
-        """
+        """Return F⁻¹(r) = Φ(Φ⁻¹(r) - μ)."""
         return np.asarray(special.ndtr(special.ndtri(np.clip(probability, 0.0, 1.0)) - np.asarray(self.mu)))
 
 
@@ -65,24 +48,13 @@ class ApproximateTradeOff:
 
     Reference:
         Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 4.
-
-    Attributes:
-        epsilon: ε ≥ 0; an array stands for as many curves.
-        delta: δ.
     """
 
-    epsilon: ArrayLike
+    epsilon: ArrayLike  # at least 0; an array stands for as many curves
     delta: float
 
     def least(self, probability: ArrayLike) -> Array:
-        """Return F⁻¹(r) = max(0, e^-ε·(r - δ), 1 - δ - e^ε·(1 - r)).
-
-        Args:
-            probability: r in [0, 1], of a shape that broadcasts with ε.
-
-        Returns:
-            The least probability without the record.
-        """
+        """Return F⁻¹(r) = max(0, e^-ε·(r - δ), 1 - δ - e^ε·(1 - r))."""
         r, epsilon = np.clip(probability, 0.0, 1.0), np.minimum(self.epsilon, _SAFE_EXPONENT)
         steep = np.exp(-epsilon) * (r - self.delta)
         flat = 1 - self.delta - np.exp(epsilon) * (1 - r)
@@ -91,13 +63,6 @@ class ApproximateTradeOff:
 
 def gaussian_delta(epsilon: float, *, mu: float) -> float:
     """Return the smallest δ of a μ-GDP mechanism: Φ(-ε/μ + μ/2) - e^ε·Φ(-ε/μ - μ/2).
-
-    Args:
-        epsilon: ε ≥ 0.
-        mu: μ ≥ 0; 1/σ for a Gaussian mechanism of noise multiplier σ.
-
-    Returns:
-        δ in [0, 1].
 
     Reference:
         Balle, Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 1.
@@ -110,15 +75,7 @@ def gaussian_delta(epsilon: float, *, mu: float) -> float:
 
 
 def gaussian_epsilon(mu: float, *, delta: float) -> float:
-    """Return the smallest ε of a μ-GDP mechanism at δ.
-
-    Args:
-        mu: μ ≥ 0.
-        delta: δ in (0, 1).
-
-    Returns:
-        ε ≥ 0, inf for μ = inf.
-    """
+    """Return the smallest ε of a μ-GDP mechanism at δ."""
     if gaussian_delta(0.0, mu=mu) <= delta:
         return 0.0
     if math.isinf(mu):

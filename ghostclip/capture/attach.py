@@ -22,19 +22,10 @@ def carry_out(
     order: tuple[int, ...],
     product: bool = False,
 ) -> Tensor:
-    """Run an operation and register its use.
-
-    Args:
-        use: The use.
-        run: Runs the operation on detached parameters.
-        rows: The data that it consumes them with.
-        saved: What the backward will want back.
-        order: Axes of the output, those of its rows first; empty where rows lead already.
-        product: Whether it is a product of matrices, which autocast forms in 16 bits and which changes no input.
-
-    Returns:
-        The operation's output, in the graph, with the use on its node.
-    """
+    """Run an operation on detached parameters and attach its use to the output."""
+    # rows: the data that it consumes the parameters with. order: axes of the output, those of its rows first; empty
+    # where rows lead already. product: a product of matrices, which autocast forms in 16 bits and which changes no
+    # input.
     output = run_and_keep(use, run, saved, product=product)
     return attached(use, output, rows=rows, hook=delivery(use, order) if order else use.arrive)
 
@@ -42,18 +33,8 @@ def carry_out(
 def attached_again(
     use: ParamUse, output: Tensor, *, order: tuple[int, ...], anchored: bool, counted: Counted | None
 ) -> Tensor:
-    """Attach a use to its output where the operation was decided on in an earlier forward, at a site that is proven.
-
-    Args:
-        use: The use; no backward is running.
-        output: What it computed.
-        order: As for `carry_out`.
-        anchored: Whether the graph of its data leads to the anchor.
-        counted: As for `count`.
-
-    Returns:
-        As for `attached`.
-    """
+    """Attach a use to its output where the operation was decided on in an earlier forward, at a proven site."""
+    # No backward is running. `anchored`: the graph of its data leads to the anchor.
     forward = use.forward
     if not output.requires_grad:
         output = enter_graph(output, forward.around.anchor)
@@ -68,17 +49,7 @@ def attached_again(
 
 
 def run_and_keep(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
-    """Run an operation and keep what its backward will want back.
-
-    Args:
-        use: The use.
-        run: As for `carry_out`.
-        saved: As for `carry_out`.
-        product: As for `carry_out`.
-
-    Returns:
-        The operation's output, as it is.
-    """
+    """Run an operation, store what its backward needs in the use, and return the output as it is."""
     if use.site.operation == "embedding":
         look_up(use, saved[0])
     if product and saved and may_cast(saved[0]):
@@ -91,28 +62,13 @@ def run_and_keep(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tenso
 
 
 def look_up(use: ParamUse, ids: Tensor) -> None:
-    """Note by which ids rows of a table are looked up.
-
-    Args:
-        use: The use of the table.
-        ids: They.
-    """
+    """Note the ids by which rows of a table are looked up."""
     for name in use.site.names:
         use.forward.looked_up[name].append(ids)
 
 
 def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
-    """Register a use and attach it to the output it has made.
-
-    Args:
-        use: The use.
-        output: What it computed.
-        rows: The data behind it in the graph.
-        hook: Hands the output's gradient on.
-
-    Returns:
-        The output, in the graph, with the use on its node.
-    """
+    """Register a use and attach it to its output; ``hook`` hands the output's gradient on."""
     anchor = use.forward.around.anchor
     if output.requires_grad:
         output = own(output, anchor, anchored=leads_to(rows, anchor))
@@ -125,15 +81,8 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
 
 
 def delivery(use: ParamUse, order: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Return the hook that delivers the gradient of a use's output whose rows do not lead.
-
-    Args:
-        use: The use.
-        order: As for `carry_out`.
-
-    Returns:
-        A hook for ``Tensor.register_hook``; elsewhere `ParamUse.arrive` is one.
-    """
+    """Return the hook that delivers the gradient of an output whose rows do not lead."""
+    # Elsewhere `ParamUse.arrive` is one.
     deliver = use.forward.around.deliver
 
     def hook(grad: Tensor) -> Tensor:

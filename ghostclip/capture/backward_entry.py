@@ -31,25 +31,15 @@ _INPUTS: Final = 5
 
 
 class Examiner(Protocol):
-    """Whoever examines losses before their backward runs.
+    """Examiner of losses before their backward runs."""
 
-    Attributes:
-        gathering: The ranks that run the backward together; None where this process runs it alone.
-    """
-
-    gathering: Gathering | None
+    gathering: Gathering | None  # the ranks that run the backward with this one; None where it runs alone
 
     def watching_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward, in which nothing may write the model's state."""
 
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
-        """Look at the start of a backward.
-
-        Args:
-            roots: Where it starts: tensors, or edges of the graph.
-            grads: Gradients given for them; empty where none are.
-            forwards: Those of this examiner that it leads to.
-        """
+        """Examine the roots of a backward, tensors or edges, with the forwards of this examiner that they lead to."""
 
 
 _attached: "WeakSet[Examiner]" = WeakSet()
@@ -61,21 +51,14 @@ _running: list[ForwardContext] = []
 
 
 def attach(examiner: Examiner) -> None:
-    """Show somebody every backward from now on.
-
-    Args:
-        examiner: Who examines the losses of his own forwards.
-    """
+    """Show an examiner every backward from now on."""
     _attached.add(examiner)
     _install()
 
 
 def detach(examiner: Examiner) -> None:
-    """Show him none; the last one puts torch's function back, unless somebody has replaced it since.
-
-    Args:
-        examiner: As for `attach`.
-    """
+    """Show an examiner no further backwards."""
+    # The last one restores torch's function, unless somebody has replaced it since.
     _attached.discard(examiner)
     for forward in [forward for forward, owner in _waiting.items() if owner() is examiner]:
         del _waiting[forward]
@@ -86,14 +69,7 @@ def detach(examiner: Examiner) -> None:
 
 
 def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrives: Callable[[], None]) -> None:
-    """Look out for the backward of a forward that has ended, and tell of it before any layer hears of it.
-
-    Args:
-        examiner: Whose forward it is.
-        forward: The forward.
-        output: One of its outputs, in the graph.
-        arrives: Called when a gradient of it arrives.
-    """
+    """Watch for the backward of a forward that has ended; ``arrives`` is called before any layer gets a gradient."""
     node: Any = output.grad_fn
     if node is not None:
         node.metadata[FORWARD_KEY] = forward
@@ -104,11 +80,7 @@ def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrive
 
 
 def forget(forward: ForwardContext) -> None:
-    """Look out for it no longer: its backward has run.
-
-    Args:
-        forward: The forward.
-    """
+    """Stop watching a forward: its backward has run."""
     _waiting.pop(forward, None)
 
 
@@ -120,7 +92,7 @@ def _install() -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Yield while backwards are the library's own, whose roots need no look."""
+    """Yield while backwards are the library's own, whose roots need no examination."""
     before, _here.unseen = getattr(_here, "unseen", False), True
     try:
         yield
@@ -161,7 +133,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
-    """Return everybody whose forwards a backward is about to reach, with these."""
+    """Return the examiners whose forwards a backward is about to reach, with these forwards."""
     found: dict[Examiner, list[ForwardContext]] = {}
     for forward in _reached([edge_of(root)[0] for root in roots]):
         owner = _waiting[forward]()
@@ -171,7 +143,7 @@ def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
 
 
 def _show(found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """Let everybody whose forward a backward is about to reach examine the loss."""
+    """Let each examiner whose forward a backward is about to reach examine the loss."""
     for examiner, forwards in found.items():
         examiner.examine(roots, grads, forwards)
         for forward in forwards:
@@ -206,14 +178,7 @@ def forward_at(node: Any) -> ForwardContext | None:
 
 
 def refuse_unseen(forward: ForwardContext) -> None:
-    """Refuse a backward that trains but was never shown: its loss was not examined.
-
-    Args:
-        forward: A forward that it goes through.
-
-    Raises:
-        LossReductionError: The forward's loss was not examined.
-    """
+    """Refuse a backward that trains but whose loss was not examined."""
     if not (forward.examined or forward.is_dummy or forward.consumed):
         if any(other.around is not forward.around for other in _running):
             raise LossReductionError(
@@ -231,27 +196,14 @@ def refuse_unseen(forward: ForwardContext) -> None:
 
 
 def is_output(edge: Edge) -> bool:
-    """Return whether a value is one of a layer, or a model's output with rows of samples: no part of a loss.
-
-    Args:
-        edge: Its place in the graph.
-
-    Returns:
-        False for a scalar that the model computed from its own outputs: it goes on inside.
-    """
+    """Return whether a value is a layer's output, or a model's output with rows of samples: no part of a loss."""
+    # False for a scalar that the model computed from its own outputs: it goes on inside.
     notes = edge[0].metadata
     return METADATA_KEY in notes or (FORWARD_KEY in notes and bool(shape_at(edge)))
 
 
 def leads_to_forward(edge: Edge) -> bool:
-    """Return whether a private model's forward lies behind a value of the graph.
-
-    Args:
-        edge: Its place in the graph.
-
-    Returns:
-        False for what parameters alone make.
-    """
+    """Return whether a private model's forward lies behind a value of the graph."""
     pending, seen = [edge[0]], set()
     while pending:
         node = pending.pop()

@@ -15,32 +15,15 @@ from ghostclip.errors import BatchAxisError
 
 
 class Bags:
-    """Finds flat ids and offsets among a model's inputs, and gives checks one row a sample instead."""
+    """Finds flat ids and offsets among a model's inputs, and gives checks one row per sample instead."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Look for bags in a model.
-
-        Args:
-            model: The model.
-        """
         bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self._any = bool(bags)
         self._closed = any(bag.include_last_offset for bag in bags)
 
     def batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
-        """Return the number of samples in a model's inputs: of bags, where ids are flat, else as `batch_size_of`.
-
-        Args:
-            args: Positional inputs.
-            kwargs: Keyword inputs.
-            axis: The batch axis.
-
-        Returns:
-            B.
-
-        Raises:
-            BatchAxisError: Offsets have one entry more than there are bags.
-        """
+        """Return the number of samples in a model's inputs: of bags, where ids are flat, else as `batch_size_of`."""
         found = self._find(_torch.tree_flatten((args, dict(kwargs)))[0]) if self._any else None
         if found is None:
             return batch_size_of(args, kwargs, axis)
@@ -54,17 +37,8 @@ class Bags:
     def as_rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """Return a forward on flat ids as one on a matrix with a row a sample, whose rows may be exchanged.
-
-        Args:
-            module: The outermost module.
-            args: Its positional inputs.
-            kwargs: Its keyword inputs.
-
-        Returns:
-            What runs the module on such a matrix in the place of the ids, and its inputs; the three as they are where
-            no ids are flat.
-        """
+        """Return a forward on flat ids as one on a matrix with a row per sample, whose rows may be exchanged."""
+        # All three as they are where no ids are flat.
         if not self._any:
             return module, args, kwargs
         leaves, tree = _torch.tree_flatten((args, dict(kwargs)))
@@ -82,7 +56,7 @@ class Bags:
         return flat, given[0], given[1]
 
     def _find(self, leaves: list[Any]) -> tuple[int, Tensor] | None:
-        """Return where the ids are and the offsets: ids are the first tensor, offsets begin with 0 and never fall."""
+        """Return the places of ids and offsets: ids are the first tensor, offsets begin with 0 and never fall."""
         first = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), -1)
         if first < 0 or not _is_flat(leaves[first]):
             return None
@@ -94,16 +68,7 @@ class Bags:
 def as_flat(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Undo `Bags.as_rows`, for whichever rows are left.
-
-    Args:
-        module: What it returned.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-
-    Returns:
-        The module itself with flat ids; the three as they are where nothing is to be undone.
-    """
+    """Undo `Bags.as_rows`, for whichever rows are left."""
     if not isinstance(module, _OnRows):
         return module, args, kwargs
     given = module.flat(args, kwargs)
@@ -113,16 +78,8 @@ def as_flat(
 def batch_as_rows(
     model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
-    """Return a batch with flat ids as one with a row a sample, of which single samples may be taken.
-
-    Args:
-        model: The model.
-        batch: A tensor, or tuples, lists and mappings of tensors.
-        loss_fn: Called with the model and a batch with flat ids.
-
-    Returns:
-        The batch, and a loss function that takes such batches; both as they are where no ids are flat.
-    """
+    """Return a batch and its loss function with a row per sample in the place of flat ids."""
+    # Both as they are where no ids are flat.
     on_rows, given, _ = Bags(model).as_rows(model, (batch,), {})
     if not isinstance(on_rows, _OnRows):
         return batch, loss_fn
@@ -130,7 +87,7 @@ def batch_as_rows(
 
 
 class _OnRows(nn.Module):
-    """Runs a module that takes flat ids on a matrix of places among them, `[B, K]` with -1 where there is none."""
+    """Runs a module that takes flat ids on a matrix of indices into them, `[B, K]` with -1 where there is none."""
 
     def __init__(self, module: nn.Module, leaves: list[Any], tree: _torch.TreeSpec, offsets: Tensor) -> None:
         super().__init__()
@@ -148,28 +105,11 @@ class _OnRows(nn.Module):
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on flat ids again.
-
-        Args:
-            *args: Its positional inputs.
-            **kwargs: Its keyword inputs.
-
-        Returns:
-            Its output.
-        """
         given = self.flat(args, kwargs)
         return self.inner[0](*given[0], **given[1])
 
     def flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return inputs with flat ids and offsets.
-
-        Args:
-            args: Positional inputs.
-            kwargs: Keyword inputs.
-
-        Returns:
-            Positional and keyword inputs.
-        """
+        """Return inputs with flat ids and offsets."""
         leaves = _torch.tree_flatten((args, dict(kwargs)))[0]
         place_BK = leaves[self._first]
         real_BK = place_BK >= 0

@@ -18,23 +18,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowMap:
-    """Rows lie along one axis of the tensor.
+    """Map from the rows along one axis of a tensor to samples."""
 
-    Attributes:
-        kind: ``"axis"`` (the axis has one row a sample), ``"major"`` (folded, all rows of a sample together),
-            ``"minor"`` (folded, samples alternate), ``"whole"`` (one sample owns everything), ``"gathered"``, or
-            ``"one"`` (everything belongs to one of the samples).
-        axis: The axis, of the tensor's leading ones.
-        samples: For ``"gathered"`` and ``"one"``: the sample of every row, shape ``(n,)`` or ``(1,)``, int64.
-    """
-
+    # "axis" (one row per sample), "major" (folded, all rows of a sample consecutive), "minor" (folded, samples
+    # alternate), "whole" (one sample owns everything), "gathered", or "one" (everything belongs to one of the samples)
     kind: str
     axis: int = 0
+    # for ``"gathered"`` and ``"one"``: the sample of every row, shape ``(n,)`` or ``(1,)``, int64
     samples: Tensor | None = None
 
     @property
     def key(self) -> tuple[str, int]:
-        """What a call site remembers of the map."""
+        """The part of the map that a call site remembers."""
         return self.kind, self.axis
 
     @property
@@ -46,16 +41,7 @@ class RowMap:
         return "in order" if in_order else "in another order"
 
     def split(self, tensor: Tensor, num_batch_dims: int, batch_size: int) -> Tensor:
-        """Bring a tensor into the canonical layout.
-
-        Args:
-            tensor: Shape ``(*L, *F)``.
-            num_batch_dims: How many leading axes are rows.
-            batch_size: B.
-
-        Returns:
-            Shape ``(B, T, *F)``; T is the largest number of rows of a sample, shorter samples padded with zeros.
-        """
+        """Return a tensor ``(*L, *F)`` as ``(B, T, *F)``, shorter samples padded with zeros."""
         if num_batch_dims == 1 and self.kind == "axis":
             return tensor.unsqueeze(1)
         features = tensor.shape[num_batch_dims:]
@@ -88,15 +74,7 @@ class RowMap:
         return packed.reshape(batch_size, longest * inner, *tensor.shape[num_batch_dims:])
 
     def samples_of(self, size: int, batch_size: int) -> Tensor:
-        """Return the sample of every row along the axis.
-
-        Args:
-            size: How many rows lie along the axis.
-            batch_size: B.
-
-        Returns:
-            Shape ``(size,)``, int64; on the device of ``samples`` for ``"gathered"``, else on the CPU.
-        """
+        """Return the sample of every row along the axis, ``(size,)``, int64."""
         if self.samples is not None:
             return self.samples
         index = torch.arange(size)
@@ -106,16 +84,8 @@ class RowMap:
 
 
 def samples_axis(sizes: tuple[int, ...], batch_size: int, axis: int) -> int | None:
-    """Return the axis that holds the samples, as far as sizes tell.
-
-    Args:
-        sizes: Sizes of a tensor.
-        batch_size: B.
-        axis: Where it is expected.
-
-    Returns:
-        An axis of B entries, else one of several times as many (folded), the expected one first; None without any.
-    """
+    """Return the axis of the samples, as far as sizes tell, or None."""
+    # An axis of B entries, else one of several times as many (folded), the expected one first.
     order = [place for place in dict.fromkeys((axis, *range(len(sizes)))) if place < len(sizes)]
     exact = (place for place in order if sizes[place] == batch_size)
     folded = (place for place in sorted(order) if sizes[place] > batch_size and sizes[place] % batch_size == 0)
@@ -126,16 +96,7 @@ WHOLE = RowMap("whole")
 
 
 def candidates(sizes: Sequence[int], batch_size: int, *, axis: int) -> list[RowMap]:
-    """List the row maps that the sizes allow, the expected one first.
-
-    Args:
-        sizes: Sizes of the leading axes.
-        batch_size: B.
-        axis: Where the batch axis is expected (0, or 1 for ``batch_first=False``).
-
-    Returns:
-        Candidates in order of preference; empty when no axis can hold the samples.
-    """
+    """Return the row maps that the sizes allow, the expected one first."""
     return list(_candidates(tuple(sizes), batch_size, axis))
 
 

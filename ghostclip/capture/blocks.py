@@ -33,7 +33,7 @@ _PLAIN: Final = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.d
 
 
 class _SavedTensor:
-    """A tensor that a graph saved, and what a checkpoint gives it back from."""
+    """A tensor that a graph saved, and the checkpoint that recomputes it."""
 
     __slots__ = ("__weakref__", "holder", "tensor", "version")
 
@@ -43,23 +43,15 @@ class _SavedTensor:
 
 
 class SavedByBlock:
-    """What the graph of a checkpointed block saved when it first ran: read without running the block again."""
+    """Tensors that the graph of a checkpointed block saved in its first run, readable without running it again."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         # The graph owns them.
         self._saved: WeakSet[_SavedTensor] = WeakSet()
         self._ran = False
 
     def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs in a checkpoint in a block's place.
-
-        Args:
-            run: The block's forward.
-
-        Returns:
-            It, holding what is saved the first time it runs.
-        """
+        """Wrap a block's forward for a checkpoint, so that the tensors saved in its first run are stored here."""
 
         def first(*args: Any, **kwargs: Any) -> Any:
             if self._ran:
@@ -84,50 +76,33 @@ class SavedByBlock:
         return first
 
     def let_go(self) -> None:
-        """Hold nothing any more: the backward runs the block again."""
+        """Drop the saved tensors: the backward runs the block again."""
         for saved in self._saved:
             saved.tensor = None
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block.
-
-    Attributes:
-        name: The block's path.
-        kind: Equal for blocks of one class with parameters of the same shapes, called on tensors of the same shapes.
-        first: Number of the first node of the graph that it may have made, see `_torch.order_of`.
-        last: One more than the number of the last.
-        inputs: Memory of the tensors it was given: address and bytes.
-        recomputed: Whether its inputs alone were kept.
-        may_be: Whether it can be run again.
-        held: What is held besides, None for nothing.
-    """
+    """One call of a block."""
 
     name: str
-    kind: Any
-    first: int
-    last: int
-    inputs: tuple[tuple[int, int], ...]
-    recomputed: bool
-    may_be: bool
-    held: SavedByBlock | None = None
+    kind: Any  # equal for blocks of one class with parameters of the same shapes, called on tensors of the same shapes
+    first: int  # number of the first node of the graph that it may have made, see `_torch.order_of`
+    last: int  # one more than the number of the last such node
+    inputs: tuple[tuple[int, int], ...]  # memory of the tensors it was given: address and bytes
+    recomputed: bool  # whether only its inputs were stored
+    may_be: bool  # whether it can be run again
+    held: SavedByBlock | None = None  # its saved tensors, None where they are not stored
 
     @property
     def may_be_read(self) -> bool:
-        """Whether the graph shows what it holds without running it again."""
+        """Whether the graph shows what it saved without running it again."""
         return not self.recomputed or self.held is not None
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model: modules of one class, two at least, side by side in a list or a sequence.
-
-    Args:
-        model: The model.
-
-    Returns:
-        By path, in order; of blocks within blocks the outer ones. Only what has a trainable parameter.
-    """
+    """Return the blocks of a model by path: modules of one class, at least two consecutive in a list or a sequence."""
+    # Of blocks within blocks the outer ones; only those with a trainable parameter.
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{one}.") for one in found):
@@ -142,34 +117,20 @@ def repeated(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Blocks:
-    """The repeated blocks of a model while its forward runs.
-
-    Attributes:
-        choose: Called as a forward begins with what tells its sizes, and what blocks of one kind have in common, by
-            their paths; returns the paths of those whose inputs alone are kept, each with whether it is looked at.
-    """
+    """The repeated blocks of a model while its forward runs."""
 
     def __init__(
         self, model: nn.Module, anchor: Tensor, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]
     ) -> None:
-        """Find the blocks; nothing is changed yet.
-
-        Args:
-            model: The model.
-            anchor: A leaf at which every captured path of the graph ends.
-            choose: See the class.
-        """
+        # Every captured path of the graph ends at the leaf `anchor`.
+        # called as a forward begins with its sizes, and what blocks of one kind have in common, by path; returns the
+        # paths of blocks of which only inputs are stored, each with whether it is watched
         self.choose = choose
         self._model, self._anchor = model, anchor
         self._replaced: ExitStack | None = None
 
     def begin(self, forward: ForwardContext, inputs: Any) -> None:
-        """Watch the blocks, and keep the inputs alone of those that are chosen.
-
-        Args:
-            forward: The forward that begins; calls are noted there.
-            inputs: What the model was called with.
-        """
+        """Watch the blocks in a forward that begins, and checkpoint those that are chosen."""
         if self._replaced is not None or in_backward() or not torch.is_grad_enabled():
             return
         blocks = repeated(self._model)
@@ -182,7 +143,7 @@ class Blocks:
             self._replaced.enter_context(in_place_of(block, watched))
 
     def end(self) -> None:
-        """Give every block its own forward back."""
+        """Restore every block's own forward."""
         replaced, self._replaced = self._replaced, None
         if replaced is not None:
             replaced.close()
@@ -214,7 +175,7 @@ class Blocks:
         return watched
 
     def _number(self) -> int:
-        """Return the number of a node that is made now."""
+        """Return the sequence number of a node that is made now."""
         return _torch.order_of(self._anchor.view_as(self._anchor).grad_fn)
 
     def _marked(self, output: Any, number: int) -> Any:

@@ -33,19 +33,12 @@ def is_elementwise(name: str) -> bool:
 
 @dataclass(frozen=True)
 class RowAxis:
-    """The axis of an operation's result along which rows of samples lie.
-
-    Attributes:
-        axis: Where it lies.
-        size: How many rows there are.
-        maps: How rows may map to samples, the likeliest first.
-        batch_size: B.
-    """
+    """The axis of an operation's result along which rows of samples lie."""
 
     axis: int
-    size: int
-    maps: list[RowMap]
-    batch_size: int
+    size: int  # number of rows
+    maps: list[RowMap]  # how rows may map to samples, the likeliest first
+    batch_size: int  # B
 
     @property
     def whole(self) -> bool:
@@ -54,43 +47,23 @@ class RowAxis:
 
 
 class Expanded:
-    """One tracked tensor expanded over the rows of the data it meets.
-
-    Attributes:
-        tensor: What takes its place in the operation, before it enters the graph.
-        row_axis: Where the row axis lies in ``tensor``.
-        rows: The rows.
-    """
+    """One tracked tensor expanded over the rows of the data it meets."""
 
     def __init__(self, value: Tensor, dims: int, rows: RowAxis) -> None:
-        """Expand a value.
-
-        Args:
-            value: The tracked tensor's value.
-            dims: Number of axes of the operation's result.
-            rows: Where its rows lie.
-        """
+        # `dims`: number of axes of the operation's result.
         self.shape, self.rows, self.row_axis = value.shape, rows, rows.axis
         aligned = value.reshape([1] * (dims - value.dim()) + list(value.shape))
         self.own_rows = not rows.whole and aligned.shape[rows.axis] != 1
         if self.own_rows or rows.whole:
             self.row_axis -= dims - value.dim()
-            self.tensor = value
+            self.tensor = value  # replaces it in the operation, before it enters the graph
         else:
             sizes = list(aligned.shape)
             sizes[rows.axis] = rows.size
             self.tensor = aligned.expand(sizes)
 
     def factor(self, grad: Tensor, row_map: RowMap) -> Factor:
-        """Return the per-sample gradient of the tracked tensor from that of the expanded one.
-
-        Args:
-            grad: The gradient of the expanded tensor.
-            row_map: How its rows map to samples.
-
-        Returns:
-            The factor of the tracked tensor.
-        """
+        """Return the tracked tensor's per-sample gradients from the gradient of the expanded one."""
         batch_size = self.rows.batch_size
         if row_map.kind == "whole":
             return Dense(grad.reshape(1, *self.shape))
@@ -108,16 +81,7 @@ class Expanded:
 
 
 def own_rows(moved: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
-    """Give every sample the rows that are its own, with zeros in the place of all others.
-
-    Args:
-        moved: A gradient with the row axis first, shape ``(rows, ...)``.
-        row_map: How rows map to samples.
-        batch_size: B.
-
-    Returns:
-        Shape ``(B, rows, ...)``, dtype of ``moved``.
-    """
+    """Return a gradient ``(rows, ...)`` as ``(B, rows, ...)``, with zeros for rows of other samples."""
     sample = row_map.samples_of(moved.shape[0], batch_size).to(moved.device)
     full = moved.new_zeros(batch_size, *moved.shape)
     full[sample, torch.arange(moved.shape[0], device=moved.device)] = moved
@@ -125,17 +89,7 @@ def own_rows(moved: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
 
 
 def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -> tuple[int, int, Tensor] | None:
-    """Find the row axis of a broadcast result from its data.
-
-    Args:
-        data: Data tensors of the operation.
-        dims: Number of axes of the result.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        (axis in the result, its size, the tensor that shows it), or None where no size fits.
-    """
+    """Return the row axis of a broadcast result, its size and the tensor that shows it, or None where no size fits."""
     # Of constants, the one with most axes: a mask of shape (T,) says nothing about the samples when T equals B.
     ordered = sorted(data, key=lambda tensor: (not tensor.requires_grad, -tensor.dim()))
     for exact in (True, False):
@@ -152,17 +106,9 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
 
 
 def map_of_rows(size: int, batch_size: int, axis: int, samples: Tensor | None) -> list[RowMap]:
-    """List the row maps possible for one row axis (axis 0 of the moved gradient).
-
-    Args:
-        size: How many rows it has.
-        batch_size: B.
-        axis: The expected batch axis of the model; folded rows keep a sample together for 0, alternate for 1.
-        samples: The sample of every row where rows were routed, shape ``(size,)``, int64.
-
-    Returns:
-        Row maps, the preferred one first; empty when the samples cannot share the rows evenly.
-    """
+    """Return the row maps possible for one row axis, the preferred one first."""
+    # `axis` is the model's batch axis: folded rows keep a sample together for 0, alternate for 1. `samples` is the
+    # sample of every row where rows were routed. Empty when the samples cannot share the rows evenly.
     if batch_size == 1:
         return [WHOLE]
     if samples is not None:

@@ -25,18 +25,13 @@ _TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 @dataclass(frozen=True, eq=False)
 class Rerun:
-    """An operation as it ran in the forward.
+    """An operation as it ran in the forward."""
 
-    Attributes:
-        run: Runs it on other values of (its plain tensors, its parameters) and returns its differentiable outputs.
-        inputs: Its parameters.
-        plain: Its plain tensors, known once it has run.
-        versions: Their versions then; data changed in place since cannot be run on again.
-    """
-
+    # runs it on other values of (its plain tensors, its parameters) and returns its differentiable outputs
     run: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
-    inputs: Sequence[Tensor]
-    plain: list[Tensor] = field(default_factory=list)
+    inputs: Sequence[Tensor]  # its parameters
+    plain: list[Tensor] = field(default_factory=list)  # its plain tensors, known once it has run
+    # their versions then; data changed in place since cannot be run on again
     versions: list[int] = field(default_factory=list)
 
     def remember(self, plain: Sequence[Tensor]) -> None:
@@ -47,32 +42,17 @@ class Rerun:
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """One output with its gradient.
+    """One output with its gradient."""
 
-    Attributes:
-        place: Its number among the outputs.
-        output: The output, with the operation's own graph.
-        grad: Its gradient.
-        row_map: Where its samples are.
-    """
-
-    place: int
-    output: Tensor
+    place: int  # index among the outputs
+    output: Tensor  # with the operation's own graph
     grad: Tensor
-    row_map: RowMap
+    row_map: RowMap  # where its samples are
 
 
 def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> list[Tensor] | None:
-    """Return per-sample gradients of a region's parameters.
-
-    Args:
-        region: The operation.
-        arrived: Its outputs that have a gradient.
-        batch_size: B; a single sample needs no splitting.
-
-    Returns:
-        A tensor ``(B, *P)`` for every parameter; None where the operation cannot be run so, or not to the same result.
-    """
+    """Return per-sample gradients ``(B, *P)`` of a region's parameters."""
+    # None if it cannot be rerun with the same result.
     if batch_size < 2 or any(item.row_map.kind not in _FOLDED for item in arrived):
         return None
     if _torch.versions(region.plain) != region.versions:
@@ -93,7 +73,7 @@ def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> 
 def _vmapped(
     region: Rerun, arrived: Sequence[Arrived], maps: Sequence[RowMap | None], batch_size: int
 ) -> tuple[Sequence[Tensor], list[Tensor]]:
-    """Run the operation and its backward for all samples; returns outputs and gradients, samples first."""
+    """Run the operation and its backward for all samples; return outputs and gradients, samples first."""
     own = [
         tensor if row_map is None else _split(tensor, row_map, batch_size)
         for tensor, row_map in zip(region.plain, maps, strict=True)
@@ -115,7 +95,7 @@ def _vmapped(
 
 
 def _split(tensor: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
-    """Return every sample's rows of a tensor, samples first, the axis they lie along kept: ``(B, ..., rows, ...)``."""
+    """Return every sample's rows of a tensor, samples first, with the rows' axis: ``(B, ..., rows, ...)``."""
     axis, rows = row_map.axis, tensor.shape[row_map.axis] // batch_size
     if row_map.kind == "minor":
         return tensor.detach().unflatten(axis, (rows, batch_size)).movedim(axis + 1, 0)
@@ -123,7 +103,7 @@ def _split(tensor: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
 
 
 def _map_of(tensor: Tensor, arrived: Sequence[Arrived], batch_size: int) -> RowMap | None:
-    """Guess where the samples of an input are from where they are in the outputs; None for a constant."""
+    """Guess the row map of an input from those of the outputs; None for a constant."""
     for item in arrived:
         row_map = item.row_map
         size = item.output.shape[row_map.axis]

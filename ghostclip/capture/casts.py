@@ -13,30 +13,20 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Casts:
-    """The latest tensor that was cast for an operation: what several read (queries, keys, values) is cast once.
-
-    The gradient of the weight of ``y = x Wᵀ``, run by autocast in 16 bits, is that through the cast input: the float32
-    input of twice the size took no part, and an ordinary backward does not hold it.
-    """
+    """The latest tensor that was cast for an operation: what several read (queries, keys, values) is cast once."""
 
     __slots__ = ("__weakref__", "_cast", "_changes", "_source")
 
+    # The weight gradient of y = x Wᵀ, run by autocast in 16 bits, is that through the cast input: the float32 input of
+    # twice the size took no part, and an ordinary backward does not store it.
     def __init__(self) -> None:
-        """Hold nothing."""
         self._source: Any = None
         self._changes = -1
         self._cast: Tensor | None = None
 
     def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor as it took part in an operation.
-
-        Args:
-            tensor: An input of the operation.
-            dtype: Of what it returned.
-
-        Returns:
-            The tensor outside the graph, in 16 bits, where autocast brought it from float32 to that; else itself.
-        """
+        """Return an input as the operation used it."""
+        # In 16 bits, outside the graph, where autocast cast it, else itself.
         if tensor.dtype != torch.float32 or dtype not in _HALF:
             return tensor
         (version,) = _torch.versions([tensor])
@@ -48,11 +38,7 @@ class Casts:
         return cast
 
     def drop(self, source: Any) -> None:
-        """Let the cast go: what it was made of is gone.
-
-        Args:
-            source: The weak reference to that.
-        """
+        """Drop the cast whose source, a weak reference, is gone."""
         if self._source is source:
             self._source = self._cast = None
 
@@ -70,7 +56,7 @@ def _dropping(casts: Casts) -> Callable[[Any], None]:
 
 
 def may_cast(tensor: Tensor) -> bool:
-    """Return whether autocast may bring an operation's input to 16 bits."""
+    """Return whether autocast may cast an operation's input to 16 bits."""
     # The type of a device is a string that is made anew each time.
     kind = "cpu" if tensor.is_cpu else tensor.device.type
     return _torch.autocast_is_on(kind) and tensor.dtype == torch.float32 and not tensor.is_inference()

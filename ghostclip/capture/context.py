@@ -42,13 +42,7 @@ from ghostclip.rules.registry import operation_name
 
 
 class ModuleCall(NamedTuple):
-    """A call of the outermost module.
-
-    Attributes:
-        module: The module.
-        args: Its positional inputs.
-        kwargs: Its keyword inputs.
-    """
+    """A call of the outermost module, with its inputs."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -56,55 +50,23 @@ class ModuleCall(NamedTuple):
 
 
 class Prover(Protocol):
-    """Whoever asks for evidence that forwards are read right."""
+    """Prover that forwards are read right."""
 
     def begin(self, capture: "CaptureContext", call: ModuleCall, inputs: Sequence[Tensor]) -> None:
-        """Look at a forward before it runs.
-
-        Args:
-            capture: Whose latest forward it is.
-            call: What is about to run.
-            inputs: The tensors that it is called with.
-        """
+        """Look at a forward before it runs."""
 
     def end(self, capture: "CaptureContext", call: ModuleCall, output: Any) -> Any:
-        """Weigh the evidence on a forward that has run.
-
-        Args:
-            capture: Whose latest forward it is.
-            call: What ran.
-            output: What it returned.
-
-        Returns:
-            The output to hand on: of the last reading, where it was read more than once.
-        """
+        """Weigh the evidence on a forward that has run, and return the output of its last reading."""
 
     def watching_backward(self, capture: "CaptureContext") -> AbstractContextManager[None]:
-        """Return a context for a backward that trains, in which nothing may write state.
-
-        Args:
-            capture: Whose backward it is.
-
-        Returns:
-            The context.
-        """
+        """Return a context for a backward that trains, in which nothing may write state."""
 
     def renew(self) -> None:
-        """Ask for all evidence anew: the model was changed."""
+        """Ask for all evidence again, as the model was changed."""
 
 
 class CaptureContext:
-    """Attaches to a model, substitutes its parameters during forwards and delivers gradients to a listener.
-
-    Attributes:
-        model: The model.
-        axis: The batch axis of its inputs.
-        forward: The latest forward.
-        sites: What is remembered of every call site.
-        substitution: The parameters, and what stands for them during a forward.
-        bags: Finds flat ids among the model's inputs.
-        note_inputs: Called with the tensors and the number of samples that a forward takes in; None to call nobody.
-    """
+    """Attaches to a model, substitutes its parameters during forwards and delivers gradients to a listener."""
 
     def __init__(  # noqa: PLR0913 - who calls, who is told, and what is gathered by whom
         self,
@@ -117,17 +79,10 @@ class CaptureContext:
         units: Sequence[nn.Module] = (),
         gathering: Gathering | None = None,
     ) -> None:
-        """Attach to a model.
-
-        Args:
-            model: The model; nothing but hooks is added to it.
-            batch_first: Whether the batch axis is axis 0 (else 1).
-            on_backward: Called when a gradient arrives and nobody listens.
-            on_loss: Called before a plain backward runs through forwards: with its roots, their gradients, and these.
-            prover: Asks for evidence; None to ask for none.
-            units: Modules whose parameters exist only while they run: see `ghostclip.capture.substitution`.
-            gathering: The ranks that gather these parameters together; its units count among the units.
-        """
+        # on_backward: called when a gradient arrives and nobody listens. on_loss: called before a plain backward
+        # through forwards, with its roots, their gradients, and these. units: modules whose parameters exist only while
+        # they run, see `ghostclip.capture.substitution`. gathering: the ranks that gather these parameters; its units
+        # count among the units.
         self.model = model
         self.gathering = gathering
         units = [*units, *(() if gathering is None else gathering.units)]
@@ -136,6 +91,7 @@ class CaptureContext:
         self._divided = gathering is not None and gathering.divides
         self.substitution = Substitution(model, self, units, divided=self._divided)
         self.bags = Bags(model)
+        # called with the tensors and the number of samples of a forward; None to call nobody
         self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._rows = RowTracker()
@@ -190,7 +146,7 @@ class CaptureContext:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Begin a module call; returns inputs to run on in the place of its own, None to keep them."""
+        """Begin a module call; return inputs to run on instead of its own, None to use its own."""
         if self._unwatched:
             return None
         quieten_wrapper(self.model)
@@ -246,7 +202,7 @@ class CaptureContext:
         return call.args, token
 
     def _tied(self, call: ModuleCall) -> tuple[ModuleCall, list[Tensor]]:
-        """Let inputs with a gradient lead to the anchor; returns the call, and the tensors of its inputs."""
+        """Let inputs with a gradient lead to the anchor; return the call, and the tensors of its inputs."""
         inputs = _tree.mapped(lambda item: tied(item, self._anchor), (call.args, dict(call.kwargs)))
         return ModuleCall(call.module, *inputs), _tree.tensors(inputs)
 
@@ -260,11 +216,11 @@ class CaptureContext:
             )
 
     def _inner_calls_say_nothing(self) -> bool:
-        """Return whether nothing is made of calls inside the outermost one: no sampler, no rank, no unit of its own."""
+        """Return whether calls inside the outermost one have no role: no sampler, no rank, no unit of its own."""
         return not (any_samplers(self._watch.kinds) or self.substitution.units or _torch.several_ranks())
 
     def _start(self, *inputs: Any, tensors: Sequence[Tensor] | None = None) -> None:
-        """Substitute the parameters and watch what is done with them and with the data."""
+        """Substitute the parameters and watch operations on them and on the data."""
         if self.substitution.substitute():
             self._adopt()
         self._forget_old_plans()
@@ -294,7 +250,7 @@ class CaptureContext:
         self.doubt()
 
     def doubt(self) -> None:
-        """Ask for all evidence anew: the model was changed, or something of it was refused."""
+        """Ask for all evidence again: the model was changed, or a part of it was refused."""
         self.sites.forget()
         self._decisions.forget()
         self._rows.renew()
@@ -303,7 +259,7 @@ class CaptureContext:
 
     @contextmanager
     def doubted_if_refused(self) -> Iterator[None]:
-        """Yield while something is looked at; whoever catches its refusal and goes on is asked for evidence anew."""
+        """Yield during a check; a caller who catches its refusal and goes on is asked for evidence again."""
         try:
             yield
         except BaseException:
@@ -326,16 +282,12 @@ class CaptureContext:
         return self._blocks is not None
 
     def watch_blocks(self, choose: Callable[[Any, Mapping[str, Any]], Mapping[str, bool]]) -> None:
-        """Watch the model's repeated blocks from now on, and keep the inputs alone of those that are chosen.
-
-        Args:
-            choose: As for `Blocks`.
-        """
+        """Watch the model's repeated blocks from now on, and checkpoint those that ``choose`` of `Blocks` returns."""
         assert not self.substitution.units, "what is run again must have its parameters then"
         self._blocks = Blocks(self.model, self._anchor, choose)
 
     def _give_back(self) -> bool:
-        """Count a module call off, with blocks and parameters back in place where it was the outermost."""
+        """Count a module call off, with blocks and parameters restored where it was the outermost."""
         outermost = self.substitution.leave()
         if outermost and self._blocks is not None:
             self._blocks.end()
@@ -348,10 +300,8 @@ class CaptureContext:
             self._forget_old_plans()
 
     def _leave_unit(self, unit: nn.Module, output: Any) -> None:
-        """Have a unit's parameters substituted once they were gathered for a backward that runs its forward again.
-
-        A checkpoint inside of a unit's call does so without calling the unit, whose hooks do not run then.
-        """
+        """Have a unit's parameters substituted once they were gathered for a backward that runs its forward again."""
+        # A checkpoint inside of a unit's call does so without calling the unit, whose hooks do not run then.
         forward = self.forward
         if not (forward.runs_again and torch.is_grad_enabled()) or in_backward():
             return
@@ -382,7 +332,7 @@ class CaptureContext:
         self._running = None
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """End a module call; returns what to return in the place of its output, None to keep it."""
+        """End a module call; return what replaces its output, None to leave it."""
         if self._unwatched:
             return None
         captured = self._opaque.leave(module, output, self.forward)
@@ -398,7 +348,7 @@ class CaptureContext:
         return captured if left is None and captured is not output else left
 
     def _end(self, call: ModuleCall, output: Any, *, failed: bool) -> Any:
-        """End the outermost call, with all parameters back in place, and weigh the evidence on what is new."""
+        """End the outermost call, with all parameters restored, and weigh the evidence on what is new."""
         if in_backward():
             return None
         if self._running is not None:
@@ -429,7 +379,7 @@ class CaptureContext:
         return None if result is output else result
 
     def _meet_end(self, outputs: Sequence[Tensor]) -> None:
-        """Note how the latest forward came from its last use to its outputs; refuse an order of their own."""
+        """Note how the latest forward got from its last use to its outputs; refuse an order of their own."""
         forward = self.forward
         if forward.batch_size > 1 and forward.latest is not None and not self._divided:
             refuse_other_order(self.model, outputs, forward)
@@ -439,14 +389,7 @@ class CaptureContext:
                 forward.meet(self.sites.ends, way)
 
     def again(self, call: ModuleCall) -> Any:
-        """Run the latest forward once more, as a new one of the same batch.
-
-        Args:
-            call: The outermost call.
-
-        Returns:
-            Its output.
-        """
+        """Run the latest forward once more, as a new one of the same batch."""
         self._decisions.forget()
         return self._read(call)
 
@@ -467,29 +410,13 @@ class CaptureContext:
             self._rows.end()
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a module without our hooks, but for those that gather its parameters.
-
-        Args:
-            module: The module.
-            args: Its positional inputs.
-            kwargs: Its keyword inputs.
-
-        Returns:
-            Its output.
-        """
+        """Run a module without our hooks, but for those that gather its parameters."""
         if module in self.substitution.units:
             return module(*args, **kwargs)
         return self._watch.call_inside(module, args, kwargs)
 
     def rehearse(self, call: ModuleCall) -> Any:
-        """Run the latest forward before the user does, as one that is to be proved.
-
-        Args:
-            call: The outermost call, on inputs that nobody else has.
-
-        Returns:
-            Its output.
-        """
+        """Run the latest forward before the user does, on copies of the inputs, as one that is to be proved."""
         if is_to_tie(self.model, _tree.tensors((call.args, call.kwargs))):
             call, _ = self._tied(call)
         output = self._read(call)
@@ -506,13 +433,13 @@ class CaptureContext:
             self.substitution.enter()
 
     def let_go(self) -> None:
-        """Free what was gathered for the proofs of a forward that is over."""
+        """Free the parameters gathered for the proofs of a finished forward."""
         if self.gathering is not None:
             self.gathering.let_go()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Yield while forwards that run are none of the user's: the latest one is what it was afterwards."""
+        """Yield while forwards that run are none of the user's, and restore the latest one afterwards."""
         latest = self.forward
         try:
             yield
@@ -521,11 +448,7 @@ class CaptureContext:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Yield while forwards run as without a clipper, and no compiler takes them: they are written down elsewhere.
-
-        Yields:
-            Nothing.
-        """
+        """Yield while forwards run as without a clipper, and no compiler takes them, as they are traced elsewhere."""
         before, self._unwatched = self._unwatched, True
         compiler = eager.suspend()
         try:
@@ -555,20 +478,8 @@ class CaptureContext:
     def intercept(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
     ) -> Any:
-        """Decide on one operation on tracked tensors, then run it.
-
-        Args:
-            func: The torch function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            first: The first tracked tensor among them.
-
-        Returns:
-            What the function returns; tracked where it was computed from parameters alone.
-
-        Raises:
-            UncoveredParameterError: Some are another model's, or a backward starts where no data came in.
-        """
+        """Decide on one operation on tracked tensors, then run it."""
+        # ``first`` is the first tracked one among its arguments.
         if self._divided:
             with _torch.subclasses_off():
                 return self._intercept_divided(func, args, kwargs)
@@ -579,7 +490,7 @@ class CaptureContext:
             return self._decide(func, args, kwargs, first)
 
     def _intercept_divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide on one operation on parameters of which ranks may have parts."""
+        """Decide on one operation on parameters that may be divided among ranks."""
         name = operation_name(func)
         if name in LOOKED_AT:
             return self._intercept_plain(func, args, kwargs)
@@ -597,7 +508,7 @@ class CaptureContext:
         return self._intercept_plain(func, args, kwargs)
 
     def _intercept_plain(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide on one operation on plain tensors that stand for what ranks have parts of."""
+        """Decide on one operation on plain tensors that stand for this rank's parts."""
         first = tracked_leaves((args, kwargs))[0]
         output = self._decisions.run((func, id(first)), args, kwargs, self.forward)
         return self._decide(func, args, kwargs, first) if output is None else output
@@ -605,7 +516,7 @@ class CaptureContext:
     def _decide(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: TrackedTensor
     ) -> Any:
-        """Decide on an operation that is not known, or not to be run as it was before, and run it."""
+        """Decide on an operation that has no cached decision, and run it."""
         forward, name = self.forward, operation_name(func)
         # Reentrant checkpointing runs its forward without gradients first.
         without_grad = not torch.is_grad_enabled()
@@ -634,17 +545,7 @@ class CaptureContext:
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Yield while somebody receives the gradients of uses.
-
-        Args:
-            listener: Who.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            GhostClipError: Somebody does already.
-        """
+        """Yield while a listener receives the gradients of uses; only one may."""
         if self._listener is not None:
             raise GhostClipError("a backward of this model is running already.")
         self._listener = listener
@@ -654,13 +555,8 @@ class CaptureContext:
             self._listener = None
 
     def start_listening(self, listener: Listener) -> None:
-        """Let somebody receive the gradients of a backward that is running; ends with `stop_listening`.
-
-        If that is never called (an exception), the next forward cleans up.
-
-        Args:
-            listener: Who.
-        """
+        """Let a listener receive the gradients of a backward that is running, until `stop_listening`."""
+        # If that is never called (an exception), the next forward cleans up.
         self._listening = ExitStack()
         self._listening.enter_context(self.listening(listener))
         self._listening.enter_context(self.substituted())
@@ -690,13 +586,7 @@ class CaptureContext:
             self._on_backward(None)
 
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
-        """Have a loss examined whose backward is about to run.
-
-        Args:
-            roots: Where it starts.
-            grads: Gradients given for them.
-            forwards: Those that it leads to.
-        """
+        """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
             with self.doubted_if_refused():
@@ -714,16 +604,9 @@ class CaptureContext:
     def run_backward(
         self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None]
     ) -> bool | None:
-        """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside.
-
-        Args:
-            outputs: Where it starts.
-            grads: Their gradients.
-
-        Returns:
-            Whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
-            backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
-        """
+        """Run a backward through captured operations only, keeping the graph and every ``.grad`` outside."""
+        # Returns whether the operations are the forward's own (reentrant checkpointing makes new ones); None when the
+        # backward broke off because it met reentrant checkpointing unawares: call again, with a new listener.
         with self.substituted(), _counted_as_before(self.forward), self.watching_backward():
             # What ran without gradients may be a reentrant checkpoint, and below it nothing that is trained: a backward
             # restricted to captured operations would pass it over and say nothing.
@@ -775,14 +658,7 @@ def _transformed(module: nn.Module) -> str:
 
 @contextmanager
 def _counted_as_before(forward: ForwardContext) -> Iterator[None]:
-    """Forget how often operations were run again, so that each backward finds the same call sites, and their evidence.
-
-    Args:
-        forward: The forward whose operations may be run again.
-
-    Yields:
-        Nothing.
-    """
+    """Restore the counts of operations that run again, so that each backward finds the same call sites."""
     visits = dict(forward.visits)
     try:
         yield
@@ -796,14 +672,6 @@ _INTO_OBJECTS = 2
 
 
 def outputs_of(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output that are not tracked, each once.
-
-    Args:
-        output: Nested containers, as pytrees have them; of other objects (a distribution, a plain data class) the
-            attributes count.
-
-    Returns:
-        In order.
-    """
+    """Return the untracked tensors of a model's output in order, each once; of other objects by their attributes."""
     found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
     return [tensor for tensor in found if not isinstance(tensor, TrackedTensor)]

@@ -51,31 +51,14 @@ CallKey: TypeAlias = tuple[Callable[..., Any], int]
 
 
 class Decision(NamedTuple):
-    """What was decided on an operation.
+    """Decision on an operation."""
 
-    Attributes:
-        plan: How it runs.
-        orders: How rows of its data were put into order, for the forward to note.
-    """
-
-    plan: Plan
-    orders: tuple[RowOrder, ...] = ()
+    plan: Plan  # how it runs
+    orders: tuple[RowOrder, ...] = ()  # how rows of its data were put into order, for the forward to note
 
 
 def decide(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Decision:
-    """Decide how an operation runs.
-
-    Args:
-        operation: The operation; some of its arguments are tracked.
-        layout: Where samples lie in its arguments.
-        forward: The forward; it is only read.
-
-    Returns:
-        The decision.
-
-    Raises:
-        UnsupportedModelError: It writes per-sample data into what was computed from parameters.
-    """
+    """Decide how an operation with tracked arguments runs; the forward is only read."""
     orders = tuple(
         order for tensor in operation.plain if (order := _unknown_order(tensor, layout, forward)) is not None
     )
@@ -111,7 +94,7 @@ def _unknown_order(tensor: Tensor, layout: ArgumentLayout, forward: ForwardConte
 def _consuming(
     operation: Operation, layout: ArgumentLayout, data: Sequence[Tensor], forward: ForwardContext
 ) -> tuple[Plan, list[RowOrder]]:
-    """Decide how parameters and data meet; returns the orders of the rows that were looked at as well."""
+    """Decide how parameters and data meet; return the orders of the inspected rows as well."""
     bound = _bound(operation, forward)
     own = _own_axes(operation, layout, forward)
     orders: list[RowOrder] = []
@@ -140,7 +123,7 @@ def _consuming(
 
 
 def _own_axes(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> dict[int, int]:
-    """Return the axis along which each tracked tensor has one copy a sample; empty where one has not."""
+    """Return the axis along which each tracked tensor has one copy per sample; empty where one has not."""
     if forward.batch_size < 2 or operation.is_in_place:
         return {}
     axes = {id(tracked): own_axis(tracked, layout, forward) for tracked in operation.tracked}
@@ -158,7 +141,7 @@ def _bound(operation: Operation, forward: ForwardContext) -> tuple[dict[str, Tra
 def _bind(
     operation: Operation, in_place_of: Mapping[int, Tensor] | None = None
 ) -> tuple[dict[str, TrackedTensor], Captured] | None:
-    """Ask the rule of an operation, of other tensors in the place of its own where some are given."""
+    """Ask the rule of an operation, with other tensors in the place of its own if there are any."""
     entry = rule_for(operation.name)
     if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
         # Rules multiply without conjugating.
@@ -176,10 +159,9 @@ def _bind(
 
 
 def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayout, forward: ForwardContext) -> int:
-    """Return the axis of a rule's rows that holds samples, `CONSTANT` or `UNKNOWN`.
-
-    Rows that the rule has turned are asked for once more, of tensors with the shapes for another number of samples.
-    """
+    """Return the axis of a rule's rows that has samples, `CONSTANT` or `UNKNOWN`."""
+    # Rows that the rule has transposed are asked for once more, of tensors with the shapes for another number of
+    # samples.
     known = layout.axis(captured.rows)
     if known != UNKNOWN or not layout.resized or any(tensor is captured.rows for tensor in operation.plain):
         return known
@@ -223,7 +205,7 @@ def _broadcast(
 
 
 def _sample_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tuple[int, int, Tensor] | None:
-    """Return the axis of a broadcast result that holds samples, its size, and the tensor that shows it."""
+    """Return the axis of a broadcast result that has samples, its size, and the tensor that shows it."""
     for tensor in sorted(data, key=lambda tensor: not tensor.requires_grad):
         axis = layout.axis(tensor)
         if axis >= 0:
@@ -241,21 +223,13 @@ class _DataForm(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How data of one shape is read, one object for all operations.
-
-    Attributes:
-        shape: The shape.
-        samples: The number of samples, and the batch axis.
-        sizes: Sizes of its leading axes.
-        maps: How its rows may map to samples.
-        kept: What `Kept` notes of it.
-    """
+    """How data of one shape is read, one object for all operations."""
 
     shape: torch.Size
-    samples: tuple[int, int]
-    sizes: tuple[int, ...]
-    maps: list[RowMap]
-    kept: KeptForm
+    samples: tuple[int, int]  # the number of samples, and the batch axis
+    sizes: tuple[int, ...]  # sizes of its leading axes
+    maps: list[RowMap]  # how its rows may map to samples
+    kept: KeptForm  # the form that `Kept` notes of it
 
 
 @lru_cache(maxsize=4096)
@@ -267,73 +241,44 @@ def _reading(shape: torch.Size, samples: tuple[int, int], known: int, dims: int)
 
 @dataclass(eq=False, slots=True)
 class _KnownCall:
-    """One of the calls of an operation in a forward, which take place in every forward.
-
-    Attributes:
-        site: Its call site.
-        known: The axis of its data that holds samples.
-        reading: How its data was read in the forward before.
-        counted: How it was counted then.
-    """
+    """One of the calls of an operation in a forward, which take place in every forward."""
 
     site: CallSite
-    known: int
-    reading: _Reading | None = None
-    counted: Counted | None = None
+    known: int  # axis of its data that has samples
+    reading: _Reading | None = None  # of its data in the forward before
+    counted: Counted | None = None  # its count in that forward
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """The decision for one form of an operation on its parameters: all that a forward asks, in few objects.
-
-    Attributes:
-        name: The operation's name.
-        rule: The rule that made it.
-        visits: Under what a forward counts it, see `counted_as`.
-        objects: The arguments that it was decided on, keyword ones last, with `_DATA` in the place of the data.
-        positional: How many of them are positional.
-        names: The keywords of the others, in order.
-        place: The number of the data among them.
-        form: The form of the data.
-        values: The positional arguments with parameters detached.
-        keywords: The keyword arguments with parameters detached.
-        rows: Where the data stands: the number of a position, the name of a keyword.
-        saves: Whether the backward wants the data back.
-        product: Whether it is a product of matrices.
-        plain: Whether its parameters are of no class that overrides torch's functions.
-        targets: See `ParamUse`.
-        factors: See `ParamUse`.
-        dims: How many leading axes are rows.
-        order: Axes of the output, those of its rows first, see `Captured`.
-        alike: See `ParamUse`.
-        first: The first of its calls.
-        calls: The others, by the number of the call and of the site.
-    """
+    """The decision for one form of an operation on its parameters: all that a forward asks, in few objects."""
 
     name: str
     rule: Rule
-    visits: str
+    visits: str  # key under which a forward counts it, see `counted_as`
+    # arguments that it was decided on, keyword ones last, with `_DATA` in the place of the data
     objects: tuple[Any, ...]
-    positional: int
-    names: tuple[str, ...]
-    place: int
+    positional: int  # how many of them are positional
+    names: tuple[str, ...]  # keywords of the others, in order
+    place: int  # index of the data among them
     form: _DataForm
-    values: list[Any]
-    keywords: dict[str, Any]
-    rows: Any
-    saves: bool
-    product: bool
-    plain: bool
-    targets: dict[str, TrackedTensor]
+    values: list[Any]  # positional arguments with parameters detached
+    keywords: dict[str, Any]  # keyword arguments with parameters detached
+    rows: Any  # where the data is: an index, or a keyword
+    saves: bool  # whether the backward needs the data
+    product: bool  # whether it is a product of matrices
+    plain: bool  # whether no parameter is of a class that overrides torch's functions
+    targets: dict[str, TrackedTensor]  # this and what follows down to `alike`: see `ParamUse`
     factors: FactorFunction
     dims: int
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # axes of the output, those of its rows first, see `Captured`
     alike: OperationForm | None
     first: _KnownCall | None = None
+    # by the number of the call and of the site, without the first
     calls: dict[Visits, _KnownCall] = field(default_factory=dict)
 
     def data_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return the data among arguments of the form that was decided on; None where they have another one."""
+        """Return the data among arguments of the cached form; None for another form."""
         objects = self.objects
         if len(args) != self.positional or len(args) + len(kwargs) != len(objects):
             return None
@@ -358,16 +303,8 @@ class _Kept:
         return rows if fits else None
 
     def run(self, func: Callable[..., Any], rows: Tensor, forward: ForwardContext) -> Tensor | None:
-        """Run the operation with a new use, on arguments that have the form; its call is counted then.
-
-        Args:
-            func: The torch function.
-            rows: The data among its arguments.
-            forward: The forward that it is part of.
-
-        Returns:
-            What the function returns, in the graph; None where it must be decided on.
-        """
+        """Run the operation with a new use, which is counted, on arguments of the cached form."""
+        # None for another form.
         before = forward.visits.get(self.visits)
         visits = FIRST if before is None else (before[0] + 1, before[1] + 1)
         call = self.first if before is None else self.calls.get(visits)
@@ -399,7 +336,7 @@ class _Kept:
         return attached_again(use, output, order=self.order, anchored=anchored, counted=counted)
 
     def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: KeptForm | None) -> Tensor:
-        """Run the operation, with what its backward will want back kept for a use."""
+        """Run the operation, with the tensors that its backward needs stored for a use."""
         place, values, keywords = self.rows, self.values, self.keywords
         if type(place) is int:
             values = values.copy()
@@ -418,36 +355,24 @@ class _Kept:
 
 
 class DecisionCache:
-    """Decisions by what they follow from: the function, its parameters, and the form of its other arguments.
+    """Cache of decisions, keyed by the function, its parameters, and the form of its other arguments."""
 
-    A rule's decision holds for every number of samples. Looked at again is what may change from forward to forward:
-    the axis of the samples, whether rows were put into another order, whether data outside the graph is data at all.
-    """
-
+    # A rule's decision holds for every number of samples. Checked again is what may change from forward to forward: the
+    # axis of the samples, whether rows were put into another order, whether data outside the graph is data at all.
     def __init__(self) -> None:
-        """Make an empty cache."""
         self._kept: defaultdict[Any, list[_Kept]] = defaultdict(list)
         self._size = 0
 
     def forget(self) -> None:
-        """Decide anew on everything: evidence speaks against a decision, or parameters were exchanged."""
+        """Drop all decisions: evidence contradicts one, or parameters were exchanged."""
         self._kept.clear()
         self._size = 0
 
     def run(
         self, key: CallKey, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: ForwardContext
     ) -> Tensor | None:
-        """Run an operation that was decided on before.
-
-        Args:
-            key: The torch function, and the number (``id``) of its first tracked argument.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            forward: The forward.
-
-        Returns:
-            What the function returns, in the graph; None where it must be decided on, with nothing done.
-        """
+        """Run an operation by its cached decision; None, with nothing done, where there is none."""
+        # The key is the torch function, and the `id` of its first tracked argument.
         for kept in self._kept.get(key, ()):
             rows = kept.data_of(args, kwargs)
             if rows is not None:
@@ -457,14 +382,7 @@ class DecisionCache:
         return None
 
     def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
-        """Keep a decision, if it follows from the form of the arguments.
-
-        Args:
-            key: As for `get`.
-            operation: The operation.
-            plan: What was decided.
-            use: The use that it has in this forward.
-        """
+        """Store a decision, if it follows from the form of the arguments."""
         forward = use.forward
         is_kept = plan.rows.layout is torch.strided and _is_of_form(operation, plan)
         if forward.batch_size < 2 or in_backward() or not is_kept:
@@ -490,7 +408,7 @@ class DecisionCache:
 
 
 def _kept(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) -> _Kept:
-    """Return what is kept of a decision: of its data the form alone."""
+    """Return the cache entry of a decision: of its data the form alone."""
     args, kwargs, data = operation.args, operation.kwargs, plan.rows
     place = next(number for number, item in enumerate((*args, *kwargs.values())) if item is data)
     captured = plan.captured
@@ -523,7 +441,7 @@ _DATA: Final = object()
 
 
 def _shielded(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Run an operation past what classes of its parameters have in its place."""
+    """Run an operation past the overrides of its parameters' classes."""
     with _torch.subclasses_off():
         return func(*values, **keywords)
 
@@ -534,7 +452,7 @@ def _is_gathered(rows: Tensor, forward: ForwardContext) -> bool:
 
 
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
-    """Return the row maps of other data of a known form; empty where something is different now."""
+    """Return the row maps of other data of a known form; empty where something has changed."""
     if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
         return []
     maps, order = row_maps(rows, sizes, known, forward)
@@ -553,7 +471,7 @@ def _is_of_form(operation: Operation, plan: ByRule) -> bool:
 
 
 def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> OperationForm | None:
-    """Return what is equal for operations whose captures differ in nothing but the parameters: see `ParamUse.alike`."""
+    """Return the key of operations whose captures differ in nothing but the parameters: see `ParamUse.alike`."""
     if plan.captured.form not in _TOGETHER or plan.captured.order or not _is_of_form(operation, plan):
         return None
     if any(not tracked.origin.value.is_contiguous() for tracked in operation.tracked):
@@ -573,10 +491,8 @@ def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Opera
 
 
 def _form_of(item: Any) -> Any:
-    """Return what an argument must be for a decision to hold: itself, or the form of data.
-
-    Not implemented where it is a container of tensors, or an object whose value is not its own.
-    """
+    """Return what an argument must be for a decision to hold: itself, or the form of data."""
+    # Not implemented where it is a container of tensors, or an object whose value is not its own.
     kind = type(item)
     if kind is TrackedTensor or kind in _VALUES:
         return item

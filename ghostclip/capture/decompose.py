@@ -20,16 +20,7 @@ _COPIES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> Callable[..., Any] | None:
-    """Return the function in a form that runs its own operations one by one, or None if it is one operation.
-
-    Args:
-        func: The torch function that received tracked tensors.
-        name: Its name.
-        forward: The forward, for where the batch is inside.
-
-    Returns:
-        A callable with the same signature; its inner operations are intercepted as usual.
-    """
+    """Return the function in a form that runs its own operations one by one, or None if it is one operation."""
     inside = inside_of(func, name)
     if inside is None:
         return None
@@ -44,15 +35,7 @@ def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> C
 
 
 def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return a function written as its own operations, which are seen one by one.
-
-    Args:
-        func: A torch function.
-        name: Its name.
-
-    Returns:
-        A callable with the same signature; None where it is one operation.
-    """
+    """Return a function written as its own operations; None where it is one operation."""
     if name in WRITTEN_OUT:
         return _reentered(WRITTEN_OUT[name])
     if not isinstance(func, FunctionType) or rule_for(name) is not None:
@@ -65,7 +48,7 @@ def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
 
 
 def _without_dispatch(func: FunctionType) -> Callable[..., Any]:
-    """Return a copy of a Python torch function whose own override check is off; nested functions keep theirs."""
+    """Return a copy of a Python torch function without its own override check; nested functions keep theirs."""
     if func not in _COPIES:
         scope = {**func.__globals__, **dict.fromkeys(_CHECKS, _never)}
         copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)

@@ -25,17 +25,7 @@ _BROADCASTS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 
 
 def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of tracked tensors (and constants) and track its result.
-
-    Args:
-        func: The torch function.
-        name: Its name.
-        args: Its arguments, some of them tracked.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What the function returns, with floating tensors tracked.
-    """
+    """Run a function of tracked tensors and constants, and track the floating tensors of its result."""
     parents = tracked_leaves((args, kwargs))
     graph_args = replace_tracked(args, lambda tracked: tracked.origin.graph)
     graph_kwargs = replace_tracked(kwargs, lambda tracked: tracked.origin.graph)
@@ -79,15 +69,7 @@ def _embedding_parent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tr
 
 
 def pull_back(tracked: TrackedTensor, factor: Factor) -> list[tuple[str, Factor]]:
-    """Return the factors of the parameters behind a tracked tensor.
-
-    Args:
-        tracked: A tracked parameter or something derived from parameters.
-        factor: Its per-sample gradients.
-
-    Returns:
-        (parameter name, factor) pairs; a parameter may appear once only.
-    """
+    """Return (name, factor) of the parameters behind a tracked tensor; a parameter may appear once only."""
     origin = tracked.origin
     while origin.func:
         shortcut = _shortcut(origin, factor) if origin.parent is not None else None
@@ -107,16 +89,8 @@ def _through_graph(origin: Origin, factor: Factor) -> list[tuple[str, Factor]]:
 
 
 def batched_grad(output: Tensor, inputs: Sequence[Tensor], grads_B: Tensor) -> list[Tensor | None]:
-    """Return gradients of ``inputs`` for a batch of output gradients at once, one by one where vmap cannot.
-
-    Args:
-        output: A tensor of shape ``*S`` with a graph.
-        inputs: Tensors in that graph.
-        grads_B: Output gradients, shape ``(B, *S)``.
-
-    Returns:
-        For every input its gradients ``(B, *shape)``, or None where the output does not depend on it.
-    """
+    """Return gradients ``(B, *shape)`` of inputs for B output gradients ``(B, *S)``, one by one where vmap cannot."""
+    # None for an input that the output does not depend on.
     if grads_B.shape[0] == 0:
         return [tensor.new_zeros(0, *tensor.shape) for tensor in inputs]
     with torch.enable_grad():
@@ -209,15 +183,7 @@ def _slice_of(origin: Origin, parent: Tensor) -> tuple[Any, ...] | None:
 
 
 def basic_index(index: Any, dims: int) -> tuple[Any, ...] | None:
-    """Return an index as integers and slices only, or None if it copies, repeats or adds axes.
-
-    Args:
-        index: What stood between the brackets.
-        dims: Number of axes of the indexed tensor.
-
-    Returns:
-        A tuple of integers and slices.
-    """
+    """Return an index as integers and slices only, or None if it copies, repeats or adds axes."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if sum(entry is Ellipsis for entry in entries) == 1:
         at = next(place for place, entry in enumerate(entries) if entry is Ellipsis)
@@ -250,30 +216,14 @@ def _through_broadcast(factor: Diagonal, parent: Tensor) -> Factor | None:
 
 
 def broadcast_over(tracked: TrackedTensor, batch_size: int, axis: int) -> bool:
-    """Return whether a derived tensor was expanded or repeated to one copy a sample along the batch axis.
-
-    Args:
-        tracked: The tensor.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        True when that axis has B entries and a broadcasting operation lies between the tensor and its parameters.
-    """
+    """Return whether a derived tensor was expanded or repeated to one copy per sample along the batch axis."""
     value = tracked.origin.value
     return tracked.origin.broadcast and axis < value.dim() and value.shape[axis] == batch_size
 
 
 def reorders_copies(operation: Operation, batch_size: int) -> bool:
-    """Return whether an operation puts copies of a parameter, one a sample, into the order of a sorted batch.
-
-    Args:
-        operation: The operation.
-        batch_size: B.
-
-    Returns:
-        True for ``index_select`` along the axis of the copies: its index is no data that meets the parameter.
-    """
+    """Return whether an operation sorts copies of a parameter, one per sample, into the order of a sorted batch."""
+    # True for `index_select` along the axis of the copies: its index is no data that meets the parameter.
     copies = operation.args[0] if operation.args else None
     if operation.name != "index_select" or not isinstance(copies, TrackedTensor) or len(operation.args) != 3:
         return False

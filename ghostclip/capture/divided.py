@@ -47,15 +47,7 @@ _EMBEDDING: Final = ("input", "weight", "padding_idx", "max_norm", "norm_type", 
 
 
 def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of which none is still being written by a collective.
-
-    Args:
-        args: Positional arguments of an operation.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        The same, where all had arrived.
-    """
+    """Return arguments of which none is still being written by a collective."""
     if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
         return args, kwargs
 
@@ -67,33 +59,15 @@ def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
 
 def is_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation computes with tensors that say how they lie on a mesh.
-
-    Args:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        True if so.
-    """
+    """Return whether an operation has DTensors among its arguments."""
     return any(map(_torch.is_sharded_tensor, plain_leaves((args, kwargs))))
 
 
 def refuse_whole_data(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], forward: ForwardContext, allowed: frozenset[str]
 ) -> None:
-    """Refuse a part of a parameter that meets data of which nothing says how it lies.
-
-    Args:
-        name: Name of the operation, none of whose arguments is a DTensor.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        forward: The forward.
-        allowed: Parameters whose modules bring their parts together themselves.
-
-    Raises:
-        UnsupportedModelError: One does.
-    """
+    """Refuse a part of a parameter that meets data whose placement is unknown."""
+    # `allowed`: parameters whose modules combine their parts themselves.
     if not plain_leaves((args, kwargs)):
         return
     for tracked in tracked_leaves((args, kwargs)):
@@ -108,16 +82,7 @@ def refuse_whole_data(
 
 
 def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor], *, axis: int) -> None:
-    """Refuse a model that returns tensors of a mesh of which a rank has neither all nor some classes of each sample.
-
-    Args:
-        model: The model.
-        outputs: What it returned.
-        axis: Where samples lie.
-
-    Raises:
-        UnsupportedModelError: One is a DTensor that lies otherwise than `loss_parallel` takes it.
-    """
+    """Refuse outputs that are DTensors with neither all nor some classes of each sample on a rank."""
     from torch.distributed.tensor import Replicate, Shard
 
     for output in outputs:
@@ -135,15 +100,7 @@ def refuse_divided_outputs(model: nn.Module, outputs: Sequence[Tensor], *, axis:
 
 
 def leaves_empty(rows: int, ranks: int) -> bool:
-    """Return whether some ranks hold nothing of a table that is divided by rows, as ``torch.chunk`` divides it.
-
-    Args:
-        rows: Of the table.
-        ranks: That divide it.
-
-    Returns:
-        The same on all of them.
-    """
+    """Return whether some ranks get nothing of a table divided by rows, as ``torch.chunk`` divides it."""
     return -(-rows // ranks) * (ranks - 1) >= rows
 
 
@@ -156,22 +113,7 @@ def on_parts(
     forward: ForwardContext,
     run: Run,
 ) -> Any:
-    """Run an operation on this rank's parts.
-
-    Args:
-        func: The torch function.
-        name: Its name.
-        args: Its positional arguments, some of them DTensors.
-        kwargs: Its keyword arguments.
-        forward: The forward.
-        run: Captures it on plain tensors.
-
-    Returns:
-        Its result, a DTensor.
-
-    Raises:
-        UnsupportedModelError: How the arguments lie does not tell the parameters' per-sample gradients.
-    """
+    """Run an operation on this rank's parts and return a DTensor; ``run`` captures it on plain tensors."""
     operation = _OnParts(func, name, args, kwargs, forward, run)
     if name == "linear":
         return operation.linear()
@@ -294,7 +236,7 @@ class _OnParts:
         return rank
 
     def _bound(self, names: Sequence[str]) -> list[Any]:
-        """Return arguments by the names of the function's, None for those that were not given."""
+        """Return arguments by the names of the function's, None for missing ones."""
         found = dict(zip(names, self._args, strict=False)) | self._kwargs
         return [found.get(name) for name in names]
 
@@ -313,22 +255,15 @@ class _OnParts:
         return found.pop()
 
     def _part(self, operand: Any) -> Any:
-        """Return what the operation runs with on this rank: a tracked part, or that of a frozen parameter."""
+        """Return this rank's part of an argument: a tracked part, or that of a frozen parameter."""
         if isinstance(operand, TrackedTensor):
             self._note_one(operand, spread=False)
             return operand
         return None if operand is None else _torch.local(operand)
 
     def _local(self, data: Any, gradient: Placement | None) -> Tensor:
-        """Return this rank's part of data, in the graph.
-
-        Args:
-            data: A DTensor.
-            gradient: How the gradient lies that the operation will have for it; None for as the data.
-
-        Returns:
-            A plain tensor.
-        """
+        """Return this rank's part of data, in the graph."""
+        # ``gradient`` is the placement of its gradient, None for the data's.
         return _torch.part_of(data, None if gradient is None else [gradient])
 
     def _captured(self, *args: Any) -> Tensor:
@@ -382,7 +317,7 @@ class _OnParts:
 
 
 def _placement(data: Any) -> Any:
-    """Return how a DTensor lies on its mesh of one axis, axes counted from the front."""
+    """Return the placement of a DTensor on its mesh of one axis, axes counted from the front."""
     from torch.distributed.tensor import Shard
 
     (found,) = data.placements
@@ -403,7 +338,7 @@ def _listed(parameter: Any) -> str:
 
 
 def _whole_shape(operand: Any) -> torch.Size:
-    """Return the shape of a parameter on all ranks together."""
+    """Return the shape of a whole parameter."""
     if isinstance(operand, TrackedTensor):
         (leaf,) = operand.origin.leaves.values()
         return leaf.parameter.shape

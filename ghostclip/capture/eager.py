@@ -14,32 +14,17 @@ _UNTRACED: list[CodeType] = []
 
 
 def suspend() -> Any:
-    """Stop the compiler from taking further frames.
-
-    Returns:
-        What ``resume`` wants back; None where the compiler was never loaded.
-    """
+    """Stop the compiler from taking further frames; return the state for ``resume``, None if it was never loaded."""
     return _torch.stop_compiler(_UNTRACED)
 
 
 def resume(suspended: Any) -> None:
-    """Let the compiler go on as before.
-
-    Args:
-        suspended: What ``suspend`` returned.
-    """
+    """Let the compiler go on as before."""
     _torch.restart_compiler(suspended)
 
 
 def untraced(function: Any) -> Any:
-    """Mark a function that the compiler must neither trace nor look into.
-
-    Args:
-        function: A plain Python function.
-
-    Returns:
-        The same function.
-    """
+    """Mark a function that the compiler must neither trace nor look into."""
     _UNTRACED.append(function.__code__)
     _torch.mark_untraced(function, reason="it substitutes parameters in a forward, which cannot be compiled")
     return function

@@ -23,7 +23,7 @@ Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]
 
 
 class _Counts(NamedTuple):
-    """How often parameters were consumed, and addresses kept, in how many uses; parameters of more than one."""
+    """Counts of uses by parameter and by stored address, and parameters of more than one use."""
 
     uses: int
     names: Counter[str]
@@ -40,120 +40,79 @@ def _lists() -> defaultdict[str, list[Tensor]]:
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What all forwards of a model share.
+    """State that all forwards of a model share."""
 
-    Attributes:
-        anchor: A leaf at which every captured path of the graph ends.
-        sites: What is remembered of call sites.
-        rows: Follows rows of data outside the graph.
-        deliver: Takes a use and the gradient of its output when it arrives.
-        describe: Names the module that owns a parameter, as ``path (Type)``.
-        buffers: Yields the model's buffers, which outlive a forward.
-        all_train: Tells whether all parameters that forwards have met are trained at the moment.
-    """
-
-    anchor: Tensor
+    anchor: Tensor  # a leaf at which every captured path of the graph ends
     sites: CallSites
-    rows: RowTracker
-    deliver: Callable[[Any, Tensor], None]
-    describe: Callable[[str], str]
-    buffers: Callable[[], Iterable[Tensor]]
+    rows: RowTracker  # tracker of rows of data outside the graph
+    deliver: Callable[[Any, Tensor], None]  # takes a use and the gradient of its output when it arrives
+    describe: Callable[[str], str]  # names the module that owns a parameter, as ``path (Type)``
+    buffers: Callable[[], Iterable[Tensor]]  # yields the model's buffers, which outlive a forward
+    # tells whether all parameters that forwards have met are trained at the moment
     all_train: Callable[[], bool] = lambda: False
 
 
 @dataclass(eq=False)
 class ForwardContext:
-    """One forward of a model: what all its operations share.
-
-    Attributes:
-        around: What it shares with other forwards.
-        batch_size: B.
-        batch_axis: The axis of samples where the running operation's arguments are, as far as it is declared.
-        is_dummy: The batch was empty and one dummy sample stands in for it.
-        uses: The call site of every use, and of those of a rule the leading sizes.
-        addresses: Where the inputs of many positions begin that uses keep.
-        checkpointed: Activation checkpointing was active somewhere in it.
-        ran_without_grad: Parameters were used with gradients switched off.
-        consumed: A backward has gone through it.
-        examined: The loss whose backward is about to go through it was examined.
-        unproven: A use came from a call site on which there is no evidence yet.
-        rehearsed: It was proved on a run of its own, before it ran.
-        proves: Whether what was seen of it may be taken for proved: not where its samples are copies of one.
-        inputs: Numbers (``id``) of the tensors that the model was called with, whose batch axis is declared.
-        noted: What the caller noted of its inputs.
-        reordered: Data was put into another order before a parameter met it.
-        gathered: Rows that reached a parameter had been gathered on the way.
-        stays_small: The model does not run with another number of samples.
-        visits: How often each operation was called and was a use: see `call_sites.counted_as`.
-        guessed: Some operation was taken as sizes suggest, since no shapes have shown where its samples lie.
-        resized: The same forward with another number of samples, where it ran.
-        unplanned: Elements of the per-sample gradients of all other uses.
-        casts: What autocast made of inputs.
-        input_sizes: What tells the sizes of the model's inputs, where its blocks are watched.
-        blocks: Calls of its repeated blocks in order, likewise.
-        checkpointed_by_model: Activation checkpointing was active that no memory plan asked for.
-        spread: Parameters on several ranks, and whether each rank has parts of their gradients only (positions of a
-            sample are divided among the ranks), by name.
-        latest: The number of the node of the latest use; None before the first.
-        hooks_before: How many hooks of others there had been when it began.
-        hooks_until: The same when it had ended.
-        announced: The number of the latest hook when it had ended.
-        proofs: Numbers of the first node of the graph that proofs made after it, and of the first one behind theirs.
-        met: Ways that nothing is proved of yet, each with the proved ones that it is to be among.
-        looked_up: Ids by which rows of tables were looked up, by parameter.
-        padded: Positions of its outputs that samples have only because others are longer, where that was looked at.
-        has_float16: It may compute with numbers of float16.
-        ends_on_mesh: The model returned tensors of a mesh, of which each rank has some classes.
-    """
+    """One forward of a model: what all its operations share."""
 
     around: Surroundings
-    batch_size: int
-    batch_axis: int
-    is_dummy: bool = False
+    batch_size: int  # B
+    batch_axis: int  # the axis of samples where the running operation's arguments are, as far as it is declared
+    is_dummy: bool = False  # the batch was empty and one dummy sample stands in for it
+    # call site of every use, and of those of a rule the leading sizes
     uses: list[Counted] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    checkpointed: bool = False
-    ran_without_grad: bool = False
-    consumed: bool = False
-    examined: bool = False
-    unproven: bool = False
-    proves: bool = True
-    rehearsed: bool = False
+    addresses: list[int] = field(default_factory=list)  # of inputs of many positions that uses store
+    checkpointed: bool = False  # activation checkpointing was active somewhere in it
+    ran_without_grad: bool = False  # parameters were used with gradients switched off
+    consumed: bool = False  # a backward has gone through it
+    examined: bool = False  # the loss whose backward is about to go through it was examined
+    unproven: bool = False  # a use came from a call site on which there is no evidence yet
+    proves: bool = True  # whether its evidence counts: not where its samples are copies of one
+    rehearsed: bool = False  # it was proved on a run of its own, before it ran
+    # numbers (``id``) of the tensors that the model was called with, whose batch axis is declared
     inputs: frozenset[int] = frozenset()
-    noted: Any = None
-    reordered: bool = False
-    gathered: bool = False
-    stays_small: bool = False
+    noted: Any = None  # the caller's note on its inputs
+    reordered: bool = False  # data was put into another order before a parameter met it
+    gathered: bool = False  # rows that reached a parameter had been gathered on the way
+    stays_small: bool = False  # the model does not run with another number of samples
+    # how often each operation was called and was a use: see `call_sites.counted_as`
     visits: dict[str, Visits] = field(default_factory=dict)
-    guessed: bool = False
-    resized: Resized | None = None
-    unplanned: int = 0
-    casts: Casts = field(default_factory=Casts)
-    input_sizes: Any = None
-    blocks: list[Any] = field(default_factory=list)
-    checkpointed_by_model: bool = False
+    guessed: bool = False  # some operation was taken as sizes suggest, since no shapes have shown where its samples lie
+    resized: Resized | None = None  # the same forward with another number of samples, where it ran
+    unplanned: int = 0  # elements of the per-sample gradients of all other uses
+    casts: Casts = field(default_factory=Casts)  # autocast's copies of inputs
+    input_sizes: Any = None  # key of the sizes of the model's inputs, where its blocks are watched
+    blocks: list[Any] = field(default_factory=list)  # calls of its repeated blocks in order, where they are watched
+    checkpointed_by_model: bool = False  # activation checkpointing was active that no memory plan asked for
+    # parameters on several ranks, and whether each rank has parts of their gradients only (positions of a sample are
+    # divided among the ranks), by name
     spread: dict[str, bool] = field(default_factory=dict)
-    latest: int | None = None
-    hooks_before: int = field(default_factory=gradient_hooks.by_others)
-    hooks_until: int = field(default_factory=gradient_hooks.by_others)
-    announced: int = -1
+    latest: int | None = None  # the number of the node of the latest use; None before the first
+    hooks_before: int = field(default_factory=gradient_hooks.by_others)  # number of others' hooks when it began
+    hooks_until: int = field(default_factory=gradient_hooks.by_others)  # number of others' hooks when it had ended
+    announced: int = -1  # the number of the latest hook when it had ended
+    # numbers of the first node of the graph that proofs made after it, and of the first one behind theirs
     proofs: tuple[int, int] = (0, 0)
+    # unproved ways, each with the set of proved ones that it is to join
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
+    # ids by which rows of tables were looked up, by parameter
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
+    # positions of its outputs that samples have only because others are longer, once computed
     padded: list[Any] = field(default_factory=list)
-    has_float16: bool = False
-    ends_on_mesh: bool = False
+    has_float16: bool = False  # it may compute with numbers of float16
+    ends_on_mesh: bool = False  # the model returned tensors of a mesh, of which each rank has some classes
     _recomputing: bool = False
     _counts: _Counts = _NO_COUNTS
 
     @property
     def use_counts(self) -> Counter[str]:
-        """How often each parameter was consumed, by name."""
+        """Number of uses of each parameter, by name."""
         return self._counted().names
 
     @property
     def readers(self) -> Counter[int]:
-        """How many uses keep an input of many positions that begins at an address."""
+        """Return the number of uses that store an input of many positions at an address."""
         return self._counted().addresses
 
     @property
@@ -162,22 +121,16 @@ class ForwardContext:
         return [(site.names, sizes) for site, sizes in self.uses if sizes]
 
     def stands_alone(self, names: Iterable[str], address: int) -> bool:
-        """Return whether nothing else is told of a use's parameters in a backward, nor of its input.
-
-        Args:
-            names: The parameters.
-            address: Where its input begins, if others may read it too; else 0.
-
-        Returns:
-            False also where a part runs again, which may bring another use.
-        """
+        """Return whether a use's parameters, and its input, have no other use in a backward."""
+        # False also where a part runs again, which may bring another use. `address` is 0 where nobody else may read the
+        # input.
         if self.checkpointed or self.ran_without_grad:
             return False
         counts = self._counts if self._counts.uses == len(self.uses) else self._counted()
         return counts.again.isdisjoint(names) and (not address or counts.addresses[address] <= 1)
 
     def _counted(self) -> _Counts:
-        """Count what the forward did, when that is asked for: a forward notes hundreds of uses."""
+        """Count uses lazily: a forward notes hundreds of them."""
         if self._counts.uses != len(self.uses):
             names = Counter(chain.from_iterable([site.consumed for site, _ in self.uses]))
             again = frozenset([name for name, count in names.items() if count > 1])
@@ -190,12 +143,7 @@ class ForwardContext:
         return self.checkpointed or self.ran_without_grad
 
     def meet(self, proved: set[Any], way: Any) -> None:
-        """Ask for evidence on a forward, a part of which was come to in another way than before.
-
-        Args:
-            proved: The ways to that part that were proved.
-            way: The way.
-        """
+        """Ask for evidence on a forward that reached a part in another way than the proved ones."""
         if len(proved) < MAX_WAYS:
             self.unproven = True
             self.met.append((proved, way))
@@ -205,7 +153,7 @@ class ForwardContext:
         self.meet(set(), None)
 
     def prove(self) -> None:
-        """Take the ways that were met for proved, unless it is a forward that proves nothing."""
+        """Mark the ways that were met as proved, unless it is a forward that proves nothing."""
         if not self.proves:
             return
         for proved, way in self.met:
@@ -231,7 +179,7 @@ class ForwardContext:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Yield while a block runs whose inputs alone are kept, as a memory plan says."""
+        """Yield while a block runs under a checkpoint, as a memory plan says."""
         self._recomputing = True
         try:
             yield
@@ -239,24 +187,14 @@ class ForwardContext:
             self._recomputing = False
 
     def note_checkpointing(self, *, again: bool) -> None:
-        """Note that activation checkpointing is active.
-
-        Args:
-            again: A backward runs a checkpointed part again; who asked for it was noted before.
-        """
+        """Note that activation checkpointing is active."""
+        # ``again``: a backward reruns a part, whose checkpoint was noted before.
         self.checkpointed = True
         self.checkpointed_by_model |= not (again or self._recomputing)
 
     @contextmanager
     def along(self, axis: int) -> Iterator[None]:
-        """Yield while the operations inside a function have samples along another axis than the model's inputs.
-
-        Args:
-            axis: The axis.
-
-        Yields:
-            Nothing.
-        """
+        """Yield while the operations inside a function have samples along another axis than the model's inputs."""
         outside, self.batch_axis = self.batch_axis, axis
         try:
             yield

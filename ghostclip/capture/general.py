@@ -38,7 +38,7 @@ class _Local:
     entered: dict[int, Tensor]
 
     def run(self, local: Sequence[Tensor], items: list[Any]) -> Any:
-        """Run it on local copies of its plain tensors; leaves what it returned in ``items``, returns its structure."""
+        """Run it on local copies of its plain tensors; leave the results in ``items``, return their structure."""
         leaves, structure = _torch.tree_flatten((self.operation.args, self.operation.kwargs))
         given = iter(local)
         own = [self.entered.get(id(leaf), leaf) for leaf in leaves]
@@ -50,19 +50,7 @@ class _Local:
 
 
 def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
-    """Run an operation and register its use.
-
-    Args:
-        operation: The operation.
-        layout: Where samples lie in its arguments.
-        forward: The forward.
-
-    Returns:
-        What the function returns, in the graph.
-
-    Raises:
-        BatchAxisError: No axis of its output can hold the samples.
-    """
+    """Run an operation and register its use; the result is in the graph."""
     if operation.is_in_place:
         return _in_place(operation, layout, forward)
     tracked = operation.tracked
@@ -98,7 +86,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
 
 
 def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
-    """Return the sample of each row of a tensor whose rows were gathered, and note in the forward that they were."""
+    """Return the sample of each gathered row of a tensor, and note the gathering in the forward."""
     order = order_of_rows(tensor, 0, forward)
     order.note(forward)
     return order.samples
@@ -161,7 +149,7 @@ def _at_once(
 
 
 def _tell_slow(use: ParamUse) -> None:
-    """Say once that a parameter has no rule."""
+    """Warn once that a parameter has no rule."""
     site, around = use.site, use.forward.around
     if site.names not in around.sites.told:
         around.sites.told.add(site.names)

@@ -20,13 +20,13 @@ _by_others = [0]
 
 
 def install() -> None:
-    """Note hooks from now on; whoever has replaced the method before is still called."""
+    """Note hooks from now on; an earlier replacement of the method is still called."""
     if not hasattr(Tensor.register_hook, _MARK):
         Tensor.register_hook = _noting(Tensor.register_hook)  # type: ignore[method-assign]
 
 
 def remove() -> None:
-    """Put torch's method back, unless somebody has replaced it since."""
+    """Restore torch's method, unless somebody has replaced it since."""
     while hasattr(Tensor.register_hook, _MARK):
         Tensor.register_hook = getattr(Tensor.register_hook, "__wrapped__")  # type: ignore[method-assign] # noqa: B009
 
@@ -47,19 +47,12 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_others() -> int:
-    """Return how many hooks of others were noted so far: where none was since, no look at the graph is needed."""
+    """Return how many hooks of others were noted so far: where none was since, the graph need not be searched."""
     return _by_others[0]
 
 
 def hooks_at(node: Any) -> Iterator[MutableMapping[Any, Hook]]:
-    """Find the hooks on what a node made.
-
-    Args:
-        node: The node.
-
-    Yields:
-        Of every tensor that has some, its hooks by the numbers of their handles, which grow.
-    """
+    """Yield the hooks of every tensor that a node made, by the increasing numbers of their handles."""
     for found in node.metadata.get(_KEY, ()):
         hooks = found()
         if hooks:
@@ -67,25 +60,13 @@ def hooks_at(node: Any) -> Iterator[MutableMapping[Any, Hook]]:
 
 
 def set_on(nodes: Iterable[Any]) -> list[Hook]:
-    """Return the hooks on what nodes made, as they were set.
-
-    Args:
-        nodes: The nodes.
-
-    Returns:
-        In order.
-    """
+    """Return the hooks on what nodes made, in the order in which they were set."""
     found = [hook for node in nodes for hooks in hooks_at(node) for hook in hooks.values()]
     return [hook.hook if isinstance(hook, _OnlyLooks) else hook for hook in found]
 
 
 def guard(node: Any, refuse: Callable[[], None]) -> None:
-    """Let hooks on what a node made look at gradients, and not change them.
-
-    Args:
-        node: The node.
-        refuse: Raises; called in the backward once one has returned another gradient, or has written into it.
-    """
+    """Let hooks on a node's outputs look at gradients, and refuse changes: ``refuse`` raises in the backward."""
     for hooks in hooks_at(node):
         for number, hook in list(hooks.items()):
             if not isinstance(hook, _OnlyLooks):

@@ -18,7 +18,7 @@ Leave = Callable[[nn.Module, Any, Any, Any], Any]
 
 
 class _Hook:
-    """A hook that a copy or a pickle of the model does not carry along."""
+    """A hook that is left out of copies and pickles of the model."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -43,46 +43,26 @@ def _nothing(*args: Any) -> None:
 
 
 def is_own(hook: Any) -> bool:
-    """Return whether a hook is one of ours.
-
-    Args:
-        hook: Of a module.
-
-    Returns:
-        False for those of others.
-    """
+    """Return whether a module's hook is one of ours."""
     return isinstance(hook, _Hook)
 
 
 class Watch:
-    """The hooks on the modules of a model; those of inner modules are off while the outermost one runs.
+    """The hooks on the modules of a model; those of inner modules are off while the outermost one runs."""
 
-    A call inside a call begins and ends nothing, and a module without hooks is called ten times as quickly.
-
-    Attributes:
-        kinds: The classes of the modules.
-    """
-
+    # A call inside a call begins and ends nothing, and a module without hooks is called ten times as quickly.
     def __init__(self) -> None:
-        """Watch no module yet."""
-        self.kinds: set[type[nn.Module]] = set()
+        self.kinds: set[type[nn.Module]] = set()  # classes of the modules
         self._handles: list[RemovableHandle] = []
         self._watched: list[_torch.Watched] = []
         self._off: list[Any] = []
         self._after: dict[nn.Module, int] = {}
 
     def __bool__(self) -> bool:
-        """Return whether any module is watched."""
         return bool(self._handles)
 
     def add(self, module: nn.Module, enter: Enter, leave: Leave) -> None:
-        """Register hooks on a module.
-
-        Args:
-            module: The module.
-            enter: Called as a call of it begins, before any other hook.
-            leave: Called as it ends, after any other hook, also when it raised.
-        """
+        """Register hooks: ``enter`` before any other hook, ``leave`` after any other, also when the call raised."""
         before = module.register_forward_pre_hook(_Hook(enter), with_kwargs=True, prepend=True)
         # ``always_call`` runs it after an exception as well; it cannot tell, but a module that raised has no output.
         after = module.register_forward_hook(_Hook(leave), with_kwargs=True, always_call=True)
@@ -92,47 +72,29 @@ class Watch:
         self.kinds.add(_torch.class_of(module))
 
     def extend(self, handles: list[RemovableHandle]) -> None:
-        """Remove other hooks together with these."""
+        """Let `remove` take off other hooks as well."""
         self._handles += handles
 
     def put_last(self, module: nn.Module) -> None:
-        """Let our hook after a module's forward be behind those that others have registered since.
-
-        Args:
-            module: The module.
-        """
+        """Move our hook after a module's forward behind those that others have registered since."""
         if module in self._after:
             _torch.put_hook_last(module, self._after[module])
 
     def inner_off(self, outermost: nn.Module) -> None:
-        """Take the hooks off all modules but the one whose call has begun.
-
-        Args:
-            outermost: The module.
-        """
+        """Remove the hooks of all modules but the one whose call has begun."""
         self._off += _torch.take_hooks(self._watched, outermost)
 
     def inner_on(self) -> None:
-        """Put them back, each where it was: before, and after, all others."""
+        """Restore them, each in its place among other hooks."""
         off, self._off = self._off, []
         _torch.put_hooks_back(off)
 
     def call_inside(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a module without these hooks, and without those of others that are called around them.
-
-        Args:
-            module: The module.
-            args: Positional inputs.
-            kwargs: Keyword inputs.
-
-        Returns:
-            Its output.
-        """
+        """Call a module without these hooks, and without others' hooks that are called around them."""
         own = next((watched for watched in self._watched if watched[0] is module), None)
         return module.forward(*args, **kwargs) if own is None else _torch.call_between_hooks(own, args, kwargs)
 
     def remove(self) -> None:
-        """Remove all hooks."""
         self.inner_on()
         for handle in self._handles:
             handle.remove()
@@ -142,18 +104,7 @@ class Watch:
 
 
 def attach(model: nn.Module, enter: Enter, leave: Leave, watch: Watch) -> None:
-    """Register hooks on every module that has parameters in its tree and none of these hooks yet.
-
-    Args:
-        model: The model.
-        enter: As for `Watch.add`.
-        leave: As for `Watch.add`.
-        watch: Holds the hooks.
-
-    Raises:
-        GhostClipError: The model or a part of it has a clipper already.
-        UnsupportedModelError: A part of it is scripted.
-    """
+    """Register hooks on every module that has parameters in its tree and none of these hooks yet."""
     watched = {module for module in model.modules() if _is_watched(module)}
     if watched and not watch:
         message = (
@@ -176,17 +127,9 @@ def attach(model: nn.Module, enter: Enter, leave: Leave, watch: Watch) -> None:
 def attach_inside(
     module: nn.Module, begins: Callable[[nn.Module], None], ends: Callable[[nn.Module], None]
 ) -> list[RemovableHandle]:
-    """Register hooks that run after all others before a module's forward, and before all others after it.
+    """Register hooks that run after all others before a module's forward, and before all others after it."""
 
-    Args:
-        module: The module.
-        begins: Called right before its forward.
-        ends: Called right after it, also when it raised.
-
-    Returns:
-        Handles that remove the hooks.
-    """
-
+    # `ends` is called also when the forward raised.
     def before(module: nn.Module, args: Any) -> None:
         begins(module)
 
@@ -200,15 +143,7 @@ def attach_inside(
 
 
 def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> list[RemovableHandle]:
-    """Register a hook that runs after all others at the end of a module's call.
-
-    Args:
-        module: The module.
-        ended: Called with it and its output.
-
-    Returns:
-        Handles that remove the hook.
-    """
+    """Register a hook, called with module and output, that runs after all others at the end of a module's call."""
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         ended(module, output)

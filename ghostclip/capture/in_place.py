@@ -9,15 +9,7 @@ from torch import nn
 
 @contextmanager
 def in_place_of(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Let a module's forward be another function.
-
-    Args:
-        module: The module; no other is changed, nor its class.
-        run: Called with what the module is called with.
-
-    Yields:
-        Nothing.
-    """
+    """Replace the forward of one module, not of its class, within the block."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = run
     try:

@@ -14,19 +14,7 @@ _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_feat
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
-    """Return the number of samples in a model's inputs: the batch axis of the first tensor.
-
-    Args:
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        axis: The batch axis.
-
-    Returns:
-        B.
-
-    Raises:
-        BatchAxisError: There is no tensor among the inputs.
-    """
+    """Return the number of samples in a model's inputs: the batch axis of the first tensor."""
     if args and type(args[0]) is Tensor and args[0].dim() > axis:
         return args[0].shape[axis]
     first = [kwargs[key] for key in _MAIN_INPUTS if key in kwargs] if kwargs else []
@@ -41,15 +29,7 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
 
 
 def with_dummy(item: Any, axis: int) -> Any:
-    """Give an empty batch's tensor one dummy sample.
-
-    Args:
-        item: A leaf of the model's inputs.
-        axis: The batch axis; axis 0 serves where a tensor has too few.
-
-    Returns:
-        Zeros of size 1 along the batch axis, same dtype and device; anything but a tensor of no samples as it is.
-    """
+    """Return zeros for one dummy sample instead of a tensor without samples; anything else as it is."""
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
     place = axis if axis < item.dim() else 0
@@ -61,15 +41,7 @@ def with_dummy(item: Any, axis: int) -> Any:
 
 
 def without_dummy(item: Any, axis: int) -> Any:
-    """Take the dummy sample out of an empty batch's output.
-
-    Args:
-        item: A leaf of the model's output.
-        axis: As for `with_dummy`.
-
-    Returns:
-        A view of size 0 along the batch axis; anything but a tensor of one sample as it is.
-    """
+    """Return a tensor of one sample without its dummy, a view of size 0; anything else as it is."""
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
     place = axis if axis < item.dim() else 0

@@ -23,39 +23,24 @@ from ghostclip.capture.tracked import TrackedTensor
 
 @dataclass(frozen=True)
 class ArgumentLayout:
-    """Where samples lie in the arguments of an operation.
+    """Where samples lie in the arguments of an operation."""
 
-    Attributes:
-        place: The operation's parameters, the number of axes of its tensors, and the number of the call.
-        axes: An axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known.
-        resized: Shapes of its tensors for another number of samples, where they are known.
-        size: That number.
-        call: The call, as a resized forward tells calls apart.
-        result: The axis of what it returns that holds samples, where its arguments tell.
-    """
-
-    place: Any
+    place: Any  # key: the operation's parameters, the number of axes of its tensors, and the number of the call
+    # an axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known
     axes: Mapping[int, int] = field(default_factory=dict)
-    resized: Shapes = ()
-    size: int = 0
-    call: Key = ()
-    result: int = UNKNOWN
+    resized: Shapes = ()  # shapes of its tensors for another number of samples, where they are known
+    size: int = 0  # that number of samples
+    call: Key = ()  # the call, as a resized forward tells calls apart
+    result: int = UNKNOWN  # axis of the result that has samples, where the arguments tell
 
     def axis(self, tensor: Tensor) -> int:
-        """Return the axis of a tensor that holds samples, `CONSTANT` or `UNKNOWN`."""
+        """Return the axis of a tensor that has samples, `CONSTANT` or `UNKNOWN`."""
         return self.axes.get(id(tensor), UNKNOWN)
 
 
 def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
-    """Tell where samples lie in the arguments of an operation, as far as shapes have shown it.
-
-    Args:
-        operation: The operation.
-        forward: The forward; the call is counted there.
-
-    Returns:
-        What is known of them.
-    """
+    """Return where samples lie in the arguments of an operation, as far as shapes have shown it."""
+    # The call is counted.
     key, layouts = key_of(operation.tracked, operation.name), forward.around.sites.layouts
     tree = operation.args, operation.kwargs
     tensors = _tree.tensors(tree)
@@ -84,16 +69,7 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
 
 
 def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:
-    """Return where samples lie in what an operation returned; empty where that is not known.
-
-    Args:
-        layout: Its arguments.
-        result: What it returned.
-        forward: The forward.
-
-    Returns:
-        One axis a tensor.
-    """
+    """Return the axis of samples in each tensor of a result; empty where that is not known."""
     layouts = forward.around.sites.layouts
     axes, known = forward.around.rows.of_results(layout.call, result), layouts.get(layout.place)
     if axes and known is not None:
@@ -102,17 +78,7 @@ def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) ->
 
 
 def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardContext) -> bool:
-    """Tell data from constants.
-
-    Args:
-        tensor: A tensor among an operation's arguments.
-        layout: What is known of them.
-        name: The operation.
-        forward: The forward.
-
-    Returns:
-        Whether it carries rows of samples (as against a mask or a table).
-    """
+    """Return whether a tensor among an operation's arguments has rows of samples, unlike a mask or a table."""
     if tensor.requires_grad:
         return True
     known = layout.axis(tensor)
@@ -136,16 +102,7 @@ def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardC
 
 
 def own_axis(tracked: TrackedTensor, layout: ArgumentLayout, forward: ForwardContext) -> int:
-    """Return the axis along which a tracked tensor has copies of a parameter for each sample.
-
-    Args:
-        tracked: The tensor.
-        layout: What is known of the operation's arguments.
-        forward: The forward.
-
-    Returns:
-        The axis; `CONSTANT` where there is none.
-    """
+    """Return the axis along which a tracked tensor has copies of a parameter for each sample; `CONSTANT` if none."""
     known = layout.axis(tracked)
     if forward.batch_size < 2:
         return CONSTANT

@@ -14,17 +14,15 @@ Edge = tuple[Any, int]
 
 
 class _Keep(torch.autograd.Function):
-    """A side node whose context holds tensors, so that checkpointing and saved-tensor hooks treat them as usual."""
+    """A side node whose context stores tensors, so that checkpointing and saved-tensor hooks treat them as usual."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        """Run it."""
         ctx.save_for_backward(*tensors)
         return anchor.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        """Pass gradients back."""
         raise AssertionError("a side node never takes part in a backward")
 
 
@@ -33,13 +31,11 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        """Run it."""
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        """Pass gradients back."""
         return None, None
 
 
@@ -48,12 +44,10 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        """Run it."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        """Pass gradients back."""
         return None, None
 
 
@@ -62,12 +56,10 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
-        """Run it."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Pass gradients back."""
         return grads[0], None
 
 
@@ -76,17 +68,15 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        """Run it."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        """Pass gradients back."""
         return None, grads[0]
 
 
 class Region(torch.autograd.Function):
-    """One node of the user's graph that holds an operation as a small graph of its own."""
+    """One node of the user's graph that contains an operation as a small graph of its own."""
 
     @staticmethod
     def forward(
@@ -96,7 +86,6 @@ class Region(torch.autograd.Function):
         anchor: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run it."""
         local = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             ctx.outputs = run(local)
@@ -106,7 +95,6 @@ class Region(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Pass gradients back."""
         ctx.deliver(ctx.outputs, grads)
         wanted = [tensor for tensor in ctx.local if tensor.requires_grad]
         arrived = [(output, grad) for output, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
@@ -118,13 +106,7 @@ class Region(torch.autograd.Function):
 
 
 class KeptForm(NamedTuple):
-    """What is known of a tensor that was kept.
-
-    Attributes:
-        shape: Its shape.
-        elements: Its number of elements.
-        many: Whether it may hold many positions of each sample.
-    """
+    """Form of a stored tensor: its shape, elements, and whether it may have many positions of each sample."""
 
     shape: torch.Size
     elements: int
@@ -132,29 +114,25 @@ class KeptForm(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "KeptForm":
-        """Return it of a tensor."""
+        """Return the form of a tensor."""
         if type(tensor) is Tensor and tensor.layout is torch.strided:
             return cls.of_shape(tensor.shape)
         return cls(tensor.shape, tensor.numel(), many=False)
 
     @classmethod
     def of_shape(cls, shape: torch.Size) -> "KeptForm":
-        """Return it of a plain tensor of some shape."""
+        """Return the form of a plain tensor of some shape."""
         return cls(shape, shape.numel(), len(shape) > 2)
 
 
 class Kept:
-    """Tensors as they were when they were saved; what a node of the graph holds, at a tenth of its cost."""
+    """Tensors with their versions when they were saved; what a node of the graph stores, at a tenth of its cost."""
 
     __slots__ = ("_tensors", "_versions", "address", "form")
 
     def __init__(self, tensors: Sequence[Tensor], form: KeptForm | None = None) -> None:
-        """Note how often each tensor had been changed in place by now.
-
-        Args:
-            tensors: Tensors; their aliases outside the graph are held, lest a graph that holds this hold itself.
-            form: What is known of the first one; None to ask it.
-        """
+        # Aliases outside the graph are stored, lest a graph that refers to this refer to itself. `form` is that of the
+        # first.
         first = tensors[0]
         if len(tensors) == 1:
             self._tensors: tuple[Tensor, ...] = (first.detach(),)
@@ -182,17 +160,7 @@ _CHANGED: Final = (
 
 
 def first_saved(kept: Sequence[Kept]) -> list[Tensor]:
-    """Return the one tensor of each, as `Kept.saved_tensors` does, all compared at once.
-
-    Args:
-        kept: What uses hold of one tensor each.
-
-    Returns:
-        As many tensors.
-
-    Raises:
-        RuntimeError: One was changed in place since.
-    """
+    """Return the one tensor of each, as `Kept.saved_tensors` does, all compared at once."""
     tensors = [one._tensors[0] for one in kept]
     if _torch.versions(tensors) != [one._versions[0] for one in kept]:
         raise RuntimeError(_CHANGED)
@@ -200,11 +168,10 @@ def first_saved(kept: Sequence[Kept]) -> list[Tensor]:
 
 
 class _Saved:
-    """Tensors that autograd saved for a side node.
+    """Tensors that autograd saved for a side node."""
 
-    It holds the node's output: until torch 2.13, what a node of a Python function saved is freed with its last tensor.
-    """
-
+    # It refers to the node's output: until torch 2.13, what a node of a Python function saved is freed with its last
+    # tensor.
     __slots__ = ("_output",)
 
     def __init__(self, output: Tensor) -> None:
@@ -217,15 +184,7 @@ class _Saved:
 
 
 def keep(tensors: Sequence[Tensor], form: KeptForm | None = None) -> Any:
-    """Save tensors, through autograd where hooks on saved tensors are active.
-
-    Args:
-        tensors: What the backward will want back.
-        form: What is known of the first one; None to ask it.
-
-    Returns:
-        Its ``saved_tensors`` gives them back (recomputed under activation checkpointing).
-    """
+    """Save tensors, through autograd where hooks on saved tensors are active; read them as its ``saved_tensors``."""
     if _torch.saving_hooks() is None:
         for tensor in tensors:
             if tensor.is_inference():
@@ -238,56 +197,27 @@ def keep(tensors: Sequence[Tensor], form: KeptForm | None = None) -> Any:
 
 
 def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
-    """Return ``tensor`` (same storage, no gradient history) as a non-leaf that requires grad.
-
-    Args:
-        tensor: A floating tensor that autograd does not track.
-        anchor: A leaf that requires grad; every captured path of the graph ends there, so that a backward restricted to
-            it visits all captured operations and no parameter outside them.
-
-    Returns:
-        A tensor on which a gradient hook can be set and which may be changed in place afterwards.
-    """
+    """Return a floating tensor (same storage, no history) as a non-leaf that requires grad and leads to the anchor."""
     # A view would drag its base into the graph; detaching makes it a tensor of its own on the same storage.
+    # Every captured path of the graph ends at the anchor, so that a backward restricted to it visits all captured
+    # operations and no parameter outside them. The result may be changed in place, and gradient hooks can be set on it.
     own = tensor.detach() if _torch.is_view(tensor) else tensor
     return _Enter.apply(anchor, own)
 
 
 def source(tensor: Tensor, anchor: Tensor) -> Tensor:
-    """Return an alias of ``tensor`` that is a graph node of its own, ending at ``anchor``.
-
-    Args:
-        tensor: A tensor that autograd does not track.
-        anchor: As in ``enter_graph``.
-
-    Returns:
-        An alias that requires grad and receives the gradient of everything it enters.
-    """
+    """Return an alias of an untracked tensor that is a graph node of its own, ending at the anchor."""
     return _Source.apply(anchor, tensor)
 
 
 def accumulation_node(leaf: Tensor) -> Any:
-    """Return the node that accumulates a leaf's gradient.
-
-    Args:
-        leaf: A leaf that requires grad.
-
-    Returns:
-        The node; every graph that leads to the leaf has it.
-    """
+    """Return the node that accumulates a leaf's gradient, the same in every graph."""
     with torch.enable_grad():
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def nodes_behind(starts: Iterable[Any]) -> list[Any]:
-    """Return the nodes of a graph, those that accumulate leaves' gradients included.
-
-    Args:
-        starts: Nodes to start from; None stands for a tensor outside the graph.
-
-    Returns:
-        They and all behind them, each once.
-    """
+    """Return the nodes of a graph behind some, each once, those that accumulate leaves' gradients included."""
     pending = [node for node in starts if node is not None]
     seen = dict.fromkeys(pending)
     while pending:
@@ -299,70 +229,30 @@ def nodes_behind(starts: Iterable[Any]) -> list[Any]:
 
 
 def shape_at(edge: Edge) -> tuple[int, ...] | None:
-    """Return the shape of a value of the graph.
-
-    Args:
-        edge: The node that made it, and which of its outputs it is.
-
-    Returns:
-        The shape; None where the graph does not know it.
-    """
+    """Return the shape of an output of a node; None where the graph does not know it."""
     known = _torch.outputs_of(edge[0])
     return tuple(known[edge[1]].shape) if edge[1] < len(known) else None
 
 
 def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
-    """Return ``tensor`` as a tensor that is no view of another (same storage) and leads to ``anchor``.
-
-    An in-place operation on a view rewrites the history of its base and drops the view's own node, with the hooks on
-    it.
-
-    Args:
-        tensor: A tensor in the graph.
-        anchor: As in ``enter_graph``.
-        anchored: Whether the graph of ``tensor`` leads to it already.
-
-    Returns:
-        ``tensor`` itself where nothing is to be done, else an alias.
-    """
+    """Return a tensor that is no view of another (same storage) and leads to the anchor."""
+    # Itself if it is one already. An in-place operation on a view rewrites the history of its base and drops the view's
+    # own node, with the hooks on it.
     return _Own.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
 
 
 def separated(tensor: Tensor, anchor: Tensor) -> Tensor:
-    """Return a tensor of the graph with a node of its own at its end.
-
-    Args:
-        tensor: A tensor in the graph.
-        anchor: As in ``enter_graph``.
-
-    Returns:
-        An alias that is no view; what made it is behind its node.
-    """
+    """Return an alias of a tensor of the graph with a node of its own at its end."""
     return _Own.apply(tensor, anchor)
 
 
 def edge_of(root: Any) -> Edge:
-    """Return the place in the graph where a backward starts.
-
-    Args:
-        root: A tensor or an edge of the graph.
-
-    Returns:
-        The node and which of its outputs it is.
-    """
+    """Return the edge where a backward starts, from a tensor or an edge."""
     return (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else (root[0], root[1])
 
 
 def is_to_tie(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
-    """Return whether a backward to these inputs would pass a model's anchor by.
-
-    Args:
-        model: The model; one that is frozen has no backward of its own to hear of.
-        inputs: The tensors that it is called with.
-
-    Returns:
-        True when the model has a trainable parameter and some input requires grad.
-    """
+    """Return whether a backward to these inputs would pass a trainable model's anchor by."""
     for tensor in inputs:
         if tensor.requires_grad:
             return any(parameter.requires_grad for parameter in model.parameters())
@@ -370,15 +260,7 @@ def is_to_tie(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
 
 
 def tied(item: Any, anchor: Tensor) -> Any:
-    """Make a graph that goes on upstream of the model lead to ``anchor`` as well.
-
-    Args:
-        item: An input of the model.
-        anchor: As in ``enter_graph``.
-
-    Returns:
-        Of a tensor that requires grad, an alias that passes gradients on to it and none to ``anchor``; anything else,
-        and tracked tensors, as they are.
-    """
+    """Return an alias, of a tensor that requires grad, whose graph leads to the anchor as well."""
+    # Anything else as it is.
     is_to = isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor)
     return _Tie.apply(anchor, item) if is_to else item

@@ -37,36 +37,22 @@ FORM: Final = "registered sampler"
 
 @dataclass(eq=False)
 class _ModuleForward:
-    """One forward of such a module.
-
-    Attributes:
-        module: The module.
-        samplers: What is registered for it.
-        tracked: The tracked tensors that stood for its parameters, by name.
-        node: Keeps the tensors among its inputs through autograd.
-        leaves: Its inputs as (None, True) for a tensor and (value, False) for anything else.
-        structure: Their structure.
-        place: Names the module in an error.
-    """
+    """One forward of an opaque module."""
 
     module: nn.Module
     samplers: Samplers
-    tracked: dict[str, TrackedTensor]
-    node: Any
-    leaves: list[tuple[Any, bool]]
-    structure: Any
-    place: str
+    tracked: dict[str, TrackedTensor]  # the tracked tensors that stood for its parameters, by name
+    node: Any  # stores the tensors among its inputs through autograd
+    leaves: list[tuple[Any, bool]]  # its inputs as (None, True) for a tensor and (value, False) for anything else
+    structure: Any  # their structure
+    place: str  # names the module in an error
 
 
 class OpaqueModules:
     """The calls of modules with samplers that are running at the moment."""
 
     def __init__(self, unwatched: Unwatched) -> None:
-        """Make a stack of no calls.
-
-        Args:
-            unwatched: Yields while the hooks on a module's children substitute nothing.
-        """
+        # `unwatched` yields while the hooks on a module's children substitute nothing.
         self._unwatched = unwatched
         self._running: list[_ModuleForward] = []
         self._compared: WeakKeyDictionary[nn.Module, Samplers] = WeakKeyDictionary()
@@ -74,17 +60,7 @@ class OpaqueModules:
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], describe: Callable[[str], str]
     ) -> None:
-        """Take a module's parameters out of the capture if it has a sampler.
-
-        Args:
-            module: A module whose forward begins.
-            args: Its positional inputs.
-            kwargs: Its keyword inputs.
-            describe: Names the module that owns a parameter.
-
-        Raises:
-            UnsupportedModelError: One of its inputs is a parameter.
-        """
+        """Take a module's parameters out of the capture if it has a sampler."""
         samplers = samplers_of(module)
         tracked = {} if samplers is None else _tracked_of(module)
         if samplers is None or not tracked or not torch.is_grad_enabled():
@@ -100,19 +76,8 @@ class OpaqueModules:
         _put(module, {name: one.origin.value for name, one in tracked.items()})
 
     def leave(self, module: nn.Module, output: Any, forward: ForwardContext) -> Any:
-        """Put a module's parameters back and register the use of all of them.
-
-        Args:
-            module: A module whose forward ended.
-            output: What it returned; None where it raised.
-            forward: The forward of the model.
-
-        Returns:
-            What to return in its place.
-
-        Raises:
-            UnsupportedModelError: It returned more than one tensor.
-        """
+        """Restore a module's parameters and register the use of all of them."""
+        # Return what replaces its output, None if it raised.
         if not self._running or self._running[-1].module is not module:
             return output
         call = self._running.pop()
@@ -165,22 +130,13 @@ class OpaqueModules:
 
 @dataclass(eq=False)
 class _CallRows:
-    """A call with the gradient of its output, rows first.
-
-    Attributes:
-        call: The call.
-        axis: The axis of its output along which rows lie.
-        inputs: The tensors among its inputs.
-        grad_n: Gradient of the output, shape ``(n, ...)``.
-        split: Brings ``(n, *F)`` into ``(B, T, *F)``.
-        unwatched: Yields while the hooks on the module's children substitute nothing.
-    """
+    """A call with the gradient of its output, rows first."""
 
     call: _ModuleForward
-    axis: int
+    axis: int  # axis of its output along which rows lie
     inputs: list[Tensor]
     grad_n: Tensor
-    split: Callable[[Tensor], Tensor]
+    split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F)
     unwatched: Unwatched
 
     def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
@@ -213,7 +169,7 @@ class _CallRows:
         return tensor.movedim(axis, 0) if axis < tensor.dim() and tensor.shape[axis] == rows else tensor
 
     def kept(self, keep_n: Tensor) -> "_CallRows":
-        """Return the same with the rows that are left out zeroed, in the inputs as well."""
+        """Return the same with the excluded rows zeroed, in the inputs as well."""
         axis, rows = self.axis, self.grad_n.shape[0]
         inputs = [
             where_kept(keep_n, x.movedim(axis, 0)).movedim(0, axis)
@@ -234,7 +190,7 @@ class _CallRows:
         return Dense(self.split(to_accumulation(grads_n)).sum(1))
 
     def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the module again, in a graph of its own; returns its output (rows first) and its parameters there."""
+        """Run the module again, in a graph of its own; return its output (rows first) and its parameters there."""
         own = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.tracked.items()}
         given = iter(self.inputs)
         leaves = [next(given).detach() if is_tensor else leaf for leaf, is_tensor in self.call.leaves]
@@ -284,7 +240,7 @@ class _LaterGradient:
 
 
 class _CallSums:
-    """Sums of all parameters of a call, formed together and handed out one by one."""
+    """Sums of all parameters of a call, formed at once and returned one by one."""
 
     def __init__(self, rows: _CallRows) -> None:
         self._rows = rows
@@ -328,7 +284,7 @@ def _put(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _in_place_of_parameters(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Put other tensors in the place of a module's parameters for a while."""
+    """Replace a module's parameters by other tensors within the block."""
     parts = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
     before = {name: _torch.parameter_table(part)[name.rpartition(".")[2]] for name, part in parts.items()}
     _put(module, values)

@@ -23,17 +23,10 @@ HOOKED = {"register_hook", "register_post_accumulate_grad_hook"}
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """A torch function with its arguments, some of them tracked.
-
-    Attributes:
-        func: The function.
-        name: The name under which rules know it.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """A torch function with its arguments, some of them tracked."""
 
     func: Callable[..., Any]
-    name: str
+    name: str  # the name under which rules know it
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -70,28 +63,14 @@ class Operation:
 
 
 def sets_hook(operation: Operation) -> bool:
-    """Return whether an operation sets a hook that may change a gradient.
-
-    Args:
-        operation: Any.
-
-    Returns:
-        False for torch's own hooks (module trackers), which look only.
-    """
+    """Return whether an operation sets a hook that may change a gradient, unlike torch's own module trackers."""
     return operation.name in HOOKED and not any(
         getattr(arg, "__module__", None) == "torch.autograd.graph" for arg in operation.args
     )
 
 
 def hooked(operation: Operation) -> str:
-    """Say that a forward sets a hook on what comes from parameters alone.
-
-    Args:
-        operation: What sets it.
-
-    Returns:
-        The text for an ``UnsupportedModelError``.
-    """
+    """Return the error text for a forward that sets a hook on what comes from parameters alone."""
     names = ", ".join(dict.fromkeys(name for tracked in operation.tracked for name in tracked.origin.names))
     return (
         f"the forward sets a hook on the gradient of parameter '{names}' ({operation.name}): no such gradient is "

@@ -19,28 +19,15 @@ PACK, PAD = _torch.PACK, _torch.PAD
 
 
 def positions(batch_sizes: Tensor) -> Tensor:
-    """Return the position in the packed batch of every row.
-
-    Args:
-        batch_sizes: Rows of every step, never growing, shape ``(T,)``, int64.
-
-    Returns:
-        Shape ``(rows,)``, int64, on the CPU.
-    """
+    """Return the position in the packed batch of every row, ``(rows,)``, on the CPU."""
     sizes = batch_sizes.cpu()
     starts = sizes.cumsum(0) - sizes
     return torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
 
 
 def rows_of(packed: PackedSequence) -> Tensor:
-    """Return the sample of every row of a packed batch that came from outside the model.
-
-    Args:
-        packed: Its ``sorted_indices`` say which sample stands at which position; without them, samples stand in order.
-
-    Returns:
-        Shape ``(rows,)``, int64, on the CPU.
-    """
+    """Return the sample of every row of a packed batch from outside the model, ``(rows,)``, on the CPU."""
+    # Without `sorted_indices`, samples stand in order.
     place = positions(packed.batch_sizes)
     return place if packed.sorted_indices is None else packed.sorted_indices.cpu()[place]
 
@@ -53,7 +40,7 @@ def packed_inputs(tree: Any) -> Iterator[PackedSequence]:
 
 
 def is_packed(item: Any) -> bool:
-    """Return whether an input is a packed sequence: one thing, not the tensors it holds."""
+    """Return whether an input is a packed sequence, which counts as one."""
     return isinstance(item, PackedSequence)
 
 

@@ -24,16 +24,7 @@ from ghostclip.factors import Factor, Head
 
 
 def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
-    """Say that a tensor has no axis for the samples, and what to do.
-
-    Args:
-        site: Where it met parameters.
-        rows: The tensor.
-        forward: The forward, for the number of samples.
-
-    Returns:
-        The text for a ``BatchAxisError``.
-    """
+    """Return the text of a ``BatchAxisError``: a tensor has no axis for the samples."""
     return (
         f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {forward.batch_size} samples of "
         "this batch, so its rows cannot be assigned to samples. Give every sample its own rows (batch axis first, or "
@@ -42,15 +33,7 @@ def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
 
 
 def differentiated(site: CallSite, place: str) -> str:
-    """Say that a gradient which passed a site is to be differentiated itself.
-
-    Args:
-        site: The site.
-        place: Names the module that owns its parameter.
-
-    Returns:
-        The text for an ``UnsupportedModelError``.
-    """
+    """Return the error text for a gradient that passed a site and is to be differentiated itself."""
     return (
         f"{place}: a backward with create_graph=True passed {site.describe()}. What a gradient penalty (WGAN-GP, "
         "double backward) adds to the gradient of this parameter reaches it through the backward, where it cannot be "
@@ -59,15 +42,10 @@ def differentiated(site: CallSite, place: str) -> str:
 
 
 class Listener(Protocol):
-    """Whoever receives gradients of captured outputs."""
+    """Receiver of the gradients of captured outputs."""
 
     def receive(self, use: "ParamUse", grad: Tensor) -> None:
-        """Take the gradient of a use's output.
-
-        Args:
-            use: The use.
-            grad: Shape and dtype of the output.
-        """
+        """Take the gradient of a use's output."""
 
 
 # (saved tensors, gradient, split) -> factors by argument name
@@ -76,35 +54,20 @@ FactorFunction = Callable[[Sequence[Tensor], Tensor, Callable[[Tensor, int], Ten
 
 @dataclass(eq=False, slots=True)
 class ParamUse:
-    """One consumption, with all that its backward needs.
-
-    Attributes:
-        site: Its call site.
-        forward: Its forward.
-        targets: The tracked arguments by name.
-        factors: The rule's closure.
-        num_batch_dims: How many leading axes of the output are rows.
-        maps: Row maps that the sizes allow, the preferred one first.
-        node: The side node that keeps saved tensors, or None.
-        behind: The node that made the rows of data, or None.
-        batch_dim_sizes: Sizes of the leading axes.
-        wants_input_gradient: Whether its data is in the graph, or was put into another order.
-        alike: What is equal for uses whose factors can be formed together; None where none can be.
-        versions: How often each target that was computed from parameters had been changed in place; see `versions_of`.
-    """
+    """One consumption of parameters, with all that its backward needs."""
 
     site: CallSite
     forward: ForwardContext
-    targets: dict[str, TrackedTensor]
-    factors: FactorFunction
-    num_batch_dims: int
-    maps: list[RowMap]
-    node: Any = None
-    behind: Any = None
+    targets: dict[str, TrackedTensor]  # the tracked arguments by name
+    factors: FactorFunction  # the rule's closure
+    num_batch_dims: int  # how many leading axes of the output are rows
+    maps: list[RowMap]  # row maps that the sizes allow, the preferred one first
+    node: Any = None  # side node with the saved tensors, or None
+    behind: Any = None  # the node that made the rows of data, or None
     batch_dim_sizes: tuple[int, ...] = ()
-    wants_input_gradient: bool = True
-    alike: OperationForm | None = None
-    versions: Mapping[str, int] | None = None
+    wants_input_gradient: bool = True  # whether its data is in the graph, or was put into another order
+    alike: OperationForm | None = None  # key of uses whose factors can be formed at once; None where none can be
+    versions: Mapping[str, int] | None = None  # of each target that was computed from parameters; see `versions_of`
 
     @property
     def row_map(self) -> RowMap:
@@ -122,20 +85,14 @@ class ParamUse:
         raise BatchAxisError(message)
 
     def arrive(self, grad: Tensor) -> Tensor:
-        """Deliver the gradient of the output: the hook on it.
-
-        Args:
-            grad: The gradient.
-
-        Returns:
-            What is handed on to autograd: one copy serves the norm, the clipped sum and the layer's own backward.
-        """
+        """Deliver the gradient of the output, as the hook on it."""
+        # Returns what is handed on to autograd: one copy serves the norm, the clipped sum and the layer's own backward.
         grad = grad.contiguous()
         self.forward.around.deliver(self, grad)
         return grad
 
     def release(self) -> None:
-        """Let go of what was saved: its backward is over, and the graph may live on."""
+        """Drop the saved tensors: its backward is over, and the graph may live on."""
         self.node = self.behind = None
 
     @property
@@ -153,17 +110,7 @@ class ParamUse:
         return None if samples is None or samples.numel() != rows else samples
 
     def parameter_factors(self, grad: Tensor) -> list[tuple[str, Factor]]:
-        """Return the factors of this use for every parameter behind it.
-
-        Args:
-            grad: Gradient of the output.
-
-        Returns:
-            (parameter name, factor) pairs.
-
-        Raises:
-            UnsupportedModelError: What was computed from a parameter was changed in place since.
-        """
+        """Return (name, factor) of this use for every parameter behind it."""
         saved = self.node.saved_tensors if self.node is not None else ()
         row_map, batch_size = self.row_map, self.forward.batch_size
 
@@ -180,29 +127,14 @@ class ParamUse:
         return pairs
 
     def sizes(self, grad: Tensor, saved: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
-        """Return the sizes that what came in follows from, see `CallSite.sizes`.
-
-        Args:
-            grad: Gradient of the output.
-            saved: What was kept for it; None to look it up.
-
-        Returns:
-            The number of samples, and the shapes.
-        """
+        """Return the sizes that its statistics follow from: the number of samples, and the shapes."""
         if saved is None:
             saved = self.node.saved_tensors if self.node is not None else ()
         return self.forward.batch_size, grad.shape, *[tensor.shape for tensor in saved]
 
     def explain(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
-        """Note, for whoever asks what a layer costs, what came in.
-
-        Args:
-            key: The argument.
-            factor: Its per-sample gradients.
-            grad: Gradient of the output.
-            saved: What was kept for it.
-            pulled: The factor of the parameter behind the argument where there is one only.
-        """
+        """Store statistics of an argument for the coverage report."""
+        # `pulled`: the factor of the parameter behind the argument where there is one only.
         self.site.statistics[key] = statistics_of(
             self.targets[key], factor, grad, where=self._circumstances(key, saved), pulled=pulled
         )
@@ -230,14 +162,7 @@ class ParamUse:
 
 
 def versions_of(targets: Mapping[str, TrackedTensor]) -> Mapping[str, int]:
-    """Return how often targets that were computed from parameters have been changed in place by now, by argument.
-
-    Args:
-        targets: The tracked arguments by name.
-
-    Returns:
-        Numbers for `ParamUse`, which needs none where all targets are parameters themselves.
-    """
+    """Return the versions of targets that were computed from parameters, by argument."""
     computed = {key: target.origin for key, target in targets.items() if target.origin.func}
     return {key: _torch.version(origin.graph) for key, origin in computed.items()}
 
@@ -252,18 +177,7 @@ def _changed_since(site: CallSite) -> str:
 def site_of(
     forward: ForwardContext, tracked: Iterable[TrackedTensor], name: str, form: str, gathered: str = ""
 ) -> CallSite:
-    """Return the call site of the next use of some tracked tensors by an operation.
-
-    Args:
-        forward: The forward; the call is counted there.
-        tracked: The tracked tensors that are consumed.
-        name: The operation.
-        form: What its factors are, for the coverage table.
-        gathered: How rows seem to have been gathered on the way to it.
-
-    Returns:
-        The site, see `CallSites.at`.
-    """
+    """Return the call site of the next use of some tracked tensors by an operation, which is counted."""
     tracked = list(tracked)
     key = key_of(tracked, name)
     own = counted_as(key)
@@ -273,13 +187,7 @@ def site_of(
 
 
 def register(use: ParamUse, node: Any, behind: Any) -> None:
-    """Note a new use in its forward.
-
-    Args:
-        use: The use.
-        node: The node that made its output; None where nothing of it is in the graph.
-        behind: The node that made the data; None where that is not in the graph.
-    """
+    """Note a new use in its forward; ``node`` made its output, ``behind`` its data, None outside the graph."""
     forward, again = use.forward, in_backward()
     if again:
         # The other kind of checkpointing recomputes under hooks of its own, and what it registers then is dropped.
@@ -295,14 +203,7 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
 
 
 def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None) -> None:
-    """Note in its forward how often parameters are used, what a use will take, and how the forward came to it.
-
-    Args:
-        use: The use.
-        node: As for `register`.
-        behind: As for `register`.
-        counted: The use as it is counted, where that was made for another forward.
-    """
+    """Note in its forward how often parameters are used, what a use will take, and how the forward reached it."""
     forward, site = use.forward, use.site
     forward.uses.append((site, use.batch_dim_sizes) if counted is None else counted)
     if not use.batch_dim_sizes:

@@ -32,14 +32,7 @@ class Plan(Protocol):
     """How one operation runs."""
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run the operation.
-
-        Args:
-            forward: The forward that it is part of.
-
-        Returns:
-            What the function returns; tracked where it was computed from parameters alone, else in the graph.
-        """
+        """Run the operation; the result is tracked where it was computed from parameters alone, else in the graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +42,6 @@ class Derive(Plan):
     operation: Operation
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run it on the parameters' graph."""
         return derive(self.operation.func, self.operation.name, self.operation.args, self.operation.kwargs)
 
 
@@ -60,7 +52,6 @@ class Write(Plan):
     operation: Operation
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run it on the parameters' graph."""
         return write(self.operation, forward.around.buffers())
 
 
@@ -71,62 +62,36 @@ class Plain(Plan):
     operation: Operation
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run it on detached values."""
         return self.operation.run_plain()
 
 
 @dataclass(frozen=True, eq=False)
 class Inside(Plan):
-    """The same computation as operations of its own, which are intercepted one by one.
-
-    Attributes:
-        call: Runs them.
-    """
+    """The same computation as operations of its own, which are intercepted one by one."""
 
     call: Callable[[], Any]
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run them."""
         return self.call()
 
 
 @dataclass(eq=False, slots=True)
 class ByRule(Plan):
-    """A registered rule: factors are formed from the saved input and the gradient.
-
-    Attributes:
-        name: The operation's name.
-        targets: The tracked arguments by the rule's names.
-        captured: What the rule made of it; of a plan that is used again, made of another call.
-        rows: The data that it consumes them with.
-        saved: What the backward will want back.
-        sizes: Sizes of the leading axes of the rows.
-        maps: How rows may map to samples, the preferred one first.
-        known: The axis of the rows that holds samples, as far as it is known.
-        call: Runs it on detached parameters.
-        alike: See `ParamUse`.
-    """
+    """A registered rule: factors are formed from the saved input and the gradient."""
 
     name: str
-    targets: dict[str, TrackedTensor]
-    captured: Captured
-    rows: Tensor
-    saved: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    maps: list[RowMap]
-    known: int
-    call: Callable[[], Tensor]
-    alike: OperationForm | None = None
+    targets: dict[str, TrackedTensor]  # the tracked arguments by the rule's names
+    captured: Captured  # the rule's result; of a plan that is used again, made of another call
+    rows: Tensor  # the data that it consumes them with
+    saved: tuple[Tensor, ...]  # tensors that the backward needs
+    sizes: tuple[int, ...]  # sizes of the leading axes of the rows
+    maps: list[RowMap]  # how rows may map to samples, the preferred one first
+    known: int  # axis of the rows that has samples, as far as it is known
+    call: Callable[[], Tensor]  # runs it on detached parameters
+    alike: OperationForm | None = None  # see `ParamUse`
 
     def use_in(self, forward: ForwardContext) -> ParamUse:
-        """Return the use of its parameters, not registered yet.
-
-        Args:
-            forward: The forward.
-
-        Returns:
-            The use.
-        """
+        """Return the use of its parameters, not registered yet."""
         gathering = self.maps[0].gathering
         site = site_of(forward, self.targets.values(), self.name, self.captured.form, gathering)
         captured, wanted = self.captured, wants_gradient([self.rows], forward)
@@ -137,14 +102,7 @@ class ByRule(Plan):
         )  # fmt: skip
 
     def carry_out(self, use: ParamUse) -> Tensor:
-        """Run the operation with a use of its parameters.
-
-        Args:
-            use: The use.
-
-        Returns:
-            What the function returns, in the graph.
-        """
+        """Run the operation with a use of its parameters; the result is in the graph."""
         return carry_out(
             use, self.call, rows=self.rows, saved=self.saved, order=self.captured.order, product=self.is_product
         )
@@ -155,28 +113,19 @@ class ByRule(Plan):
         return self.captured.form.startswith("outer product")
 
     def run(self, forward: ForwardContext) -> Tensor:
-        """Run it with a new use."""
         return self.carry_out(self.use_in(forward))
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Plan):
-    """Broadcasting over the batch: every tracked argument is expanded, and gets a gradient a row.
-
-    Attributes:
-        operation: The operation.
-        dims: Number of axes of its result.
-        rows: The axis of its result along which rows of samples lie.
-        witness: The data that shows it.
-    """
+    """Broadcasting over the batch: every tracked argument is expanded, and gets a gradient per row."""
 
     operation: Operation
-    dims: int
-    rows: broadcast.RowAxis
-    witness: Tensor
+    dims: int  # number of axes of its result
+    rows: broadcast.RowAxis  # axis of its result along which rows of samples lie
+    witness: Tensor  # the data that shows it
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run it on expanded parameters."""
         wanted, behind = wants_gradient([self.witness], forward), self.witness.grad_fn
 
         def enter(tracked: TrackedTensor) -> Tensor:
@@ -188,18 +137,12 @@ class Broadcast(Plan):
 
 @dataclass(frozen=True, eq=False)
 class OwnCopies(Plan):
-    """Tensors that have a copy of a parameter for each sample already: they enter any operation as they are.
-
-    Attributes:
-        operation: The operation.
-        axes: The axis of the copies, by the number (``id``) of the tracked tensor.
-    """
+    """Tensors that already have a copy of a parameter for each sample: they enter any operation as they are."""
 
     operation: Operation
-    axes: Mapping[int, int]
+    axes: Mapping[int, int]  # axis of the copies, by `id` of the tracked tensor
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run it on the copies."""
         size = forward.batch_size
 
         def enter(tracked: TrackedTensor) -> Tensor:
@@ -214,18 +157,12 @@ class OwnCopies(Plan):
 
 @dataclass(frozen=True, eq=False)
 class General(Plan):
-    """The general way: the operation's own backward, sample by sample.
-
-    Attributes:
-        operation: The operation.
-        layout: Where samples lie in its arguments.
-    """
+    """The general way: the operation's own backward, sample by sample."""
 
     operation: Operation
     layout: ArgumentLayout
 
     def run(self, forward: ForwardContext) -> Any:
-        """Run it behind one node of the graph."""
         try:
             return in_general(self.operation, self.layout, forward)
         except BatchAxisError:

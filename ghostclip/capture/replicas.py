@@ -13,24 +13,13 @@ _ADDED_UP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def sums_meet_elsewhere(model: nn.Module, *, shared: bool) -> None:
-    """Say whether the clipped sums of all ranks are added up by who releases them.
-
-    Args:
-        model: The model that a clipper is attached to.
-        shared: Whether they are.
-    """
+    """Set whether the clipped sums of all ranks are added up where they are released."""
     (_ADDED_UP.add if shared else _ADDED_UP.discard)(model)
 
 
 def quieten_wrapper(model: nn.Module) -> None:
-    """Keep a DistributedDataParallel that is running the model from adding up gradients; called in a forward.
-
-    Args:
-        model: The model that a clipper is attached to.
-
-    Raises:
-        UnsupportedModelError: If nobody else adds up the ranks' clipped sums, or the wrapper cannot be told not to.
-    """
+    """Keep a DistributedDataParallel that is running the model from adding up gradients; called in a forward."""
+    # Refused if nobody else adds up the ranks' clipped sums, or the wrapper cannot be told not to.
     wrapper = _torch.running_wrapper()
     if wrapper is None or not torch.is_grad_enabled():
         return

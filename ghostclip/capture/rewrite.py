@@ -13,14 +13,7 @@ from ghostclip.capture.tracked import TrackedTensor
 
 
 def rewritten(operation: Operation) -> Callable[[], Any] | None:
-    """Return the same computation in other operations, which are intercepted as usual, or None.
-
-    Args:
-        operation: An operation on tracked tensors and data.
-
-    Returns:
-        A function without arguments that runs it, or None where the operation is taken as it is.
-    """
+    """Return the same computation in other operations, which are intercepted as usual, or None."""
     rule = _RULES.get(operation.name)
     run = None if rule is None else rule(operation)
     if run is None:

@@ -14,36 +14,19 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Changes:
-    """How a model's parameters and an optimizer's have come apart.
+    """Differences between a model's parameters and an optimizer's."""
 
-    Attributes:
-        missing: Names of those that are trainable now, were not before, and that the optimizer does not hold.
-        gone: Names of those that the optimizer holds and that the model has no longer.
-        joined: Names of those that are trainable now, were not before, and that the optimizer holds.
-        added: Names of the joined ones that the model did not have before.
-        passed: Names under which a forward met others than the model had before or has now.
-    """
-
-    missing: list[str]
-    gone: list[str]
-    joined: list[str]
-    added: list[str]
-    passed: list[str]
+    missing: list[str]  # names of those that are trainable now, were not before, and that the optimizer does not hold
+    gone: list[str]  # names of those that the optimizer has and the model has no longer
+    joined: list[str]  # names of those that are trainable now, were not before, and that the optimizer holds
+    added: list[str]  # names of the joined ones that the model did not have before
+    passed: list[str]  # names under which a forward met others than the model had before or has now
 
 
 class Roster:
-    """A model's parameters as they were, by identity.
-
-    Attributes:
-        changed: Whether a forward has met others than those; until `accept`.
-    """
+    """A model's parameters as they were, by identity."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Note what the model has.
-
-        Args:
-            model: The model.
-        """
         self._model = model
         # An identity may be given anew when its object is gone.
         self._known: dict[int, tuple[str, ref[nn.Parameter]]] = {}
@@ -53,24 +36,17 @@ class Roster:
         self.accept()
 
     def accept(self) -> None:
-        """Take the parameters that the model has now for those that it should have."""
+        """Accept the model's present parameters as those that it should have."""
         named = list(self._model.named_parameters())
         before = {id(p) for _, p in named if self._was_trainable(p)}
-        self.changed = False
+        self.changed = False  # whether a forward has met others than those; until `accept`
         self._strangers.clear()
         self._known = {id(p): (name, ref(p)) for name, p in named}
         self._trainable = before | {id(p) for _, p in named if p.requires_grad}
 
     def meet(self, met: list[int], named: Mapping[str, nn.Parameter] = MappingProxyType({})) -> bool:
-        """Take note of the trainable parameters of a forward.
-
-        Args:
-            met: Their identities, in the order of the modules, a shared one once for each place.
-            named: The latest parameter that stood under each name.
-
-        Returns:
-            Whether parameters have come in, become trainable or gone since the forward before.
-        """
+        """Note the trainable parameters of a forward; return whether they differ from those of the forward before."""
+        # `met`: identities, in the order of the modules, a shared one once for each place.
         if met == self._met:
             return False
         self._met = met
@@ -82,14 +58,7 @@ class Roster:
         return differs
 
     def compare(self, held: Iterable[nn.Parameter]) -> Changes:
-        """Compare the model's parameters with those that an optimizer holds.
-
-        Args:
-            held: The optimizer's parameters.
-
-        Returns:
-            Where they have come apart.
-        """
+        """Compare the model's parameters with those that an optimizer has."""
         own = {id(p): (name, p) for name, p in self._model.named_parameters()}
         of_optimizer = {id(p): p for p in held if p.requires_grad}
         new = {key: name for key, (name, p) in own.items() if p.requires_grad and not self._was_trainable(p)}

@@ -13,25 +13,16 @@ from ghostclip.errors import BatchAxisError
 
 
 class RowOrder(NamedTuple):
-    """How the rows of a tensor were put into order on the way to it.
+    """Order of the rows of a tensor, after the operations on the way to it."""
 
-    Attributes:
-        samples: The sample of every row where rows were gathered, int64, on the tensor's device; None where rows lie
-            as the batch does, or where only the evidence can tell.
-        unknown: Only the evidence can tell.
-        in_graph: The tensor is in the graph.
-    """
-
+    # the sample of every row where rows were gathered, int64, on the tensor's device; None where rows lie as the batch
+    # does, or where only the evidence can tell
     samples: Tensor | None
-    unknown: bool
+    unknown: bool  # only the evidence can tell
     in_graph: bool
 
     def note(self, forward: ForwardContext) -> None:
-        """Note in a forward what rows that reach a parameter went through.
-
-        Args:
-            forward: The forward.
-        """
+        """Note in a forward what rows that reach a parameter went through."""
         if self.unknown:
             # Whatever it is taken for, what one forward shows of it says nothing about the next.
             forward.meet_unknown()
@@ -45,16 +36,7 @@ IN_ORDER: Final = RowOrder(None, unknown=False, in_graph=True)
 
 
 def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrder:
-    """Tell how rows of a tensor were gathered or reordered on the way to it.
-
-    Args:
-        tensor: What carries rows of samples.
-        axis: The axis whose rows are meant.
-        forward: The forward.
-
-    Returns:
-        The order of its rows.
-    """
+    """Return how rows along an axis of a tensor were gathered or reordered on the way to it."""
     if tensor.requires_grad:
         found = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
         if found is None:
@@ -70,16 +52,8 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
 
 
 def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:
-    """Refuse outputs whose rows are known to lie in another order than the samples of the batch.
-
-    Args:
-        model: The model.
-        outputs: Its output tensors.
-        forward: The forward.
-
-    Raises:
-        BatchAxisError: There is one: whatever it meets outside the model, as targets, would be another sample's.
-    """
+    """Refuse outputs whose rows are known to lie in another order than the samples of the batch."""
+    # Whatever they meet outside the model, as targets, would be another sample's.
     size, known = forward.batch_size, forward.around.sites.outputs
     if forward.batch_axis:
         return
@@ -99,16 +73,8 @@ def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: For
 
 
 def refuse_other_axis(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:
-    """Refuse outputs with as many rows as samples where these are expected, which are known to lie along another axis.
-
-    Args:
-        model: A part of a model, whose outputs are the next part's inputs.
-        outputs: Its output tensors.
-        forward: The forward.
-
-    Raises:
-        BatchAxisError: There is one: the next part would take positions for samples.
-    """
+    """Refuse outputs of a part of a model that have samples along another axis than the next part expects."""
+    # The sizes fit where samples are expected, so that the next part would take positions for samples.
     known = forward.around.sites.outputs
     if len(known) != len(outputs):
         return
@@ -124,17 +90,8 @@ def refuse_other_axis(model: nn.Module, outputs: Sequence[Tensor], forward: Forw
 
 
 def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:
-    """List the row maps for a layer's input: gathered rows by their index, others by size.
-
-    Args:
-        rows: The input.
-        sizes: Sizes of its leading axes.
-        known: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
-        forward: The forward.
-
-    Returns:
-        Row maps, the preferred one first, empty when none fits; and the order of the rows, as far as it was asked for.
-    """
+    """Return the row maps for a layer's input, the preferred one first, and the order of its rows."""
+    # Gathered rows go by their index, others by size; `known` is the axis of samples, `CONSTANT` or `UNKNOWN`.
     size, axis, order = forward.batch_size, forward.batch_axis, IN_ORDER
     if size > 1 and known >= 0:
         order = order_of_rows(rows, 0, forward) if known == 0 else IN_ORDER
@@ -153,29 +110,12 @@ def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardCon
 
 @lru_cache(maxsize=4096)
 def candidates_along(axis: int, sizes: tuple[int, ...], batch_size: int, expected: int) -> list[RowMap]:
-    """List the row maps along one axis, of rows that were not gathered.
-
-    Args:
-        axis: The axis.
-        sizes: Sizes of the leading axes.
-        batch_size: B.
-        expected: The expected batch axis, which says in which order folded rows are likelier.
-
-    Returns:
-        Row maps, the preferred one first; not to be changed.
-    """
+    """Return the row maps along one axis, of rows that were not gathered, the preferred one first."""
+    # Not to be changed.
     return [row_map for row_map in candidates(sizes, batch_size, axis=expected) if row_map.axis == axis]
 
 
 def wants_gradient(data: Sequence[Tensor], forward: ForwardContext) -> bool:
-    """Return whether data is in the graph, or was put into another order on the way to an operation.
-
-    Args:
-        data: Tensors.
-        forward: The forward.
-
-    Returns:
-        Whether any of them is.
-    """
+    """Return whether data is in the graph, or was put into another order on the way to an operation."""
     rows = forward.around.rows
     return any(tensor.requires_grad or rows.samples_of(tensor) is not None for tensor in data)

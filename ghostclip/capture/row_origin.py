@@ -50,13 +50,7 @@ _noted_kinds: set[type] = set()
 
 
 def note(node: Any, key: str, value: Any) -> None:
-    """Leave a note on a node for those who come by.
-
-    Args:
-        node: The node.
-        key: `METADATA_KEY` or `ROWS_KEY`.
-        value: The use whose output the node made, or what its output's rows are.
-    """
+    """Store a value in a node's metadata: under `METADATA_KEY` its use, under `ROWS_KEY` its rows."""
     _noted_kinds.add(type(node))
     node.metadata[key] = value
 
@@ -84,16 +78,10 @@ def _kind_of(node: Any) -> int:
 
 
 def straight_behind(node: Any, rows: int | None) -> tuple[bool, bool]:
-    """Look for the nearest captured operation along first parents, the common case of two questions at once.
-
-    Args:
-        node: The node that made a layer's input; None for a leaf.
-        rows: Entries of the input's first axis; None where it has none.
-
-    Returns:
-        True only where `origin_of_rows` along axis 0 is None: no node on the way moves rows, or says what they are. And
-        True only where `leads_to` is: an operation was found. Where either is False it takes a closer look.
-    """
+    """Search the nearest captured operation along first parents, the common case of two questions at once."""
+    # `rows`: entries of the input's first axis, if any. The first answer is True only where `origin_of_rows` along axis
+    # 0 is None: no node on the way moves rows, or says what they are. The second one is True only where `leads_to` is.
+    # Where either is False it takes a closer look.
     in_order = node is None or rows is None
     for _ in range(_MAX_NODES):
         if node is None:
@@ -119,16 +107,8 @@ def straight_behind(node: Any, rows: int | None) -> tuple[bool, bool]:
 
 
 def _passed(node: Any, edges: Any, rows: int) -> bool | None:
-    """Return whether rows come from the first parent as they are.
-
-    Args:
-        node: The node.
-        edges: Its parents, of which there is a first.
-        rows: How many rows its output has.
-
-    Returns:
-        False where they come from none, as there are other numbers of them; None where it takes a closer look.
-    """
+    """Return whether rows come from the first of a node's parents as they are."""
+    # False where they come from none, as there are other numbers of them; None where it takes a closer look.
     kind = _kinds.get(type(node))
     if kind is None:
         kind = _kind_of(node)
@@ -145,18 +125,8 @@ def _passed(node: Any, edges: Any, rows: int) -> bool | None:
 
 
 def origin_of_rows(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
-    """Return the sample of every row of ``x`` along ``axis`` if rows were selected on the way to it.
-
-    Args:
-        x: A layer's input.
-        axis: The axis whose rows are meant.
-        batch_size: B.
-        expected_axis: The model's batch axis (0 or 1).
-
-    Returns:
-        Sample numbers, shape ``(x.shape[axis],)``, int64; None when no selection was found, `UNKNOWN_ORDER` where rows
-        were put into an order that nobody noted.
-    """
+    """Return the sample of every row of a layer's input along an axis, if rows were selected on the way to it."""
+    # None when no selection was found, `UNKNOWN_ORDER` where rows were put into an order that nobody noted.
     if x.grad_fn is None or axis != 0 or x.dim() == 0:
         return None
     return _samples(x.grad_fn, x.output_nr, x.shape[0], batch_size, expected_axis)
@@ -204,7 +174,7 @@ def _places_all(node: Any, name: str, rows: int) -> bool:
 
 
 def _noted(node: Any, rows: int) -> tuple[bool, Tensor | None]:
-    """Return whether it is noted on a node what its output's rows are, and what `origin_of_rows` then says of them."""
+    """Return whether a node has a note on its output's rows, and what `origin_of_rows` then returns."""
     notes = node.metadata
     use, marked = notes.get(METADATA_KEY), notes.get(ROWS_KEY)
     if use is not None:
@@ -215,17 +185,8 @@ def _noted(node: Any, rows: int) -> tuple[bool, Tensor | None]:
 
 
 def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Tensor | None:
-    """Return the sample of every sequence of a padded batch that is about to be packed.
-
-    Args:
-        x: The padded batch, in the graph.
-        axis: Along which its sequences lie, 0 or 1.
-        batch_size: B.
-        expected_axis: The model's batch axis (0 or 1).
-
-    Returns:
-        Shape ``(x.shape[axis],)``, int64; None when there are not as many as samples and no selection was found.
-    """
+    """Return the sample of every sequence of a padded batch in the graph that is about to be packed."""
+    # None when there are not as many as samples and no selection was found.
     node: Any = x.grad_fn
     if axis == 0:
         gathered = origin_of_rows(x, 0, batch_size, expected_axis)
@@ -256,34 +217,14 @@ def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) ->
 
 
 def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
-    """Return the sample of every row of a value of the graph if rows were selected on the way to it.
-
-    Args:
-        node: The node that made the value.
-        output_nr: Which of the node's outputs it is.
-        rows: Its rows, on axis 0.
-        batch_size: B.
-        expected_axis: The model's batch axis (0 or 1).
-
-    Returns:
-        As for `origin_of_rows`.
-    """
+    """Return the sample of every row on axis 0 of a value of the graph, as `origin_of_rows`."""
     found = _samples(node, output_nr, rows, batch_size, expected_axis)
     return None if found is UNKNOWN_ORDER else found
 
 
 def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:
-    """Return the one sample that a value was computed from, where each way to the model's outputs picks its rows.
-
-    Args:
-        node: The node that made the value.
-        output_nr: Which of the node's outputs it is.
-        batch_size: B.
-        is_output: Tells a model's output.
-
-    Returns:
-        The sample; None where there are several, or where that cannot be told.
-    """
+    """Return the one sample that a value was computed from, where each path to the model's outputs picks its rows."""
+    # None where there are several, or where that cannot be told.
     found: set[int] = set()
     pending, seen = [(node, output_nr)], 0
     while pending and seen < _MAX_NODES:
@@ -320,15 +261,8 @@ def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
 
 
 def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
-    """Return whether a captured operation, and with it the anchor, is found near ``tensor`` in the graph behind it.
-
-    Args:
-        tensor: A layer's input.
-        anchor: The leaf.
-
-    Returns:
-        False also where the search was given up: then an edge too many does no harm.
-    """
+    """Return whether a captured operation, and with it the anchor, is near a layer's input in the graph behind it."""
+    # False also where the search was given up: then an edge too many does no harm.
     node: Any = tensor.grad_fn
     # Nearly always it is found by way of the first parents.
     for _ in range(_MAX_NODES):
@@ -393,7 +327,7 @@ def _alternate(edge: tuple[Any, int], rows: int, batch_size: int, expected_axis:
 
 
 def _axis_of_samples(edge: tuple[Any, int]) -> int | None:
-    """Return which of a value's first two axes holds samples, by the nearest layer behind it that knows."""
+    """Return which of a value's first two axes has samples, by the nearest layer behind it that knows."""
     axes = [0, 1]
     for _ in range(_MAX_NODES):
         node = edge[0]
@@ -425,7 +359,7 @@ def _axis_of_samples(edge: tuple[Any, int]) -> int | None:
 
 
 def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
-    """Return the samples of parts that were selected from the batch and put one after the other."""
+    """Return the samples of parts that were selected from the batch and concatenated."""
     if node.name() not in ("CatBackward0", "StackBackward0") or _torch.saved(node, "dim") != 0:
         return None
     found: list[Tensor] = []
@@ -475,7 +409,7 @@ def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | Non
 
 
 def _turned(node: Any, name: str, rows: int) -> tuple[Tensor, int] | None:
-    """Return as `_selection` does what flipping or rolling makes of rows; None where it leaves them alone."""
+    """Return, as `_selection`, the index of flipped or rolled rows; None where rows stay in place."""
     flips = name == "FlipBackward0"
     axes = [_torch.signed(axis) for axis in _torch.saved(node, "dims")]
     dims = len(_torch.outputs_of(node)[0].shape)

@@ -69,14 +69,10 @@ _RAGGED = (
 
 
 class _RowsOf:
-    """The sample of each row by tensor, as long as the tensor lives.
-
-    Attributes:
-        told: Whether anything was ever told; most models leave the order of their rows alone.
-    """
+    """The sample of each row by tensor, as long as the tensor lives."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.told = False  # whether anything was ever stored; most models leave the order of their rows alone
         self._known: Any = None
 
     def __setitem__(self, tensor: Tensor, rows: Tensor) -> None:
@@ -89,23 +85,14 @@ class _RowsOf:
 
 
 class RowTracker(TorchFunctionMode):
-    """Active during a forward; knows the sample of every row of data that was put into another order.
-
-    Attributes:
-        active: Whether a forward is running.
-        always: Whether to watch every forward.
-        missed: Whether the latest forward was not watched and should have been.
-        odd: Whether data that was asked about last is not as it came into the model.
-        detaches: Whether a forward took values out of the graph: then gradients need not be those of its outputs.
-    """
+    """Active during a forward; knows the sample of every row of data that was put into another order."""
 
     def __init__(self) -> None:
-        """Make a tracker that has seen no forward."""
         super().__init__()
-        self.always = self.missed = self.detaches = False
+        self.always = self.missed = self.detaches = False  # whether every forward is watched
         self._watched = True
         self._seen, self._changed = False, False
-        self.odd = False
+        self.odd = False  # whether the data of the latest query is not as it came into the model
         self._count = self._counted = 0
         self._came_in: dict[int, int] = {}
         self._rows = _RowsOf()
@@ -119,7 +106,7 @@ class RowTracker(TorchFunctionMode):
         self._calls = Calls()
         self._key: Key = ()
         self._depth = 0
-        self.active = False
+        self.active = False  # whether a forward is running
 
     def begin(
         self,
@@ -131,18 +118,11 @@ class RowTracker(TorchFunctionMode):
         resized: Resized | None = None,
         watched: bool = True,
     ) -> None:
-        """Follow the rows of a new forward.
-
-        Args:
-            batch_size: B.
-            axis: The model's batch axis.
-            inputs: The tensors that the model was called with.
-            dummy: The batch was empty, and its one sample is a dummy.
-            resized: The same forward with another number of samples, where there is one.
-            watched: Whether to watch it whatever earlier ones have shown.
-        """
+        """Follow the rows of a new forward."""
+        # `resized` is the same forward with another number of samples, if there is one; `watched` overrides what
+        # earlier forwards have shown.
         self._watched = watched or self.always or self._changed or not self._seen
-        self.missed = self.odd = False
+        self.missed = self.odd = False  # whether the latest forward should have been watched and was not
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
         self._resized, self._calls, self._key, self._depth = resized, Calls(), (), 0
@@ -160,36 +140,22 @@ class RowTracker(TorchFunctionMode):
         self._seen = self._changed = self.detaches = False
 
     def layout(self, tree: Any) -> CallLayout | None:
-        """Return where samples lie in the arguments of the call that runs, as far as a resized forward tells.
-
-        Args:
-            tree: Its arguments.
-
-        Returns:
-            One axis a tensor; None where nothing is told.
-        """
+        """Return where samples lie in the arguments of the running call, as far as a resized forward tells."""
         return None if self._resized is None else self._resized.layout(self._key, shapes_of(tree))
 
     @property
     def key(self) -> Key:
-        """The call that runs."""
+        """The key of the running call."""
         return self._key
 
     def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
-        """Return where samples lie in what a call returned, as far as a resized forward tells.
-
-        Args:
-            key: The call.
-            result: What it returned.
-
-        Returns:
-            One axis a tensor; empty where nothing is told.
-        """
+        """Return the axis of samples in each tensor that a call returned, as far as a resized forward tells."""
+        # Else empty.
         return () if self._resized is None else self._resized.of_results(key, shapes_of(result))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Yield while the operations inside the call that runs are told apart as well."""
+        """Yield while the operations inside the running call are told apart as well."""
         if self._resized is None:
             yield
             return
@@ -201,7 +167,7 @@ class RowTracker(TorchFunctionMode):
             self._depth -= 1
 
     def end(self) -> None:
-        """Stop watching; what is known of tensors that still live stays known until the next forward."""
+        """Stop watching; the samples of tensors that still live stay known until the next forward."""
         if self._watched and self.active:
             self._seen = True
             self._changed |= self._rows.told or len(self._columns) > 0
@@ -209,15 +175,9 @@ class RowTracker(TorchFunctionMode):
         _torch.end_mode(self)
 
     def samples_of(self, tensor: Tensor, *, constant: bool = False) -> Tensor | None:
-        """Return the sample of each row of a tensor.
-
-        Args:
-            tensor: A tensor outside the graph.
-            constant: Whether shapes have shown that it does not grow with the batch.
-
-        Returns:
-            Shape ``(rows,)``, int64; None where rows are in the samples' own order, ``UNKNOWN_ORDER`` where unknown.
-        """
+        """Return the sample of each row of a tensor outside the graph, int64."""
+        # None where rows are in the samples' own order, `UNKNOWN_ORDER` where unknown. `constant`: shapes have shown
+        # that it does not grow with the batch.
         if tensor.requires_grad:
             return None
         if self._batch_size > 1 and self.active and not (constant or self._is_as_it_came(tensor)):
@@ -244,11 +204,7 @@ class RowTracker(TorchFunctionMode):
         return _torch.version(tensor) == self._came_in[id(whole)]
 
     def admit(self, packed: PackedSequence) -> None:
-        """Note the rows of a packed sequence that is an input of the model.
-
-        Args:
-            packed: The input.
-        """
+        """Note the rows of a packed sequence that is an input of the model."""
         self._tell(packed.data, rows_of(packed))
 
     def __torch_function__(
@@ -256,6 +212,7 @@ class RowTracker(TorchFunctionMode):
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
+        # whether a forward took values out of the graph: then gradients need not be those of its outputs
         self.detaches = self.detaches or _detaches(func, args, sys._getframe(1))
         ours = _OURS.issuperset(types)
         if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
@@ -312,12 +269,12 @@ class RowTracker(TorchFunctionMode):
             self._mark(outputs, known, None)
 
     def _beside(self, tensor: Tensor) -> Tensor | None:
-        """Return the sample of each row of data that was not put into another order; None where it is no such data."""
+        """Return the sample of each row of data in the samples' own order; None where it is no such data."""
         is_data = not tensor.requires_grad and self._rows.get(tensor) is None and id(tensor) in self._came_in
         return self._arranged(tensor) if is_data else None
 
     def _is_placed(self, func: Callable[..., Any], given: Sequence[Tensor], output: Tensor) -> bool:
-        """Return whether a call gives rows of samples places that nobody can follow: of a stack, or of a product."""
+        """Return whether a call puts rows of samples where nobody can follow them: in a stack, or in a product."""
         if self._axis or not output.dim() or output.shape[0] != self._batch_size:
             return False
         if func is torch.stack:
@@ -365,7 +322,7 @@ class RowTracker(TorchFunctionMode):
             self._columns[padded] = order
 
     def _tell(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
-        """Remember the sample of each row of a tensor, on its node where it is in the graph."""
+        """Store the sample of each row of a tensor, on its node where it is in the graph."""
         node: Any = tensor.grad_fn
         if not tensor.requires_grad:
             self._rows[tensor] = rows
@@ -405,7 +362,7 @@ class RowTracker(TorchFunctionMode):
         return rows > self._batch_size and rows % self._batch_size == 0
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """Return the sample of each row of parts put one after the other; None where no part was reordered."""
+        """Return the sample of each row of concatenated parts; None where no part was reordered."""
         if all(self._rows.get(part) is None for part in parts):
             return None
         rows = [self._known(part) for part in parts]
@@ -501,7 +458,7 @@ def _axes(dims: Any, total: int) -> set[int]:
 
 
 def _detaches(func: Callable[..., Any], args: Sequence[Any], caller: FrameType) -> bool:
-    """Return whether a model calls a function with a value in the graph, and what it returns is not there."""
+    """Return whether a module calls a function with a value in the graph and returns one that is not."""
     leaves = func in _LEAVING or not torch.is_grad_enabled()
     if not leaves or _torch.in_backward() or not any(type(item) is Tensor and item.requires_grad for item in args):
         return False

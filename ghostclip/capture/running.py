@@ -20,29 +20,18 @@ class Token(dict[str, Any]):
     expired: Callable[[], None] | None = None
 
     def __del__(self) -> None:
-        """Tell that nobody holds the arguments any more."""
+        """Report that nobody refers to the arguments any more."""
         if self.expired is not None:
             self.expired()
 
 
 class Running:
-    """The outermost module call.
-
-    Attributes:
-        module: The module called.
-        token: To be held by the call's frames and by nobody else.
-    """
+    """The outermost module call."""
 
     def __init__(self, module: Any, kwargs: dict[str, Any], expired: Callable[[], None]) -> None:
-        """Note the call that runs now.
-
-        Args:
-            module: The module called.
-            kwargs: Its keyword arguments.
-            expired: Called when the call's frames are gone and it was never ended.
-        """
+        # `expired` is called when the call's frames are gone and it was never ended.
         self.module = module
-        self.token: Token | None = Token(kwargs)
+        self.token: Token | None = Token(kwargs)  # referred to by the call's frames and by nobody else
 
         def check() -> None:
             # Somebody else's hook may have put other arguments in the token's place.
@@ -56,7 +45,7 @@ class Running:
         return module is self.module and _calls_of(module) == 1
 
     def hand_over(self) -> Token:
-        """Return the token, to be held by the call's frames from now on."""
+        """Return the token, to which only the call's frames refer from now on."""
         token, self.token = self.token, None
         assert token is not None
         self._last = ref(token)

@@ -28,7 +28,7 @@ _compares: ContextVar[bool] = ContextVar("compares", default=True)
 
 @contextmanager
 def uncompared() -> Iterator[None]:
-    """Yield while samplers are taken as they are, by whoever compares them himself."""
+    """Yield while samplers are not compared here, as the caller does it."""
     before = _compares.set(False)
     try:
         yield
@@ -42,41 +42,16 @@ class SamplerCall(Protocol):
     grad_n: Tensor
 
     def split(self, values_n: Tensor) -> Tensor:
-        """Bring ``(n, *F)`` into ``(B, T, *F)``.
-
-        Args:
-            values_n: Values of the rows.
-
-        Returns:
-            The same by sample; 0 fills up shorter ones.
-        """
+        """Reshape ``(n, *F)`` to ``(B, T, *F)``, padded with 0."""
 
     def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the module again.
-
-        Returns:
-            Its output, rows first, and its parameters there.
-        """
+        """Run the module again; return its output, rows first, and its parameters there."""
 
 
 def agrees(call: SamplerCall, module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
-    """Compare what a sampler returned for one sample, the one with the largest gradient, with autograd's gradient.
-
-    Random numbers and buffers are put back. What autograd cannot differentiate, or is random, is not compared, and the
-    log says so once.
-
-    Args:
-        call: The call.
-        module: The module.
-        factors: What the sampler returned, by parameter.
-        place: Names the module in an error.
-
-    Returns:
-        Whether the question is settled; False where all gradients are zero, so that nothing could be told.
-
-    Raises:
-        UnsupportedModelError: The sampler's gradients are others.
-    """
+    """Compare a sampler's gradients for the sample with the largest ones with autograd's; refuse a difference."""
+    # Random numbers and buffers are restored. What autograd cannot differentiate, or is random, is not compared, and
+    # the log says so once. Returns False where all gradients are zero, so that nothing was settled.
     if not _compares.get():
         return False
     grad_n = call.grad_n

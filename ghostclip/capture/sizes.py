@@ -30,26 +30,18 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Where samples lie in the tensors of one call.
+    """Where samples lie in the tensors of one call."""
 
-    Attributes:
-        inputs: For every tensor among the arguments, in order, an axis, `CONSTANT` or `UNKNOWN`.
-        outputs: The same for what the call returns.
-        resized: Shapes of the arguments for N samples.
-        size: N.
-    """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...] = ()
-    resized: Shapes = ()
-    size: int = 0
+    inputs: tuple[int, ...]  # for every tensor among the arguments, in order, an axis, `CONSTANT` or `UNKNOWN`
+    outputs: tuple[int, ...] = ()  # the same for the results
+    resized: Shapes = ()  # shapes of the arguments for N samples
+    size: int = 0  # N
 
 
 class Calls:
     """The calls of one forward, numbered."""
 
     def __init__(self) -> None:
-        """Begin a forward."""
         self._around: Key = ()
         self._counts: defaultdict[Key, int] = defaultdict(int)
 
@@ -70,57 +62,26 @@ class Calls:
 
 @dataclass(frozen=True)
 class Resized:
-    """A forward with another number of samples.
+    """A forward with another number of samples."""
 
-    Attributes:
-        calls: Shapes of the arguments and of the results of every call.
-        outputs: Shapes of the model's outputs.
-        batch_size: B.
-        size: N, another number.
-    """
-
-    calls: Mapping[Key, tuple[Shapes, Shapes]]
-    outputs: Shapes
-    batch_size: int
-    size: int
+    calls: Mapping[Key, tuple[Shapes, Shapes]]  # shapes of the arguments and of the results of every call
+    outputs: Shapes  # shapes of the model's outputs
+    batch_size: int  # B
+    size: int  # N, another number
 
     def layout(self, key: Key, shapes: Shapes) -> CallLayout | None:
-        """Compare a call of the forward itself.
-
-        Args:
-            key: The call.
-            shapes: Shapes of the tensors among its arguments, in order.
-
-        Returns:
-            Where samples lie; None where it has no counterpart.
-        """
+        """Return where samples lie in a call of the forward itself; None where it has no counterpart."""
         found = self.calls.get(key)
         axes = None if found is None else self.compared(shapes, found[0])
         return None if axes is None or found is None else CallLayout(axes, (), found[0], self.size)
 
     def of_results(self, key: Key, shapes: Shapes) -> tuple[int, ...]:
-        """Compare what a call of the forward itself returned.
-
-        Args:
-            key: The call.
-            shapes: Shapes of the tensors that it returned, in order.
-
-        Returns:
-            Where samples lie in them; empty where that cannot be told.
-        """
+        """Return the axis of samples in each tensor that a call of the forward itself returned; empty where unknown."""
         found = self.calls.get(key)
         return (None if found is None else self.compared(shapes, found[1])) or ()
 
     def compared(self, shapes: Shapes, resized: Shapes) -> tuple[int, ...] | None:
-        """Compare shapes of the forward itself with those of this one.
-
-        Args:
-            shapes: Of tensors of the forward itself.
-            resized: Of the same tensors of this one.
-
-        Returns:
-            As `compared`.
-        """
+        """Compare shapes of the forward itself with those of this one."""
         return compared(shapes, resized, self.batch_size, self.size)
 
 
@@ -135,17 +96,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def compared(shapes: Shapes, resized: Shapes, batch_size: int, size: int) -> tuple[int, ...] | None:
-    """Compare shapes for two numbers of samples.
-
-    Args:
-        shapes: For B samples.
-        resized: For N.
-        batch_size: B.
-        size: N.
-
-    Returns:
-        For each of them the axis that holds samples, `CONSTANT` or `UNKNOWN`; None where they are not alike.
-    """
+    """Return the axis of samples in each shape, `CONSTANT` or `UNKNOWN`; None where the shapes are not alike."""
     if [len(shape) for shape in shapes] != [len(shape) for shape in resized]:
         return None
     return tuple([_axis(*pair, batch_size, size) for pair in zip(shapes, resized, strict=True)])

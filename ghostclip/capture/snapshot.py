@@ -15,19 +15,9 @@ from ghostclip import _torch
 
 
 class Snapshot:
-    """What was found at the beginning of a forward, before anything was put in the place of a parameter.
-
-    Attributes:
-        modules: The modules.
-        recurrent: The recurrent layers among them.
-    """
+    """A model's modules and parameters at the beginning of a forward, before any substitution."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Note what modules hold.
-
-        Args:
-            modules: All modules of a model.
-        """
         self._trained: list[nn.Parameter] = []
         self._plain: list[nn.Parameter] = []
         self._aliases: list[Tensor] = []
@@ -35,6 +25,7 @@ class Snapshot:
         self._others: list[tuple[nn.Parameter, tuple[Any, ...]]] = []
         self.modules = list(modules)
         self._norms = [module for module in self.modules if isinstance(module, _torch.AnyBatchNorm)]
+        # the recurrent layers among them
         self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._kinds = list(map(type, self.modules))
         self._attributes = list(map(vars, self.modules))
@@ -50,15 +41,10 @@ class Snapshot:
         self._frozen = [parameter for parameter in held if not parameter.requires_grad]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Let a copy of the model be looked at anew."""
+        """Let a copy of the model be inspected anew."""
 
     def note_trained(self, parameters: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> None:
-        """Note which parameters are trained, and their memory.
-
-        Args:
-            parameters: They.
-            aliases: A tensor on the memory of each, which holds it.
-        """
+        """Note which parameters are trained, with an alias that keeps each one's memory alive."""
         self._trained = list(parameters)
         self._plain = [parameter for parameter in parameters if type(parameter) is nn.Parameter]
         self._aliases = [alias for p, alias in zip(parameters, aliases, strict=True) if type(p) is nn.Parameter]
@@ -66,17 +52,14 @@ class Snapshot:
         self._others = [(p, _torch.memory_of(p)) for p in parameters if type(p) is not nn.Parameter]
 
     def holds(self) -> bool:
-        """Return whether modules, parameters, their memory and what is trained of them are as they were.
-
-        Returns:
-            False also where a batch norm is in training mode.
-        """
+        """Return whether modules, parameters, their memory and what is trained of them are as they were."""
+        # False also where a batch norm is in training mode.
         if not (self._holds_modules() and all(map(_is_trained, self._trained)) and self._holds_memory()):
             return False
         return not any(map(_is_trained, self._frozen)) and not any(map(_is_training, self._norms))
 
     def _holds_modules(self) -> bool:
-        """Return whether modules are of the same classes and hold the same objects under the same names."""
+        """Return whether modules are of the same classes and have the same objects under the same names."""
         return (
             list(map(type, self.modules)) == self._kinds
             and all(map(is_, _torch.parameter_and_child_tables(self._attributes), self._tables))
@@ -88,10 +71,8 @@ class Snapshot:
         )
 
     def _holds_memory(self) -> bool:
-        """Return whether parameters lie where their aliases do, of the same sizes and types.
-
-        Both are alive, so that one place is one memory, also where content was exchanged meanwhile.
-        """
+        """Return whether parameters lie where their aliases do, of the same sizes and dtypes."""
+        # Both are alive, so that one address is one memory, also where content was exchanged meanwhile.
         places = _places_of(self._plain)
         return (
             places == self._places

@@ -22,25 +22,15 @@ AT_ONCE_FORM: Final = "dense, sample by sample at once"
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """A product of matrices, one for each of N = B·S: ``(O, T) x (T, I)``.
+    """A product of matrices, one for each of N = B·S: ``(O, T) x (T, I)``."""
 
-    Attributes:
-        count: N.
-        positions: T.
-        inputs: I.
-        outputs: O.
-        kept: Whether book-keeping keeps the gradients, where the factor decides otherwise than by T, I and O.
-        norm: FLOPs of one of N's squared norm, likewise.
-        plan: How that norm is formed, in a few words.
-    """
-
-    count: int
-    positions: int
-    inputs: int
-    outputs: int
-    kept: bool | None = None
-    norm: int | None = None
-    plan: str = ""
+    count: int  # N
+    positions: int  # T
+    inputs: int  # I
+    outputs: int  # O
+    kept: bool | None = None  # whether book-keeping stores the gradients, where T, I and O alone do not decide it
+    norm: int | None = None  # FLOPs of one of N squared norms, where T, I and O alone do not decide it
+    plan: str = ""  # how that norm is formed, in a few words
 
     @property
     def flops(self) -> int:
@@ -55,73 +45,39 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class Statistics:
-    """One argument of one operation, as its gradient came in.
-
-    Attributes:
-        names: The parameters behind it.
-        kind: ``"outer"``, ``"rows"``, ``"dense"``, ``"diagonal"`` or ``"general"``.
-        samples: B.
-        products: Products of matrices that the operation's forward consists of, none where it has none.
-        materialised: The per-sample gradient was formed at once, to be pulled back to the parameters.
-        derived: The argument was computed from the parameters, and was not a parameter itself.
-        elements: Elements that the factor keeps alive and that an ordinary backward would not: the gradients.
-        itemsize: Bytes of an element.
-        recomputed: Activation checkpointing runs the forward again in every backward.
-        input_key: Identity of the input that an ordinary backward keeps as well.
-        input_elements: Its elements; 0 where none is kept.
-        needs_input_gradient: The operation's input needs a gradient in ordinary training as well.
-        slice_of: Where in the parameter a confined gradient lies, as text; empty for the whole of it.
-    """
+    """Sizes of one argument of one operation, as its gradient arrived."""
 
     names: tuple[str, ...]
-    kind: str
-    samples: int
-    products: tuple[MatrixProduct, ...]
-    materialised: bool
-    derived: bool
-    elements: int
-    itemsize: int
-    needs_input_gradient: bool
-    recomputed: bool
-    input_key: int
-    input_elements: int
-    slice_of: str = ""
+    kind: str  # ``"outer"``, ``"rows"``, ``"dense"``, ``"diagonal"`` or ``"general"``
+    samples: int  # B
+    products: tuple[MatrixProduct, ...]  # of matrices in the operation's forward
+    materialised: bool  # the per-sample gradient was formed at once, to be pulled back to the parameters
+    derived: bool  # the argument was computed from parameters
+    elements: int  # that the factor keeps alive and an ordinary backward would not: the gradients
+    itemsize: int  # bytes of an element
+    needs_input_gradient: bool  # the operation's input needs a gradient in ordinary training as well
+    recomputed: bool  # activation checkpointing runs the forward again in every backward
+    input_key: int  # identity of the input that an ordinary backward stores as well
+    input_elements: int  # its elements; 0 where none is stored
+    slice_of: str = ""  # where in the parameter a confined gradient lies, as text; empty for the whole of it
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where and how a gradient arrived.
-
-    Attributes:
-        operation: The operation's name.
-        form: The form noted at its call site.
-        needs_input_gradient: As in `Statistics`.
-        recomputed: As in `Statistics`.
-        saved: What the operation keeps for its backward.
-    """
+    """Where and how a gradient arrived."""
 
     operation: str
-    form: str
+    form: str  # of the call site
     needs_input_gradient: bool
     recomputed: bool
-    saved: Sequence[Tensor]
+    saved: Sequence[Tensor]  # tensors that the operation stores for its backward
 
 
 def statistics_of(
     tracked: TrackedTensor, factor: Factor, grad: Tensor, *, where: Circumstances, pulled: Factor | None
 ) -> Statistics:
-    """Describe what arrived.
-
-    Args:
-        tracked: The argument.
-        factor: Its per-sample gradients.
-        grad: The gradient of the operation's output.
-        where: Where and how it arrived.
-        pulled: The factor of the parameter behind the argument where there is one only.
-
-    Returns:
-        The description; it holds no tensor.
-    """
+    """Return the statistics of an argument, without any tensor."""
+    # `pulled`: the factor of the parameter behind the argument where there is one only.
     form = where.form
     value = tracked.origin.value
     parts = list(_parts(factor))
@@ -148,7 +104,7 @@ def statistics_of(
 
 
 def _key_of(tensor: Tensor) -> int:
-    """Return a number that tells a tensor from others that live; also where there is no memory to point at."""
+    """Return a number that identifies a tensor among those that live; also where it has no memory."""
     return hash((_torch.memory_key(tensor), tensor.storage_offset(), tensor.shape))
 
 

@@ -31,7 +31,7 @@ _is_trained: Final = attrgetter("requires_grad")
 
 @dataclass(eq=False)
 class _Unit:
-    """What is to be given back of one unit."""
+    """State to restore of one unit."""
 
     parameters: list[_Place] = field(default_factory=list)
     flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)
@@ -46,32 +46,20 @@ class _Unit:
 
 
 class Substitution:
-    """Which parameters are substituted at the moment, and guards on all of them.
-
-    Attributes:
-        parameters: Every parameter substituted so far, by name, as an optimizer holds it.
-        present: The same as the model computes with them: what a unit has gathered in the place of its parts.
-        roster: The parameters that the model should have.
-        units: Modules that are units of their own; the model itself may be among them.
-        generation: How many tracked tensors were made so far; another number means that plans for older ones are void.
-    """
+    """The parameters that are substituted at the moment, and guards on all of them."""
 
     def __init__(
         self, model: nn.Module, interceptor: Interceptor, units: Sequence[nn.Module] = (), *, divided: bool = False
     ) -> None:
-        """Prepare to substitute a model's parameters.
-
-        Args:
-            model: The model.
-            interceptor: Who is told of operations on the tracked tensors.
-            units: Modules whose parameters exist only while they run.
-            divided: Whether ranks compute with parts of parameters, of which this rank's are tracked.
-        """
+        # units: modules whose parameters exist only while they run. divided: ranks compute with parts of parameters, of
+        # which this rank's are tracked.
         self._divided = divided
+        # every parameter substituted so far, by name, as an optimizer has it
         self.parameters: dict[str, nn.Parameter] = {}
+        # the same as the model computes with them: what a unit has gathered in the place of its parts
         self.present: dict[str, nn.Parameter] = {}
-        self.units = frozenset(units)
-        self.generation = 0
+        self.units = frozenset(units)  # modules that are units of their own; the model itself may be among them
+        self.generation = 0  # number of tracked tensors made so far; another number voids plans for older ones
         self._model, self._interceptor = model, interceptor
         self._depth = 0
         self._substituted: dict[nn.Module, _Unit] = {}
@@ -97,7 +85,7 @@ class Substitution:
         return self._depth == 1
 
     def leave(self) -> bool:
-        """Count a module call off and return whether it was the outermost, with all parameters back in place."""
+        """Count a module call off and return whether it was the outermost, with all parameters restored."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -116,13 +104,9 @@ class Substitution:
 
     @contextmanager
     def copied(self) -> Iterator[dict[str, Tensor]]:
-        """Yield with plain copies in the place of the trainable parameters: leaves that share their memory.
-
-        Operations on them are nobody's uses, and gradients that they gain are theirs: no hook on a parameter is called.
-
-        Yields:
-            The copies, each by the first of its parameter's names.
-        """
+        """Substitute leaves on the same memory for the trainable parameters, and yield them by first name."""
+        # Operations on them are nobody's uses, and gradients that they gain are theirs: no hook on a parameter is
+        # called.
         found: dict[int, tuple[str, Tensor]] = {}
         places: list[tuple[dict[str, Any], str, Any]] = []
         modules = _modules_of(self._model, self.units)
@@ -151,23 +135,15 @@ class Substitution:
                 _torch.set_flat_weights(module, weights)
 
     def break_off(self) -> None:
-        """Put all parameters back in place, however deep the calls are."""
+        """Restore all parameters, however deep the calls are."""
         self._depth = 1
         self.leave()
 
     # -- units ----------------------------------------------------------------------------------------------------
 
     def substitute(self) -> bool:
-        """Put tracked tensors in the place of the trainable parameters that belong to no unit of `units`.
-
-        Returns:
-            Whether parameters have come in, become trainable, gone or changed places since the forward before.
-
-        Raises:
-            SampleMixingError: A batch norm is in training mode.
-            UncoveredParameterError: A tensor that is no parameter stands in the place of one.
-            UnsupportedModelError: A parameter is complex.
-        """
+        """Substitute the trainable parameters that belong to no unit of `units`."""
+        # Returns whether parameters have come in, become trainable, gone or changed places since the forward before.
         own, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
         known = self._snapshot
         if known is not None and not own.parameters and known.holds():
@@ -198,10 +174,8 @@ class Substitution:
         return self.roster.meet(met, self.parameters) or moved
 
     def _forget_moved(self, modules: list[tuple[str, nn.Module, nn.Module | None]]) -> bool:
-        """Forget the tracked tensors whose parameter stands nowhere under its name any more; returns whether any did.
-
-        Another may stand there, and what is known by the name would be of two.
-        """
+        """Forget the tracked tensors whose parameter is gone from under its name; return whether any was."""
+        # Another may be there, and what is known by the name would be of two.
         stands = {
             prefix + key: parameter
             for prefix, module, _ in modules
@@ -221,7 +195,7 @@ class Substitution:
         return True
 
     def _put_again(self, own: _Unit, known: Snapshot) -> None:
-        """Put the tracked tensors of the forward before in their places, where nothing has changed since."""
+        """Substitute the tracked tensors of the forward before, where nothing has changed since."""
         own.parameters = list(self._put_last)
         for table, key, _, tracked in own.parameters:
             table[key] = tracked
@@ -233,52 +207,32 @@ class Substitution:
         return all(map(_is_trained, self.present.values()))
 
     def kinds(self) -> set[type]:
-        """Return the classes of the modules, those of the forward before where that has noted them."""
+        """Return the classes of the modules, as the forward before has noted them if it has."""
         known = self._snapshot
         return set(map(type, self._model.modules() if known is None else known.modules))
 
     def take_stock(self) -> None:
-        """Note which parameters the units hold, before anything is gathered from them for a forward.
-
-        A unit that has kept what it gathered for another forward, one without gradients say, holds what it held.
-        """
+        """Note which parameters the units have, before anything is gathered from them for a forward."""
+        # A unit that still has what it gathered for another forward, one without gradients say, has what it had.
         for prefix, module, unit in _modules_of(self._model, self.units) if self.units else ():
             if unit is not None and _torch.holds_parts(unit):
                 table: dict[str, Any] = _torch.parameter_table(module)
                 self._held.update({prefix + key: p for key, p in table.items() if p is not None})
 
     def substitute_unit(self, module: nn.Module) -> None:
-        """Put tracked tensors in the place of the trainable parameters of a unit, which exist by now.
-
-        Args:
-            module: One of `units`.
-
-        Raises:
-            UnsupportedModelError: A parameter is complex.
-        """
+        """Substitute the trainable parameters of one of `units`, which exist by now."""
         own = self._substituted.setdefault(module, _Unit())
         for prefix, part, unit in _modules_of(self._model, self.units):
             if unit is module:
                 self._put(own, prefix, part)
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that an optimizer holds for one that a module has at the moment.
-
-        Args:
-            parameter: Of the model; one that a unit has gathered, or any other.
-
-        Returns:
-            What the unit gathered it from, or the parameter itself.
-        """
+        """Return the parameter that an optimizer has for one that a module has at the moment."""
         known = self._gathered.get(id(parameter))
         return parameter if known is None else known[1]
 
     def give_back(self, module: nn.Module) -> None:
-        """Put the parameters of a unit back in place.
-
-        Args:
-            module: One of `units`, or the model.
-        """
+        """Restore the parameters of a unit or of the model."""
         unit = self._substituted.pop(module, None)
         if unit is not None:
             unit.give_back()
@@ -348,7 +302,7 @@ class Substitution:
         self._guards[id(parameter)] = parameter.register_hook(refuse)
 
     def close(self) -> None:
-        """Give every parameter back and remove the guards."""
+        """Restore every parameter and remove the guards."""
         self.break_off()
         for handle in self._guards.values():
             handle.remove()
@@ -359,10 +313,7 @@ class Substitution:
 
 
 def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:
-    """Return every module once with its path and a dot, and the unit it belongs to.
-
-    As ``named_modules`` does, at a third of its cost.
-    """
+    """Return every module once with its path and a dot, and its unit: ``named_modules`` at a third of its cost."""
     found: dict[nn.Module, tuple[str, nn.Module | None]] = {}
 
     def visit(prefix: str, module: nn.Module, unit: nn.Module | None) -> None:
@@ -377,7 +328,7 @@ def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
 
 
 def _put_flat(unit: _Unit, module: nn.RNNBase) -> None:
-    """Let the list of weights of a recurrent layer be that of what its table holds."""
+    """Set the list of weights of a recurrent layer to those of its table."""
     if any(isinstance(weight, TrackedTensor) for weight in _torch.flat_weights(module)):
         return
     unit.flat.append((module, _torch.flat_weights(module)))
@@ -403,14 +354,7 @@ def _batch_norm(path: str, module: nn.Module) -> str:
 
 @contextmanager
 def untouched_grads(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> Iterator[None]:
-    """Restore the ``.grad`` of every leaf in the graph of ``outputs`` afterwards.
-
-    Args:
-        outputs: Where a full backward will start.
-
-    Yields:
-        Nothing.
-    """
+    """Restore the ``.grad`` of every leaf in the graph of ``outputs`` afterwards."""
     saved = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in _leaves(outputs)]
     try:
         yield

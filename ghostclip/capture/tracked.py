@@ -17,51 +17,29 @@ from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
 
 class Interceptor(Protocol):
-    """Whoever is told of the operations on tracked tensors."""
+    """Receiver of the operations on tracked tensors."""
 
     def intercept(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: "TrackedTensor"
     ) -> Any:
-        """Run one operation that received tracked tensors, whose classes' overrides are still on.
-
-        Args:
-            func: The torch function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            first: The first tracked tensor among them.
-
-        Returns:
-            What the function returns; tracked where parameters alone went in.
-        """
+        """Run one operation that received tracked tensors, whose classes' overrides are still on."""
 
 
 @dataclass(eq=False)
 class Origin:
-    """Where a tracked tensor comes from.
-
-    Attributes:
-        interceptor: Who is told of its uses.
-        graph: The same value as a plain tensor that requires grad and hangs on the leaves' ``graph`` tensors.
-        value: The same value, detached.
-        leaves: The parameters it is computed from, with their ``graph`` tensors.
-        parent: The tracked tensor it was made from by ``func``, when there was exactly one.
-        func: Name of the function that made it; empty for a parameter.
-        arguments: That function's other arguments.
-        keywords: Its keyword arguments.
-        parent_version: How often the parent had been changed in place by then.
-        broadcast: Copies of a parameter were made (``expand``, ``repeat``) on the way to it.
-    """
+    """Where a tracked tensor comes from."""
 
     interceptor: Interceptor
+    # the same value as a plain tensor that requires grad and is computed from the leaves' `graph` tensors
     graph: Tensor
     value: Tensor
-    leaves: dict[str, "Leaf"]
-    parent: "TrackedTensor | None" = None
-    func: str = ""
-    arguments: tuple[Any, ...] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    parent_version: int = 0
-    broadcast: bool = False
+    leaves: dict[str, "Leaf"]  # the parameters it is computed from, with their ``graph`` tensors
+    parent: "TrackedTensor | None" = None  # the tracked tensor it was made from by ``func``, when there was exactly one
+    func: str = ""  # name of the function that made it; empty for a parameter
+    arguments: tuple[Any, ...] = ()  # that function's other arguments
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments
+    parent_version: int = 0  # of the parent at that time
+    broadcast: bool = False  # copies of a parameter were made (``expand``, ``repeat``) on the way to it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,7 +49,7 @@ class Origin:
 
 @dataclass(eq=False)
 class Leaf:
-    """A trainable parameter and the plain alias that derived values hang on."""
+    """A trainable parameter and the plain alias that derived values are computed from."""
 
     name: str
     parameter: nn.Parameter
@@ -107,28 +85,15 @@ class TrackedTensor(torch.Tensor):
 
 
 def wrap(origin: Origin) -> TrackedTensor:
-    """Return the tracked tensor for an origin.
-
-    Its own autograd leaf is a trap: an operation that escaped interception (a custom autograd function) delivers the
-    parameter's gradient there, which is an error instead of a parameter dropped from training.
-
-    Args:
-        origin: Where its value comes from.
-
-    Returns:
-        A tensor on the memory of ``origin.value``.
-    """
+    """Return the tracked tensor for an origin."""
+    # Its own autograd leaf is a trap: an operation that escaped interception (a custom autograd function) delivers the
+    # parameter's gradient there, which is an error instead of a parameter dropped from training.
     tracked = _torch.alias_as(TrackedTensor, origin.value)
     return _trapped(tracked, origin)
 
 
 def become(tensor: Tensor, origin: Origin) -> None:
-    """Turn a tensor that a caller holds into the tracked tensor for an origin.
-
-    Args:
-        tensor: A plain tensor outside the graph that shares its memory with no other.
-        origin: Where its value comes from from now on.
-    """
+    """Turn a plain tensor outside the graph, with memory of its own, into the tracked tensor for an origin."""
     with torch.no_grad():
         tensor.copy_(origin.value)
     tensor.requires_grad_()
@@ -155,16 +120,7 @@ def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
 
 
 def tracked_parameter(name: str, parameter: nn.Parameter, interceptor: Interceptor) -> TrackedTensor:
-    """Return the tracked tensor that is substituted for a parameter.
-
-    Args:
-        name: The parameter's name in the model.
-        parameter: The parameter.
-        interceptor: Who is told of its uses.
-
-    Returns:
-        A tracked tensor that shares the parameter's memory, or this rank's part of it.
-    """
+    """Return the tracked tensor on the memory of a parameter, or of this rank's part of it."""
     value = _torch.local(parameter).detach()
     graph = value.detach().requires_grad_()
     leaf = Leaf(name, parameter, graph)
@@ -182,15 +138,7 @@ def plain_leaves(tree: Any) -> list[Tensor]:
 
 
 def replace_tracked(tree: Any, replacement: Callable[[TrackedTensor], Any]) -> Any:
-    """Return the tree with every tracked tensor replaced.
-
-    Args:
-        tree: Nested containers.
-        replacement: Called with each tracked tensor.
-
-    Returns:
-        New containers around the same other leaves.
-    """
+    """Return the tree with every tracked tensor replaced."""
     return _tree.mapped(lambda leaf: replacement(leaf) if isinstance(leaf, TrackedTensor) else leaf, tree)
 
 
@@ -208,14 +156,7 @@ def _in_transform(names: Sequence[str], operation: str) -> str:
 
 
 def without_samples(tree: Any) -> str:
-    """Say that the parameters behind the tracked tensors of a tree met nothing that has samples.
-
-    Args:
-        tree: Nested tuples, lists and dicts.
-
-    Returns:
-        An error message.
-    """
+    """Return the error text for parameters that met nothing that has samples."""
     names = ", ".join(dict.fromkeys(name for tracked in tracked_leaves(tree) for name in tracked.origin.names))
     return (
         f"parameter '{names}' met no tensor with a batch axis on its way to the loss (a part of the batch, one sample "

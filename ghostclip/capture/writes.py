@@ -20,18 +20,8 @@ _RESHAPING = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdi
 
 
 def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:
-    """Run an in-place operation that no per-sample data takes part in.
-
-    Args:
-        operation: The operation; its first argument is changed.
-        buffers: Tensors that outlive the forward.
-
-    Returns:
-        The first argument, tracked from now on; None where the function returns None.
-
-    Raises:
-        UnsupportedModelError: The change would be seen by tensors that are not tracked.
-    """
+    """Run an in-place operation without per-sample data; its first argument is tracked from now on."""
+    # `buffers` outlive the forward. Refused where tensors that are not tracked would see the change.
     changed = operation.args[0]
     if operation.name in _RESHAPING or not isinstance(changed, Tensor) or not changed.is_floating_point():
         raise UnsupportedModelError(_refusal(operation))
@@ -69,13 +59,6 @@ def _refusal(operation: Operation) -> str:
 
 
 def refuse_data(operation: Operation) -> None:
-    """Refuse to write per-sample data into what was computed from parameters alone.
-
-    Args:
-        operation: An operation with data.
-
-    Raises:
-        UnsupportedModelError: It changes a tracked tensor in place.
-    """
+    """Refuse to write per-sample data into what was computed from parameters alone."""
     if operation.is_in_place and isinstance(operation.args[0], TrackedTensor):
         raise UnsupportedModelError(_refusal(operation))

@@ -24,24 +24,14 @@ class QuantileAdaptation:
 
     with m the expected batch size, a public constant (the true size of a batch is not).
 
+    Reference: Andrew et al. 2021 (arXiv 1905.03871), algorithm 1 and theorem 1.
+
     Privacy:
         A record changes the shifted count by at most ½, so the count is a Gaussian mechanism with noise multiplier
         2σ_b. Released together with a sum of noise multiplier σ_Δ = (σ⁻² - (2σ_b)⁻²)^-½ it costs exactly what one
         release with σ costs: a step is accounted with σ, the sum gets the larger σ_Δ, nothing is added to the ledger.
         Without the shift by ½ the count would have twice the sensitivity and the split would be wrong. C is a function
         of what was released, and so public. Under "replace_one" both sensitivities double, and so does σ_b.
-
-    Args:
-        target_unclipped_quantile: Share of samples that should stay unclipped, in [0, 1].
-        clipbound_learning_rate: η, above 0.
-        unclipped_num_std: σ_b; more than half of the σ of the steps.
-        min_clipbound: Smallest C.
-        max_clipbound: Largest C.
-
-    Raises:
-        InvalidOptionError: If an option is out of range.
-
-    Reference: Andrew et al. 2021 (arXiv 1905.03871), algorithm 1 and theorem 1.
     """
 
     def __init__(
@@ -67,28 +57,11 @@ class QuantileAdaptation:
         self._shifted_count: Tensor | None = None
 
     def within(self, bound: float) -> float:
-        """Return a bound moved between the smallest and the largest.
-
-        Args:
-            bound: C.
-
-        Returns:
-            C, or the nearer end.
-        """
+        """Return a bound clamped between the smallest and the largest."""
         return min(max(bound, self.smallest), self.largest)
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """Return σ_Δ, what is left for the sum of a step that is accounted with σ.
-
-        Args:
-            noise_multiplier: σ, above 0.
-
-        Returns:
-            (σ⁻² - (2σ_b)⁻²)^-½.
-
-        Raises:
-            InvalidOptionError: If the count alone would cost more than σ allows.
-        """
+        """Return σ_Δ = (σ⁻² - (2σ_b)⁻²)^-½, the noise multiplier of the sum in a step that is accounted with σ."""
         if noise_multiplier >= 2 * self.count_std:
             raise InvalidOptionError(
                 f"unclipped_num_std={self.count_std:g}: the noisy count alone costs more than a step of "
@@ -97,13 +70,8 @@ class QuantileAdaptation:
         return (noise_multiplier**-2 - (2 * self.count_std) ** -2) ** -0.5
 
     def observe(self, norm_GB: Sequence[Tensor], bounds: Sequence[float], keep_B: Tensor) -> None:
-        """Count the samples of one backward that stay unclipped, each as ±½; those that contribute nothing not at all.
-
-        Args:
-            norm_GB: Norms of each group, each of shape ``(B,)``.
-            bounds: The groups' bounds.
-            keep_B: Which samples contribute, shape ``(B,)``.
-        """
+        """Count the samples of one backward that stay unclipped, each as ±½."""
+        # Samples that contribute nothing count 0.
         inside_B = keep_B.clone()
         for norm_B, bound in zip(norm_GB, bounds, strict=True):
             inside_B &= (norm_B <= bound).to(inside_B.device)
@@ -115,11 +83,7 @@ class QuantileAdaptation:
         return self._shifted_count
 
     def put(self, count: Tensor | None) -> None:
-        """Set the shifted count back.
-
-        Args:
-            count: What `peek` returned.
-        """
+        """Restore the shifted count that `peek` returned."""
         self._shifted_count = count
 
     def forget(self) -> None:
@@ -127,25 +91,12 @@ class QuantileAdaptation:
         self._shifted_count = None
 
     def take_count(self) -> Tensor:
-        """Return the shifted count of the logical batch, and start the next.
-
-        Returns:
-            Scalar, float64. Not private.
-        """
+        """Return the shifted count of the logical batch, a float64 scalar, not private, and start the next."""
         count, self._shifted_count = self._shifted_count, None
         return torch.zeros((), dtype=torch.float64) if count is None else count
 
     def next_bound(self, bound: float, noisy_count: float, expected_batch_size: float) -> float:
-        """Return C of the next step.
-
-        Args:
-            bound: C of this step.
-            noisy_count: The shifted count with its noise.
-            expected_batch_size: m.
-
-        Returns:
-            C·exp(-η·(b - target)), between the two ends.
-        """
+        """Return C·exp(-η·(b - target)) for the next step, between the two ends, b from the noisy shifted count."""
         share = 0.5 + noisy_count / expected_batch_size
         exponent = -self.learning_rate * (share - self.target)
         return self.within(bound * math.exp(min(max(exponent, -_LARGEST_EXPONENT), _LARGEST_EXPONENT)))

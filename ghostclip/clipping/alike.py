@@ -41,7 +41,7 @@ _FORMS: Final = frozenset({"outer product", "dense"})
 
 
 class _Waiting(NamedTuple):
-    """The gradient of one use's output, and how often it had been changed in place by the time it came."""
+    """The gradient of one use's output, and its version when it arrived."""
 
     use: ParamUse
     grad: Tensor
@@ -49,7 +49,7 @@ class _Waiting(NamedTuple):
 
 
 class _Formed(NamedTuple):
-    """One parameter's gradients, and how often they had been changed in place by the time they came."""
+    """One parameter's gradients, and their versions when they arrived."""
 
     name: str
     factor: Dense
@@ -58,18 +58,13 @@ class _Formed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """Per-sample gradients of L parameters of one shape.
-
-    Attributes:
-        names: Their names.
-        factor: Their gradients, L·B samples, those of one parameter side by side.
-    """
+    """Per-sample gradients of L parameters of one shape."""
 
     names: Sequence[str]
-    factor: Dense | Outer
+    factor: Dense | Outer  # L·B samples, those of one parameter side by side
 
     def parts(self) -> Iterator[tuple[str, Factor]]:
-        """Return the name and the factor of every parameter, for which no element is copied."""
+        """Return the name and the factor of every parameter, as views."""
         return zip(self.names, apart(self.factor, len(self.names)), strict=True)
 
     def masked(self, keep_B: Tensor) -> "Joint":
@@ -78,7 +73,7 @@ class Joint:
 
     @property
     def elements(self) -> int:
-        """Elements of the parameters together."""
+        """Number of elements of all parameters."""
         return len(self.names) * torch.Size(self.factor.shape).numel()
 
     @property
@@ -88,14 +83,7 @@ class Joint:
         return tensor.new_empty(0, dtype=accumulation_dtype(tensor.dtype))
 
     def clipped_sums(self, coef_B: Tensor) -> Tensor:
-        """Return ``sum_b coef_B[b] * g_lb`` of every parameter.
-
-        Args:
-            coef_B: Coefficients, shape ``(B,)``, float32 or float64 as the sums are to be.
-
-        Returns:
-            Shape ``(L, *P)``, contiguous.
-        """
+        """Return ``Σ_b coef_B[b]·g_lb`` of every parameter, ``(L, *P)``, contiguous, in the coefficients' dtype."""
         factor, layers = self.factor, len(self.names)
         if isinstance(factor, Dense):
             grad_LBP = factor.grad_BP.reshape(layers, len(coef_B), -1)
@@ -118,24 +106,17 @@ class Joint:
 
 
 class SmallGradients:
-    """Holds gradients of few numbers (biases, affine weights) until others of their shape have come."""
+    """Collects gradients of few numbers (biases, affine weights) until others of their shape have come."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
         self._elements = 0
         self._most = 0
 
     def takes(self, name: str, factor: Factor) -> bool:
-        """Take a parameter's gradients, if they are few numbers that others may be like.
-
-        Args:
-            name: The parameter, which nothing else in this backward contributes to.
-            factor: Any factor; it must not change until `together`.
-
-        Returns:
-            Whether it was taken.
-        """
+        """Take a parameter's gradients if they are few numbers that others may be like."""
+        # Return whether they were taken. Nothing else in this backward may contribute to the parameter, and the factor
+        # must not change until `together`.
         if type(factor) is not Dense:
             return False
         grad_BP = factor.grad_BP
@@ -154,14 +135,7 @@ class SmallGradients:
         return self._elements > self._most
 
     def together(self) -> Iterator[tuple[list[str], list[Dense]]]:
-        """Yield those of each shape, and hold them no more.
-
-        Yields:
-            Names and gradients: those of one parameter where there are too few to be worth putting together.
-
-        Raises:
-            TamperedGradientError: One was changed in place while it waited.
-        """
+        """Yield names and gradients of each shape, and drop them; those of one parameter where too few are alike."""
         self._elements = 0
         while self._formed:
             found = self._formed.popitem()[1]
@@ -175,15 +149,10 @@ class SmallGradients:
 
 
 class Alike:
-    """Holds uses of small layers until there are many, and forms their factors together.
+    """Collects uses of small layers until there are many, and forms their factors in one operation."""
 
-    Which layers are put together follows from the sizes of the batch and the form of the model alone, so that a step
-    that is made again rounds as it did.
-
-    Attributes:
-        full: Whether as much waits as may.
-    """
-
+    # Which layers are joined follows from the sizes of the batch and the form of the model alone, so that a step that
+    # is made again rounds as it did.
     def __init__(
         self,
         *,
@@ -193,15 +162,9 @@ class Alike:
         keep: Callable[[Joint], None] = lambda joint: None,
         final: bool = True,
     ) -> None:
-        """Make a collector that holds nothing.
-
-        Args:
-            join: Takes the gradients of several parameters.
-            alone: Takes a use, and its output's gradient, that no other is like.
-            single: Takes a parameter's gradients, which no others are like.
-            keep: Is told of gradients that waited, of one parameter or several, before they are handed on.
-            final: Whether no other backward follows, so that what uses have saved may go.
-        """
+        # join: takes the gradients of several parameters. alone: takes a use, and its output's gradient, that no other
+        # is like. single: takes one parameter's gradients. keep: is told of gradients that waited before they are
+        # handed on. final: no other backward follows, so that what uses have saved may go.
         self._join, self._alone, self._single, self._keep, self._final = join, alone, single, keep, final
         self._small = SmallGradients()
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
@@ -209,16 +172,9 @@ class Alike:
         self.full = False
 
     def takes(self, use: ParamUse, grad: Tensor, kept: frozenset[str]) -> bool:
-        """Take the gradient of a use's output, if it is of a small layer that others may be like.
-
-        Args:
-            use: The use.
-            grad: The gradient; it must not change until it was made a factor of.
-            kept: Names of parameters whose gradients are kept although their factors are smaller.
-
-        Returns:
-            Whether it was taken: its factors are formed by this object then.
-        """
+        """Take the gradient of a use's output if its layer is small and others may be like it."""
+        # Return whether it was taken. The gradient must not change until it was made a factor of. `kept`: parameters
+        # whose gradients are stored although their factors are smaller.
         if use.alike is None:
             return False
         elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
@@ -243,28 +199,17 @@ class Alike:
         return True
 
     def takes_gradients(self, name: str, factor: Factor) -> bool:
-        """Take a parameter's gradients, if they are few numbers that others may be like.
-
-        Args:
-            name: The parameter, which nothing else in this backward contributes to.
-            factor: Any factor; it must not change until `finish_gradients`.
-
-        Returns:
-            Whether it was taken.
-        """
+        """Take a parameter's gradients if they are few numbers that others may be like."""
+        # Return whether they were taken.
         return self._small.takes(name, factor)
 
     @property
     def gradients_full(self) -> bool:
-        """Whether as many gradients wait as may where they are not kept."""
+        """Whether as many gradients wait as may where they are not stored."""
         return self._small.full
 
     def finish(self) -> None:
-        """Form the factors of all that wait and hand them on.
-
-        Raises:
-            TamperedGradientError: A gradient was changed in place while it waited.
-        """
+        """Form the factors of all waiting uses and hand them on."""
         if not self._waiting:
             return
         waiting, self._waiting, self._elements, self.full = self._waiting, defaultdict(list), 0, False
@@ -281,11 +226,7 @@ class Alike:
                     use.release()
 
     def finish_gradients(self) -> None:
-        """Hand all gradients on that wait.
-
-        Raises:
-            TamperedGradientError: One was changed in place while it waited.
-        """
+        """Hand on all waiting gradients."""
         for names, factors in self._small.together():
             alone = len(names) == 1
             joint = Joint(names, factors[0] if alone else Dense(torch.cat([factor.grad_BP for factor in factors])))
@@ -296,7 +237,7 @@ class Alike:
                 self._join(joint)
 
     def _joined(self, found: Sequence[_Waiting]) -> bool:
-        """Put uses together; returns False, with nothing done, where their factors are of no form that can be."""
+        """Join uses; return False, with nothing done, where their factors have no form that can be joined."""
         first, layers = found[0].use, len(found)
         saved = first_saved([use.node for use, *_ in found if use.node is not None])
         samples = layers * first.forward.batch_size
@@ -324,7 +265,7 @@ class Alike:
 
 
 def most_waiting(tensor: Tensor) -> int:
-    """Return how many elements may wait, or be kept, where a tensor is."""
+    """Return how many elements may wait, or be stored, on a device."""
     return _most(tensor) * _WAITING
 
 
@@ -333,20 +274,20 @@ def _most(tensor: Tensor) -> int:
 
 
 def _dtype(factor: Factor) -> torch.dtype | None:
-    """Return the type of a factor's norms and sums; None where it is of no form that can be put together."""
+    """Return the dtype of a factor's norms and sums; None where its form cannot be joined."""
     if type(factor) is Dense:
         return accumulation_dtype(factor.grad_BP.dtype)
     return accumulation_dtype(factor.g_NTO.dtype) if type(factor) is Outer and factor.slots == 1 else None
 
 
 def _train(found: Sequence[_Waiting]) -> bool:
-    """Return whether all parameters of uses are trained still: one may have been frozen since the forward."""
+    """Return whether all parameters of uses are still trained: one may have been frozen since the forward."""
     leaves = [leaf for one in found for target in one.use.targets.values() for leaf in target.origin.leaves.values()]
     return all(leaf.parameter.requires_grad for leaf in leaves)
 
 
 def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
-    """Note what came in at every call site where its sizes are new."""
+    """Note the sizes at every call site where they are new."""
     parts: dict[str, list[Factor]] = {}
     sizes = found[0].use.sizes(found[0].grad)
     if found[0].use.site.sizes == sizes:
@@ -363,15 +304,7 @@ def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
 
 
 def apart(factor: Factor, layers: int) -> list[Factor]:
-    """Return the factors of several parameters from those that were formed together.
-
-    Args:
-        factor: Of one form, with the samples of all, those of one parameter side by side.
-        layers: How many parameters.
-
-    Returns:
-        Their factors; no element is copied.
-    """
+    """Return views on the factors of several parameters that were formed as one, parameter by parameter."""
     if isinstance(factor, Outer):
         pairs = zip(factor.a_NTI.chunk(layers), factor.g_NTO.chunk(layers), strict=True)
         return [Outer(a_NTI, g_NTO, shape=factor.shape) for a_NTI, g_NTO in pairs]

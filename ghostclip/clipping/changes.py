@@ -13,42 +13,21 @@ _NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.
 
 
 def versions(factor: Factor) -> list[int]:
-    """Return how often each tensor that a factor holds was changed in place.
-
-    Args:
-        factor: A factor, perhaps around others.
-
-    Returns:
-        Counts in the order in which the factor holds the tensors.
-    """
+    """Return the versions of the tensors in a factor, which count changes in place."""
     if type(factor) is Dense:
         return [_torch.version(factor.grad_BP)]
     return _torch.versions(tensors_of(factor))
 
 
 def formed(factor: Factor) -> Factor:
-    """Return a factor that waits: whatever it would form later, of what may have changed by then, is formed now.
-
-    Args:
-        factor: A factor, perhaps around others.
-
-    Returns:
-        The factor itself.
-    """
+    """Return a factor that may wait: lazy parts, of data that may change, are formed now."""
     for _ in tensors_of(factor):
         pass
     return factor
 
 
 def tensors_of(factor: Factor) -> Iterator[Tensor]:
-    """Yield the tensors that a factor holds, those of factors inside it included.
-
-    Args:
-        factor: A factor, perhaps around others.
-
-    Yields:
-        Each in the order in which the factor holds them.
-    """
+    """Yield the tensors of a factor, and of factors inside it, in a fixed order."""
     if type(factor) is Dense:
         # It may be formed by this: a sum over positions counts as what it is then.
         yield factor.grad_BP
@@ -68,14 +47,7 @@ def tensors_of(factor: Factor) -> Iterator[Tensor]:
 
 
 def changed_in_place(name: str) -> str:
-    """Say that a factor was changed, and what to do.
-
-    Args:
-        name: Its parameter's name.
-
-    Returns:
-        The text for a ``TamperedGradientError``.
-    """
+    """Return the text of a ``TamperedGradientError``."""
     return (
         f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a "
         "layer's output, say), after its norm had been taken. Return a new tensor from the hook."

@@ -13,23 +13,9 @@ LossesOf = Callable[[Tensor, slice], Tensor]
 def in_chunks(
     hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int, back: Callable[[Tensor, Tensor], None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the loss and its backward for one slice of positions after another.
-
-    Args:
-        hidden: What the rest of the model returned, in its graph, samples along axis 0.
-        losses_of: Computes the losses of one slice.
-        positions: How many positions at a time.
-        axis: Where positions lie.
-        back: Called with the losses of a slice and the leaf that the slices are cut from; runs the backward.
-
-    Returns:
-        The losses of the samples, shape ``(B,)``, outside the graph; and the gradient of ``hidden``, None where no
-        loss depends on it.
-
-    Raises:
-        InvalidOptionError: There is no such axis, or ``hidden`` is in no graph.
-        LossReductionError: Losses have another shape.
-    """
+    """Run the loss and its backward for one slice of positions after another."""
+    # Returns the samples' losses (B,), without graph, and the gradient of `hidden`, None where no loss depends on it.
+    # `back` runs the backward of a slice's losses; its second argument is the leaf that the slices are cut from.
     if hidden.dim() <= axis or axis < 1 or not hidden.requires_grad:
         raise InvalidOptionError(
             f"hidden of shape {tuple(hidden.shape)} with axis={axis}: expected what the model returned in its "

@@ -36,7 +36,7 @@ _HEADROOM: Final = 2.0**-40
 
 
 class ClipRule(Protocol):
-    """Turns norms into coefficients with coefficient · norm ≤ C."""
+    """Rule from norms to coefficients with coefficient · norm ≤ C."""
 
     @property
     def name(self) -> str:
@@ -47,15 +47,7 @@ class ClipRule(Protocol):
         """Whether C must be finite."""
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
-        """Return the share of every sample's gradient that is kept.
-
-        Args:
-            norm_B: Gradient norms, shape ``(B,)``, float32 or float64, already rounded up; of several groups one after
-                another where these share a bound.
-            max_grad_norm: C, above 0.
-
-        Returns:
-            Coefficients, shape and dtype of the norms.
+        """Return the coefficient of every sample, ``(B,)``, from norms that are already rounded up.
 
         Privacy:
             Each coefficient may depend on its own norm alone; else one sample moves what is kept of the others.
@@ -66,22 +58,15 @@ class ClipRule(Protocol):
 
 
 def clip_coefficients(norm_B: Tensor, max_grad_norm: float, *, largest: float = math.inf) -> Tensor:
-    """Return min(1, C/‖g_b‖) for every sample, never above the true value.
+    """Return min(1, C/‖g_b‖) for every sample, never above the true value; the table above has the edge cases.
 
-    Args:
-        norm_B: Per-sample gradient norms, shape ``(B,)``, float32 or float64, already rounded up.
-        max_grad_norm: C, at least 0.
-        largest: The largest norm, where it is known that all are finite: spares the cases that cannot arise then.
-
-    Returns:
-        Coefficients, shape ``(B,)``, in the norms' dtype; see the table of edge cases above.
+    Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
 
     Privacy:
         ``coefficient · norm <= C`` holds in floating point for every sample with a finite norm, and a sample
         with a non-finite norm has coefficient 0: adding or removing one sample moves the clipped sum by at most C.
-
-    Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
     """
+    # `largest` is the largest norm where all are known to be finite: it spares the cases that cannot arise then.
     dtype = norm_B.dtype
     if max_grad_norm < _FLOOR[dtype]:
         return _rounded_down(max_grad_norm, norm_B.clamp(min=_FLOOR[dtype]), at_most=1.0)
@@ -106,31 +91,14 @@ def _margin(max_grad_norm: float, dtype: torch.dtype) -> float:
 
 
 def _quotient(max_grad_norm: float, denominator_B: Tensor) -> Tensor:
-    """Return C over the denominator, rounded down, finite; 0 where the denominator is not finite.
-
-    Args:
-        max_grad_norm: C, finite.
-        denominator_B: At least the norm, and infinite or NaN where that is, shape ``(B,)``.
-
-    Returns:
-        Quotients, same shape and dtype.
-    """
+    """Return C over the denominator, rounded down, finite; 0 where the denominator is not finite."""
     dtype = denominator_B.dtype
     at_most = torch.finfo(dtype).max * _HEADROOM
     return _rounded_down(max_grad_norm, denominator_B.clamp(min=_FLOOR[dtype]), at_most=at_most)
 
 
 def _rounded_down(max_grad_norm: float, denominator_B: Tensor, *, at_most: float) -> Tensor:
-    """Return C over the denominator, never above the true value.
-
-    Args:
-        max_grad_norm: C.
-        denominator_B: Shape ``(B,)``, of any values.
-        at_most: What a larger quotient becomes.
-
-    Returns:
-        Quotients, same shape and dtype; 0 where the true one is 0, no normal number, or not defined (NaN).
-    """
+    """Return C over the denominator, never above the true value; 0 where that is no normal number, or NaN."""
     limits = torch.finfo(denominator_B.dtype)
     bound = _margin(max_grad_norm, denominator_B.dtype)
     quotient_B = denominator_B.reciprocal().mul_(bound).clamp_(max=at_most)
@@ -149,19 +117,9 @@ class Flat:
     bounded = False
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
-        """Return min(1, C/‖g_b‖); see `clip_coefficients`.
-
-        Args:
-            norm_B: Gradient norms, shape ``(B,)``.
-            max_grad_norm: C.
-
-        Returns:
-            Coefficients, shape and dtype of the norms.
-        """
         return clip_coefficients(norm_B, max_grad_norm)
 
     def describe(self) -> dict[str, float]:
-        """Return no constants."""
         return {}
 
 
@@ -169,18 +127,11 @@ class Flat:
 class AutoS:
     """Automatic clipping with a stabiliser: C / (‖g‖ + γ).
 
-    Every gradient is scaled to a length just below C; γ lets small gradients, and with them the direction of the true
-    gradient near a minimum, keep some of their size. C can be merged with the learning rate, so it needs no tuning.
-
-    Args:
-        gamma: γ, above 0.
-
-    Raises:
-        InvalidOptionError: If γ is no such number.
-
     Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-S.
     """
 
+    # Every gradient is scaled to a length just below C; γ lets small gradients, and with them the direction of the true
+    # gradient near a minimum, keep some of their size. C can be merged with the learning rate, so it needs no tuning.
     gamma: float = 0.01
     name = "automatic"
     bounded = True
@@ -189,27 +140,15 @@ class AutoS:
         _validate.positive(self.gamma, "gamma")
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
-        """Return C/(‖g_b‖ + γ).
-
-        Args:
-            norm_B: Gradient norms, shape ``(B,)``.
-            max_grad_norm: C.
-
-        Returns:
-            Coefficients, shape and dtype of the norms.
-        """
         return _quotient(max_grad_norm, norm_B + self.gamma)
 
     def describe(self) -> dict[str, float]:
-        """Return γ."""
         return {"gamma": self.gamma}
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """Every gradient is scaled to length C: C / ‖g‖ (AUTO-V).
-
-    A gradient of norm 0 stays 0; below the floor (see the table) it is scaled as if its norm were the floor.
+    """Every gradient is scaled to length C: C / ‖g‖ (AUTO-V); below the floor as if its norm were the floor.
 
     Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-V; Das et al. 2021 (arXiv 2106.07094), normalised updates.
     """
@@ -218,19 +157,9 @@ class Normalised:
     bounded = True
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
-        """Return C/‖g_b‖.
-
-        Args:
-            norm_B: Gradient norms, shape ``(B,)``.
-            max_grad_norm: C.
-
-        Returns:
-            Coefficients, shape and dtype of the norms.
-        """
         return _quotient(max_grad_norm, norm_B)
 
     def describe(self) -> dict[str, float]:
-        """Return no constants."""
         return {}
 
 
@@ -238,18 +167,11 @@ class Normalised:
 class PSAC:
     """Per-sample adaptive clipping: C / (‖g‖ + r/(‖g‖ + r)).
 
-    Unlike `Normalised` it does not give tiny gradients the weight of large ones: the weight has its maximum at a norm
-    of about √r and falls towards C at norm 0.
-
-    Args:
-        r: r, above 0.
-
-    Raises:
-        InvalidOptionError: If r is no such number.
-
     Reference: Xia et al. 2023 (arXiv 2212.00328), equation for the weight of DP-PSAC.
     """
 
+    # Unlike `Normalised` it does not give tiny gradients the weight of large ones: the weight has its maximum at a norm
+    # of about √r and falls towards C at norm 0.
     r: float = 0.1
     name = "psac"
     bounded = True
@@ -258,17 +180,7 @@ class PSAC:
         _validate.positive(self.r, "r")
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
-        """Return C/(‖g_b‖ + r/(‖g_b‖ + r)).
-
-        Args:
-            norm_B: Gradient norms, shape ``(B,)``.
-            max_grad_norm: C.
-
-        Returns:
-            Coefficients, shape and dtype of the norms.
-        """
         return _quotient(max_grad_norm, norm_B + self.r / (norm_B + self.r))
 
     def describe(self) -> dict[str, float]:
-        """Return r."""
         return {"r": self.r}

@@ -20,43 +20,25 @@ from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, rela
 
 
 class Decisions:
-    """Applies a clip policy to the norms of each backward and remembers what noise must hide.
+    """Applies a clip policy to the norms of each backward, and records what the noise must cover.
 
     Privacy:
         `norm_GB`, `coef_GB` and the counts of non-finite samples are exact: diagnostics, not private quantities.
         Nothing here raises, warns or logs because of a sample's values.
-
-    Attributes:
-        policy: What is done to every sample's gradient.
-        relation: Which data sets count as neighbours.
-        norm_GB: Norms of the last backward, group by group; None before the first.
-        coef_GB: Its coefficients.
-        layout: The clip groups of the last backward.
-        plain: Whether sums without any bound are those of the gradients as they arrive: what autograd leaves.
-        device: Where norms lie when no gradient has arrived.
     """
 
     def __init__(self, policy: ClipPolicy, relation: str) -> None:
-        """Make decisions of a policy, none of which is taken yet.
-
-        Args:
-            policy: What is done to every sample's gradient.
-            relation: Which data sets count as neighbours.
-
-        Raises:
-            InvalidOptionError: There is no such relation.
-        """
         relation_factor(relation)
         self.policy = policy
         self.relation = relation
-        self.norm_GB: list[Tensor] | None = None
+        self.norm_GB: list[Tensor] | None = None  # of the last backward; None before the first
         self.coef_GB: list[Tensor] | None = None
         self._non_finite: int | Tensor = 0
         self._non_finite_total = 0
         self._unread: Tensor | None = None
         self.layout = Layout({}, (), ())
-        self.plain = False
-        self.device: torch.device | None = None
+        self.plain = False  # whether sums without any bound are autograd's own gradients
+        self.device: torch.device | None = None  # where norms lie when no gradient has arrived
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
         self._noted: list[list[Any]] = []
@@ -64,25 +46,18 @@ class Decisions:
 
     @property
     def non_finite(self) -> int:
-        """How many samples of the last backward had a NaN or infinite gradient, or were left out as uncertain."""
+        """Number of samples of the last backward with a NaN or infinite gradient, or left out as uncertain."""
         return int(self._non_finite)
 
     @property
     def non_finite_total(self) -> int:
-        """The same, over all backwards; where they were not read as they came, the device is waited for."""
+        """The same over all backwards; reading it may wait for the device."""
         unread, self._unread = self._unread, None
         self._non_finite_total += 0 if unread is None else int(unread)
         return self._non_finite_total
 
     def open(self, names: list[str]) -> Layout:
-        """Return the clip groups of the backward that begins.
-
-        Args:
-            names: Names of the trainable parameters.
-
-        Returns:
-            The groups.
-        """
+        """Return the clip groups of the backward that begins, for the names of the trainable parameters."""
         key = (names, self.policy, self.policy.grouping, self.policy.max_grad_norm)
         if key != self._opened:
             self.layout = self.policy.layout(names)
@@ -99,19 +74,10 @@ class Decisions:
         certain_B: Tensor | None = None,
         rows: int | None = None,
     ) -> ClipWeights:
-        """Decide on the weights of the samples in the clipped sum.
-
-        Args:
-            total: The norms, of gradients that are `scale` times too small.
-            forward: The forward they come from.
-            scale: What turns the gradients that arrived into those of each sample's own loss.
-            ill_conditioned_B: Samples whose gradients nearly cancel, see `ClipWeights`.
-            certain_B: Samples whose norms are certain, where no value may be read: the others are left out.
-            rows: Of how many samples, the first ones, there are norms; what lies in the places after them adds nothing.
-
-        Returns:
-            The weights, for the gradients as they arrived.
-        """
+        """Decide on the weights of the samples in the clipped sum."""
+        # `total` has norms of gradients that are `scale` times too small. `certain_B`: samples whose norms are certain,
+        # where no value may be read: the others are left out. `rows`: number of samples, the first ones, that have
+        # norms; the rows after them add nothing.
         norm_GB = _scaled(total.norm_GB(forward.batch_size, self.device), scale)
         layout = self.layout
         largest = None if total.largest is None else total.largest * scale
@@ -137,13 +103,8 @@ class Decisions:
         return ClipWeights(coef_GB, layout.group_of, keep_B, ill_conditioned_B)
 
     def adopt(self, norm_GB: list[Tensor], coef_GB: list[Tensor], certain_B: Tensor | None) -> None:
-        """Take over what was decided elsewhere, by the same policy.
-
-        Args:
-            norm_GB: Norms, group by group.
-            coef_GB: Coefficients.
-            certain_B: Samples that were not left out; None where all are known to be certain.
-        """
+        """Adopt norms and coefficients that were decided elsewhere by the same policy."""
+        # `certain_B`: samples that were not left out; None where all are known to be certain.
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
         self._non_finite = 0
         if certain_B is not None:
@@ -171,12 +132,8 @@ class Decisions:
         return finite_B if self._non_finite else None
 
     def close(self, rows: int, noted: list[Any]) -> None:
-        """Note that the sums of a backward are complete, clipped to the bounds that were in force.
-
-        Args:
-            rows: Samples that the model saw in it.
-            noted: What was noted of the inputs of each forward behind it.
-        """
+        """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
+        # `noted`: notes on the inputs of each forward behind it.
         self._sensitivities.append(self.policy.sensitivity(self.relation))
         self._rows.append(rows)
         self._noted.append(noted)
@@ -197,22 +154,18 @@ class Decisions:
 
     @property
     def noted(self) -> tuple[list[Any], ...]:
-        """Notes on the inputs of each backward completed since `forget`, in order, parts of one apart."""
+        """Notes on the inputs of each backward completed since `forget`, in order, those of its parts separate."""
         return tuple(self._noted)
 
     def merge_passes(self, since: int) -> None:
-        """Count several backwards over disjoint parts of one batch as one.
-
-        Args:
-            since: How many there were before the first of them.
-        """
+        """Count several backwards over disjoint parts of one batch, all from number ``since`` on, as one."""
         merged = self._sensitivities[since:]
         if merged:
             self._sensitivities[since:] = [max(merged)]
             self._rows[since:] = [sum(self._rows[since:])]
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that puts back what is remembered now."""
+        """Return a function that restores the present state."""
         sensitivities, rows = list(self._sensitivities), list(self._rows)
         total, unread = self._non_finite_total, self._unread
         noted = list(self._noted)
@@ -228,7 +181,7 @@ class Decisions:
         return restore
 
     def forget(self) -> None:
-        """The sums were released or dropped."""
+        """Reset: the sums were released or dropped."""
         self._sensitivities.clear()
         self._rows.clear()
         self._noted.clear()
@@ -248,5 +201,5 @@ def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
 
 
 def columns(parts_GB: list[Tensor]) -> Tensor:
-    """Return tensors of shape ``(B,)`` side by side, shape ``(B, G)``, on the first one's device."""
+    """Return tensors ``(B,)`` stacked to ``(B, G)``, on the first one's device."""
     return torch.stack([part_B.to(parts_GB[0].device) for part_B in parts_GB], dim=1)

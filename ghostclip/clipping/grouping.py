@@ -10,24 +10,17 @@ _NAMES_SHOWN = 5
 
 
 class Grouping(Protocol):
-    """Puts every trainable parameter into one clip group."""
+    """Assignment of every trainable parameter to one clip group."""
 
     @property
     def name(self) -> str:
         """Name of the grouping in a checkpoint."""
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """Return the group of every parameter.
-
-        Args:
-            names: Names of the trainable parameters, in the model's order.
-
-        Returns:
-            ({parameter name: number of its group}, names of the groups in the order of their numbers).
-        """
+        """Return ({parameter name: number of its group}, names of the groups in the order of their numbers)."""
 
     def describe(self) -> dict[str, list[str]]:
-        """Return what the user gave, in plain values."""
+        """Return the user's choice in plain values."""
 
 
 class Whole:
@@ -36,19 +29,10 @@ class Whole:
     name = "whole"
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """Return one group.
-
-        Args:
-            names: Names of the trainable parameters.
-
-        Returns:
-            Nothing to look up, and one name.
-        """
         del names
         return {}, ("all",)
 
     def describe(self) -> dict[str, list[str]]:
-        """Return nothing: there is no choice."""
         return {}
 
 
@@ -58,30 +42,14 @@ class PerParameter:
     name = "per_layer"
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """Return a group for each parameter.
-
-        Args:
-            names: Names of the trainable parameters.
-
-        Returns:
-            Numbers in the model's order, and the names themselves.
-        """
         return {name: number for number, name in enumerate(names)}, tuple(names)
 
     def describe(self) -> dict[str, list[str]]:
-        """Return nothing: there is no choice."""
         return {}
 
 
 class NamedGroups:
-    """Groups that a user names, each by patterns of parameter names.
-
-    Args:
-        patterns: {group: shell patterns such as "encoder.*", or full names}.
-
-    Raises:
-        InvalidOptionError: If there is no group, or one without a pattern.
-    """
+    """Groups that a user names, by shell patterns such as "encoder.*", or full names."""
 
     name = "per_group"
 
@@ -94,17 +62,7 @@ class NamedGroups:
             raise InvalidOptionError(f"groups={patterns!r}: name at least one group, and a pattern for each.")
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """Return the one group that each parameter belongs to.
-
-        Args:
-            names: Names of the trainable parameters.
-
-        Returns:
-            Numbers in the order that the groups were given in, and the groups' names.
-
-        Raises:
-            InvalidOptionError: If a parameter belongs to no group or to several.
-        """
+        """Return the groups, in the user's order; refuse a parameter that belongs to no group or to several."""
         found = {name: self._groups_of(name) for name in names}
         wrong = [f"{name} ({', '.join(groups) or 'none'})" for name, groups in found.items() if len(groups) != 1]
         if wrong:
@@ -126,5 +84,4 @@ class NamedGroups:
         ]
 
     def describe(self) -> dict[str, list[str]]:
-        """Return the patterns."""
         return {group: list(listed) for group, listed in self._patterns.items()}

@@ -8,13 +8,7 @@ from ghostclip.clipping.passes import BookKeeping
 
 
 class Held(NamedTuple):
-    """One backward whose clipped sums have not been formed.
-
-    Attributes:
-        listener: Keeps the factors.
-        total: Norms over the parameters of this part.
-        forward: The forward that it went through.
-    """
+    """One backward without clipped sums yet: its listener with the factors, its norms, and its forward."""
 
     listener: BookKeeping
     total: GroupNorms

@@ -27,12 +27,7 @@ ROUNDED: Final = torch.bfloat16
 
 
 class OnHost(NamedTuple):
-    """A tensor's copy in pinned memory.
-
-    Attributes:
-        copy: The numbers, once the copy is complete.
-        device: Where they came from.
-    """
+    """A tensor's copy in pinned memory, and the device that it came from."""
 
     copy: Tensor
     device: torch.device
@@ -40,12 +35,7 @@ class OnHost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A factor in another form.
-
-    Attributes:
-        tensors: Its tensors, as they are held.
-        factor_of: Makes the factor of the tensors, on their device again.
-    """
+    """A factor in another form: its tensors, and a function that makes the factor of them, on their device again."""
 
     tensors: Sequence[Tensor | OnHost]
     factor_of: Callable[[Sequence[Tensor]], Factor]
@@ -55,22 +45,16 @@ HeldFactor: TypeAlias = Factor | Stored
 
 
 class Keeper:
-    """Turns the factors of some parameters into what is held of them, and back."""
+    """Converts the factors of some parameters to the form in which they are stored, and back."""
 
     def __init__(self, holding: Holding = AS_THEY_ARE) -> None:
-        """Hold nothing yet.
-
-        Args:
-            holding: Parameters whose factors are held in 16 bits, where they are float32, and on the host, where they
-                are on a GPU.
-        """
         self._rounded, self._offloaded = holding
         self._copied = _Once()
         self._transfers = _Transfers()
 
     @property
     def changes(self) -> bool:
-        """Whether any factor is held in another form."""
+        """Whether any factor is stored in another form."""
         return bool(self._rounded or self._offloaded)
 
     def offloads(self, name: str) -> bool:
@@ -78,17 +62,9 @@ class Keeper:
         return name in self._offloaded
 
     def rounded(self, name: str, factor: Factor, *, readers: dict[int, int] | None = None, own: bool = False) -> Factor:
-        """Return the factor that is to be measured, held and contracted in the place of another.
-
-        Args:
-            name: Its parameter's name.
-            factor: The factor that arrived.
-            readers: How many uses read the memory at an address; the copies' addresses are noted there as well.
-            own: Whether nobody else reads the numbers of a factor that are gradients.
-
-        Returns:
-            Its numbers rounded, or the factor itself.
-        """
+        """Return the factor that is measured, stored and contracted: rounded to 16 bits, or the factor itself."""
+        # readers: number of uses that read the memory at an address; copies' addresses are added. own: nobody else
+        # reads the numbers of a factor that are gradients.
         if name not in self._rounded:
             return factor
         tensors = _tensors_of(factor)
@@ -106,15 +82,7 @@ class Keeper:
         return Outer(*copies, shape=factor.shape, slots=factor.slots)
 
     def stored(self, name: str, factor: Factor) -> HeldFactor:
-        """Return what is held of a factor whose norm was taken.
-
-        Args:
-            name: Its parameter's name.
-            factor: As `rounded` has returned it.
-
-        Returns:
-            The factor itself where it is held as it is.
-        """
+        """Return the stored form of a factor that `rounded` returned and whose norm was taken."""
         if name not in self._rounded and not self.offloads(name):
             return factor
         tensors = _tensors_of(factor)
@@ -137,22 +105,12 @@ class Keeper:
         self._transfers.settle()
 
     def expect(self, held: Iterator[HeldFactor]) -> None:
-        """Note the order in which factors will be asked for: each is brought back while the one before is contracted.
-
-        Args:
-            held: What `stored` has returned.
-        """
+        """Note the order in which factors will be asked for."""
+        # Each is brought back while the one before is contracted.
         self._transfers.expect(tensor for one in held if isinstance(one, Stored) for tensor in _away_of(one))
 
     def restored(self, held: HeldFactor) -> Factor:
-        """Return a factor from what is held of it.
-
-        Args:
-            held: What `stored` has returned.
-
-        Returns:
-            The factor whose norm was taken, to the bit.
-        """
+        """Return the factor whose norm was taken, to the bit, from its stored form."""
         if isinstance(held, Factor):
             return held
         tensors = [self._transfers.back(one) if isinstance(one, OnHost) else one for one in held.tensors]
@@ -160,14 +118,7 @@ class Keeper:
         return held.factor_of(tensors)
 
     def all_restored(self, held: Mapping[str, Sequence[HeldFactor]]) -> Mapping[str, Sequence[Factor]]:
-        """Return factors by parameter, each brought back when it is asked for.
-
-        Args:
-            held: What `stored` has returned, by parameter.
-
-        Returns:
-            A view.
-        """
+        """Return a mapping of factors by parameter, each brought back when it is read."""
         return _Restored(self, held)
 
     def close(self) -> None:
@@ -192,12 +143,10 @@ class _Restored(Mapping[str, Sequence[Factor]]):
 
 
 class _Once:
-    """Copies of tensors, one for all that show the same numbers: layers that read one input hold one copy of it.
+    """Copies of tensors, one for all with the same numbers: layers that read one input share one copy of it."""
 
-    The memory that a copy was made of may be gone, and another tensor lie there: a copy counts for as long as the
-    storage lives, and was not changed.
-    """
-
+    # The memory that a copy was made of may be freed, and another tensor lie there: a copy counts for as long as the
+    # storage lives unchanged.
     def __init__(self) -> None:
         self._made: dict[Any, tuple[ReferenceType[torch.UntypedStorage], int, Tensor]] = {}
 
@@ -212,7 +161,7 @@ class _Once:
         return made
 
     def clear(self) -> None:
-        """Forget all, so that a copy lives no longer than the factors that hold it."""
+        """Drop all copies, so that each lives no longer than the factors that refer to it."""
         self._made.clear()
 
 
@@ -227,12 +176,10 @@ class _Leaving(NamedTuple):
 
 
 class _Transfers:
-    """Copies to pinned memory and back on a stream of their own, beside the work of the device.
+    """Copies to pinned memory and back on a stream of their own, in parallel to the device's work."""
 
-    A tensor that leaves is held until the stream that it arrived on waits for the copy, so that nothing is written
-    there before; one that comes back is memory of the stream that asks for it, which waits before it reads.
-    """
-
+    # A tensor that leaves stays alive until the stream that it arrived on waits for the copy, so that nothing is
+    # written there before; one that comes back is memory of the stream that asks for it, which waits before it reads.
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
         self._leaving: deque[_Leaving] = deque()
@@ -258,14 +205,7 @@ class _Transfers:
         return copy
 
     def settle(self, at_most: int = 0) -> None:
-        """Let go of tensors that have left.
-
-        Args:
-            at_most: How many may still be on their way.
-
-        Raises:
-            TamperedGradientError: One was changed in place meanwhile.
-        """
+        """Release tensors that have left until at most so many are still on their way."""
         while len(self._leaving) > at_most:
             name, tensor, version, here, copied = self._leaving.popleft()
             here.wait_event(copied)
@@ -278,7 +218,7 @@ class _Transfers:
         self.fetch_next()
 
     def fetch_next(self) -> None:
-        """Begin to bring back the next tensors that will be asked for: those of one factor."""
+        """Begin to bring back the next tensors in the expected order: those of one factor."""
         while self._expected and len(self._coming) < ON_THE_WAY:
             self._fetch(self._expected.popleft())
 
@@ -307,7 +247,7 @@ class _Transfers:
         return tensor
 
     def close(self) -> None:
-        """Let the present stream of each device wait for all copies, and let go of everything."""
+        """Let the present stream of each device wait for all copies, and release everything."""
         for device, beside in self._streams.items():
             _torch.current_stream(device).wait_stream(beside)
         self._leaving.clear()
@@ -320,7 +260,7 @@ def _away_of(stored: Stored) -> Iterator[OnHost]:
 
 
 def _tensors_of(factor: Factor) -> list[Tensor]:
-    """Return the tensors of a factor that can be held in another form; none of any other."""
+    """Return the tensors of a factor that can be stored in another form; none for other factors."""
     if type(factor) is Dense:
         return [factor.grad_BP]
     return [factor.a_NTI, factor.g_NTO] if type(factor) is Outer else []
@@ -339,5 +279,5 @@ def _is_wide(tensor: Tensor) -> bool:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Return whether every number has memory of its own: a copy of one that is shown often would take more."""
+    """Return whether every number has memory of its own: a copy of an expanded tensor would take more."""
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()

@@ -8,14 +8,9 @@ from ghostclip.errors import LossReductionError
 
 
 def back_propagate(loss: Tensor) -> None:
-    """Back-propagate the sum of losses.
-
-    Ones in the place of a sum are two operations fewer, and their nodes; and what ``loss.backward`` looks at on the way
-    to autograd takes half as long as a small backward does.
-
-    Args:
-        loss: Per-sample losses, shape ``(B,)``, or a scalar.
-    """
+    """Back-propagate the sum of losses ``(B,)``, or a scalar."""
+    # A gradient of ones instead of a sum is two operations fewer, and their nodes; and what `loss.backward` checks on
+    # the way to autograd takes half as long as a small backward does.
     ones = torch.ones_like(loss)
     if type(loss) is not Tensor or not loss.requires_grad:
         loss.backward(ones)
@@ -24,15 +19,7 @@ def back_propagate(loss: Tensor) -> None:
 
 
 def check_shape(loss: Tensor, *, batch_size: int) -> None:
-    """Refuse a loss that is neither one value a sample nor a scalar.
-
-    Args:
-        loss: The loss.
-        batch_size: B; 0 for an empty batch, whose losses have any length.
-
-    Raises:
-        LossReductionError: The shape is wrong.
-    """
+    """Refuse a loss that is neither one value per sample nor a scalar; an empty batch has losses of any length."""
     if loss.dim() > 1:
         message = (
             f"the loss has shape {tuple(loss.shape)}; expected per-sample losses of shape (B,) or a scalar. "

@@ -40,29 +40,13 @@ ANY: Final = frozenset({"mean", "sum", "samples", "values"})
 
 @dataclass(frozen=True)
 class Scale:
-    """The factor of one way through a loss.
+    """The factor of one path through a loss."""
 
-    Attributes:
-        forms: How it was reduced over samples, in all readings that the sizes allow.
-        constant: What else it is multiplied by.
-    """
-
-    forms: frozenset[str]
-    constant: float
+    forms: frozenset[str]  # how it was reduced over samples, in all readings that the sizes allow
+    constant: float  # what else it is multiplied by
 
     def agreed(self, other: "Scale", *, reduction: str) -> "Scale":
-        """Return what two steps agree on.
-
-        Args:
-            other: The factor in another step.
-            reduction: The declared reduction, for the remedy.
-
-        Returns:
-            The forms that fit both.
-
-        Raises:
-            LossReductionError: They differ.
-        """
+        """Return the forms that fit both steps' factors; refuse steps that differ."""
         forms = self.forms & other.forms
         if not forms or differ(self.constant, other.constant):
             before, now = self._described(), other._described()
@@ -79,27 +63,12 @@ class Scale:
 
 
 def differ(constant: float, other: float) -> bool:
-    """Return whether two factors are not the same but for rounding.
-
-    Args:
-        constant: In earlier steps.
-        other: Now.
-
-    Returns:
-        Also where one is 0 or has the other sign.
-    """
+    """Return whether two factors differ by more than rounding."""
     return abs(constant - other) > _TOLERANCE * abs(constant)
 
 
 def remedy(reduction: str) -> str:
-    """Return the lines that give a loss for each sample.
-
-    Args:
-        reduction: The declared reduction, ``"mean"`` or ``"sum"``.
-
-    Returns:
-        Sentences for an error.
-    """
+    """Return error sentences with code for a loss per sample."""
     return (
         "Give one loss a sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
         "(B, classes); ghostclip.losses.token_losses(logits, labels) for a language model's (B, positions, classes), "
@@ -110,15 +79,7 @@ def remedy(reduction: str) -> str:
 
 
 def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
-    """Return the ways through losses of samples.
-
-    Args:
-        losses_B: Losses of samples, shape ``(B,)``.
-        parameters: As for `grouped`.
-
-    Returns:
-        By what tells them again in the next step.
-    """
+    """Return the paths through losses of samples ``(B,)``, by a key that is the same in the next step."""
     found: list[Path] = []
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
     # Reading a number is no operation of the training, which somebody may count.
@@ -128,21 +89,9 @@ def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...
 
 
 def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
-    """Return the constant factor of ways to the same values of losses, all sizes of one sample taken out.
-
-    Args:
-        ways: The ways, whose factors add up.
-        batch_size: B.
-        axis: The expected batch axis.
-        counts: Returns numbers that were counted in the batch.
-
-    Returns:
-        The factor with its sign.
-
-    Raises:
-        LossReductionError: All were multiplied by one tensor, as a GradScaler does it, or chosen by one condition; or
-            by a number that looks like a count of the batch. It may follow other samples, and clipping cannot undo it.
-    """
+    """Return the constant factor of paths to the same values of losses, without sizes of one sample."""
+    # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
+    # like a count of the batch. It may follow other samples, and clipping cannot undo it.
     return sum(_of_way(path, batch_size, axis, counts) for path in ways)
 
 
@@ -166,7 +115,7 @@ def _constant(numbers: Iterable[Number]) -> float:
 
 
 def _is_counted(constant: float, batch_size: int, counts: Counts) -> bool:
-    """Return whether a factor is a number that was counted in the batch, one over it, or the batch size over it."""
+    """Return whether a factor is a number that was counted in the batch, its inverse, or the batch size over it."""
     if batch_size == 1 or not constant or looks_plain(constant):
         return False
     forms = (constant, 1 / constant, constant * batch_size, batch_size / constant)
@@ -198,22 +147,8 @@ def _counted(numbers: Iterable[Number]) -> str:
 
 
 def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str, counts: Counts) -> Scale:
-    """Return the factor between samples' terms and the scalar, all sizes of the batch taken out.
-
-    Args:
-        path: One way through the loss.
-        row_map: How the rows at its end map to samples.
-        batch_size: B.
-        axis: The expected batch axis.
-        reduction: The declared reduction.
-        counts: Returns numbers that were counted in the batch.
-
-    Returns:
-        What must be the same in every step.
-
-    Raises:
-        LossReductionError: It is not the declared one, or could come from other samples.
-    """
+    """Return the factor between samples' terms and the scalar, without sizes of the batch."""
+    # It must be the same in every step.
     for number in path.numbers:
         _refuse_beyond_range(number)
     steps = list(_over_samples(path, row_map, batch_size, axis))
@@ -240,7 +175,7 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
 
 
 def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> Iterator[ReducedAxes]:
-    """Yield the reductions over samples; one of what was spread over the samples just before gives nothing."""
+    """Yield the reductions over samples, without one of values that were just expanded over the samples."""
     steps = path.reduced
     if row_map.kind == "one":
         # What lies below the place where single samples were put together concerns one sample.
@@ -264,16 +199,7 @@ def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> It
 
 
 def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
-    """Return whether samples, or values of samples, may have been left out on a way through a loss.
-
-    Args:
-        path: The way.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        True also where only an index says what was picked.
-    """
+    """Return whether samples, or values of samples, may have been left out on a path through a loss."""
     return any(not step.axes or samples_axis(step.sizes, batch_size, axis) in step.axes for step in path.picked)
 
 
@@ -296,7 +222,7 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 def _divisors(
     path: Path, steps: list[ReducedAxes], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
 ) -> dict[int, tuple[str, bool]]:
-    """Return what a sum may be divided by: the form that this is, and whether a tensor may hold it."""
+    """Return the possible divisors of a sum, with the form that each is, and whether a tensor may contain it."""
     gathered = row_map.samples if row_map.kind == "gathered" else None
     uneven = gathered is not None and bool(
         (gathered.bincount(minlength=batch_size) * batch_size != gathered.numel()).any()

@@ -30,17 +30,8 @@ _NOT_FUSED: Final = (
 
 
 def plain_losses(loss: Tensor) -> Tensor:
-    """Return losses of the samples as a plain tensor, in the graph.
-
-    Args:
-        loss: Losses; a DTensor where they were computed under ``loss_parallel``.
-
-    Returns:
-        The same values; a plain loss itself.
-
-    Raises:
-        LossReductionError: A DTensor that ranks have parts of, or that is reduced already.
-    """
+    """Return losses of the samples as a plain tensor, in the graph."""
+    # Refuse a DTensor in parts, or one that is reduced.
     if _torch.is_sharded_tensor(loss):
         placed: Any = loss
         if loss.dim() == 0 or not all(one.is_replicate() for one in placed.placements):
@@ -49,14 +40,7 @@ def plain_losses(loss: Tensor) -> Tensor:
 
 
 def refuse_on_mesh(root: Any) -> None:
-    """Refuse a backward that starts at a tensor of a mesh: whose rows are summed there is not proved.
-
-    Args:
-        root: Where it starts.
-
-    Raises:
-        LossReductionError: It is a DTensor.
-    """
+    """Refuse a backward that starts at a DTensor: whose rows are summed there is not proved."""
     if _torch.is_sharded_tensor(root):
         raise LossReductionError(
             f"the loss is a DTensor of shape {tuple(root.shape)}, placed as {', '.join(map(str, root.placements))}: "
@@ -67,15 +51,8 @@ def refuse_on_mesh(root: Any) -> None:
 
 
 def refuse_lost_gradients(roots: Iterable[Any]) -> None:
-    """Refuse a loss of divided logits whose gradient torch would leave out.
-
-    Args:
-        roots: Where the backward starts.
-
-    Raises:
-        LossReductionError: The backward is outside of ``loss_parallel``, or a log-softmax inside enters something else
-            than a cross-entropy.
-    """
+    """Refuse a loss of divided logits whose gradient torch would leave out."""
+    # The backward is outside of `loss_parallel`, or a log-softmax inside enters something else than a cross-entropy.
     within = _torch.in_loss_parallel()
     fused: set[Any] = set()
     for node, inputs in above_outputs(map(edge_of, roots)):

@@ -58,41 +58,16 @@ class SharedSamples(Protocol):
         """Whether this rank is the one that the squares of whole parameters count on."""
 
     def is_divided(self, name: str) -> bool:
-        """Return whether each rank has a part of a parameter.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            False for one that every rank has whole, whose gradients must be the same on all.
-        """
+        """Return whether each rank has a part of a parameter; whole ones must have the same gradients on all."""
 
     def refuse_difference(self) -> None:
-        """Refuse gradients that are not the same on all ranks, now or once sums are compared by name; called on all.
-
-        Raises:
-            UnsupportedModelError: On all of them, unless sums of this step will be compared.
-        """
+        """Refuse gradients that differ between ranks, unless sums of this step will be compared; called on all."""
 
     def add_up(self, own: Tensor) -> Tensor:
-        """Return the sum over the ranks; called on all of them.
-
-        Args:
-            own: This rank's, of one shape and type on all; not used any more by who calls.
-
-        Returns:
-            The same on all ranks, to the bit.
-        """
+        """Return the sum over the ranks, the same on all to the bit; called on all of them, consumes its argument."""
 
     def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a parameter that every rank has whole.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            The shape.
-        """
+        """Return the shape of a parameter that every rank has whole."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,13 +79,10 @@ class SharedSamples(Protocol):
 
 
 class NormSum:
-    """Adds up squared norms, their error bounds and the masses of their terms over factors.
+    """Sum of squared norms, their error bounds and the masses of their terms over factors."""
 
-    What is added is kept until the sum is asked for: a few operations then, and not as many for each factor.
-    """
-
+    # Parts are stored until the sum is asked for: a few operations then, and not as many for each factor.
     def __init__(self) -> None:
-        """Start at nothing."""
         self._values: list[Tensor] = []
         self._errors: list[Tensor] = []
         self._terms: list[Terms] = []
@@ -123,11 +95,7 @@ class NormSum:
         self._settled: tuple[Tensor, Tensor] | None = None
 
     def add(self, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
-        """Add one factor's squared norms, or what they are worked out from when the sum is asked for.
-
-        Args:
-            norm: What must not change afterwards.
-        """
+        """Add one factor's squared norms, or what they are worked out from; the argument must not change afterwards."""
         self._root_B = self._found = None
         if isinstance(norm, (Unfinished, Reduced)):
             self._unfinished.append((norm, 1))
@@ -141,21 +109,12 @@ class NormSum:
                 self._terms.append(norm.terms)
 
     def add_layers(self, norm: Unfinished | Reduced, layers: int) -> None:
-        """Add the squared norms of several layers that were formed together.
-
-        Args:
-            norm: Of all their samples, those of one layer side by side; what must not change afterwards.
-            layers: How many.
-        """
+        """Add the squared norms of several layers that were formed as one, those of one layer side by side."""
         self._root_B = self._found = None
         self._unfinished.append((norm, layers))
 
     def add_blocks(self, norms: Sequence[Tensor]) -> None:
-        """Add the squares of norms that need no error bound.
-
-        Args:
-            norms: Each of shape ``(B, K)``; they must not change afterwards.
-        """
+        """Add the squares of norms ``(B, K)`` that need no error bound."""
         self._root_B = self._found = None
         self._blocks += norms
 
@@ -203,43 +162,23 @@ class NormSum:
         return self._found
 
     def replace(self, found: SquaredNorm) -> None:
-        """Take other sums in the place of what was added.
-
-        Args:
-            found: With the error of the clipped sum in it, as `total` returns them.
-        """
+        """Replace the sums, with the error of the clipped sum in it, as `total` returns them."""
         self._errors, self._terms, self._root_B = [], [], None
         self._values, self._found = [found.value_B], found
 
     def settle(self, index_D: Tensor, norm_D: Tensor) -> None:
-        """Say what the norms of a few samples are, whatever their squares add up to.
-
-        Args:
-            index_D: Which samples, shape ``(D,)``.
-            norm_D: Their norms, rounded up, shape ``(D,)``.
-        """
+        """Set the norms of a few samples, rounded up, whatever their squares add up to."""
         self._settled = index_D, norm_D
 
     def with_settled(self, norm_B: Tensor) -> Tensor:
-        """Return norms with those that were settled in their places.
-
-        Args:
-            norm_B: Norms of all samples, shape ``(B,)``.
-
-        Returns:
-            Same shape.
-        """
+        """Return norms ``(B,)`` with those that were settled in their places."""
         if self._settled is None:
             return norm_B
         index_D, norm_D = self._settled
         return norm_B.index_copy(0, index_D.to(norm_B.device), norm_D.to(norm_B))
 
     def of_blocks_B(self) -> Tensor | None:
-        """Return the norms where all that was added are norms of blocks, the common case: nothing is done twice.
-
-        Returns:
-            Shape ``(B,)``, rounded up; None where squares or error bounds were added as well.
-        """
+        """Return the norms, rounded up, where only norms of blocks were added, the common case; else None."""
         if self._root_B is None and not (self._values or self._unfinished) and (self._blocks or self._products):
             self._multiply()
             self._root_B = rounded_up_(root_of_squares(_together(self._blocks, self._blocks[0].device)))
@@ -268,7 +207,7 @@ _T = TypeVar("_T")
 
 
 def _of_kinds(found: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
-    """Return what can be worked out in one go, together."""
+    """Return what can be worked out in one operation, by kind."""
     alike: defaultdict[object, list[_T]] = defaultdict(list)
     for one in found:
         alike[kind(one)].append(one)
@@ -276,16 +215,7 @@ def _of_kinds(found: Sequence[_T], kind: Callable[[_T], object]) -> Collection[l
 
 
 def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum of tensors of shape ``(B,)``.
-
-    Args:
-        parts: float32 or float64.
-        device: Where the sum goes.
-        dtype: What is summed in; None for their own.
-
-    Returns:
-        float64 if one of them is.
-    """
+    """Return the sum of float32 or float64 tensors ``(B,)``; float64 if one of them is."""
     parts = _together(parts, device)
     if len(parts) <= 2:
         # One addition rounds once, in whatever precision.
@@ -299,35 +229,19 @@ def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class GroupNorms:
-    """One `NormSum` for every clip group.
-
-    Attributes:
-        sums: The sums, in the order of the groups' numbers.
-        finite: Whether every sample's norm in every group is known to be finite.
-        largest: The largest of the norms where that is known and finite, else None.
-    """
+    """One `NormSum` for every clip group."""
 
     def __init__(self, group_of: Mapping[str, int], ranks: SharedSamples | None = None) -> None:
-        """Start at nothing.
-
-        Args:
-            group_of: Number of each parameter's group by parameter name; names that are not listed belong to group 0.
-            ranks: Those that have parts of the same samples' gradients; None where this process has them whole.
-        """
+        # Names that `group_of` does not list belong to group 0.
         self.group_of, self._ranks = group_of, ranks
-        self.finite = False
-        self.largest: float | None = None
+        self.finite = False  # whether every norm in every group is known to be finite
+        self.largest: float | None = None  # the largest of the norms where that is known and finite, else None
         self.sums = [NormSum() for _ in range(1 + max(group_of.values(), default=0))]
         # Of parameters that all ranks have whole: all measure them, one counts them.
         self._whole = [] if ranks is None else [NormSum() for _ in self.sums]
 
     def add(self, name: str, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
-        """Add the squared norms of one factor of a parameter.
-
-        Args:
-            name: The parameter's name.
-            norm: Its squared norms, or what they are worked out from.
-        """
+        """Add the squared norms of one factor of a parameter, or what they are worked out from."""
         self._changed()
         self._sum_of(name).add(norm)
 
@@ -335,12 +249,7 @@ class GroupNorms:
         return (self._whole if self.is_whole(name) else self.sums)[self.group_of.get(name, 0)]
 
     def add_norm_of(self, name: str, factor: Factor) -> None:
-        """Add the squared norms of one factor of a parameter, in the cheapest form.
-
-        Args:
-            name: The parameter's name.
-            factor: Its per-sample gradients through one use.
-        """
+        """Add the squared norms of one factor of a parameter, in the cheapest form."""
         norm = factor.unfinished()
         norms = factor.block_norms() if norm is None else None
         if norms is None:
@@ -350,12 +259,7 @@ class GroupNorms:
             self._sum_of(name).add_blocks(norms)
 
     def add_norms_of(self, names: Sequence[str], factor: Factor) -> None:
-        """Add the squared norms of several parameters' factors that were formed together, all of the first group.
-
-        Args:
-            names: The parameters' names.
-            factor: Their per-sample gradients, those of one parameter side by side.
-        """
+        """Add the squared norms of several parameters' factors that were formed as one, all of the first group."""
         self._changed()
         layers = len(names)
         norm = factor.unfinished()
@@ -391,32 +295,19 @@ class GroupNorms:
         self.finite, self.largest = False, None
 
     def is_whole(self, name: str) -> bool:
-        """Return whether several ranks measure a parameter that each of them has whole.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            False where this process alone has the samples.
-        """
+        """Return whether several ranks measure a parameter that each of them has whole."""
         return self._ranks is not None and not self._ranks.is_divided(name)
 
     def anew(self) -> "GroupNorms":
-        """Return sums of the same groups and ranks that have nothing yet."""
+        """Return empty sums of the same groups and ranks."""
         return GroupNorms(self.group_of, self._ranks)
 
     def complete(self, batch_size: int) -> None:
-        """Add up what ranks that share samples have; called on all of them, once nothing is added any more.
-
-        Args:
-            batch_size: B.
+        """Add up the sums of ranks that share samples; called on all of them, once nothing is added any more.
 
         Cost:
-            One exchange of six numbers a sample and clip group: the square, its error, what tells whether a sample must
-            be measured again, and what tells whether the ranks agree on what each has whole.
-
-        Raises:
-            UnsupportedModelError: On all of the ranks, where they do not (`SharedSamples.refuse_difference`).
+            One exchange of six numbers per sample and clip group: the square, its error, whether the sample must be
+            measured again, and whether the ranks agree on what each has whole.
         """
         if self._ranks is None:
             return
@@ -437,11 +328,7 @@ class GroupNorms:
             own.replace(_read_rows(rows_RN, self._ranks.dtype))
 
     def merge(self, other: "GroupNorms") -> None:
-        """Add the sums of other parameters of the same groups.
-
-        Args:
-            other: Sums that are not used any more.
-        """
+        """Add the sums of other parameters of the same groups, and consume them."""
         self._changed()
         for own, more in zip([*self.sums, *self._whole], [*other.sums, *other._whole], strict=True):
             total = more.total()
@@ -449,19 +336,10 @@ class GroupNorms:
                 own.add(total)
 
     def refine(self, exact: "GroupNorms", index_D: Tensor) -> Tensor | None:
-        """Replace the norms of a few samples, and of no others, so that no sample's norm depends on another sample.
-
-        A sample whose clipped sum, too, would be rounded by more than the tolerance is *ill-conditioned*: its
-        contribution must be formed in float64. Where not even that bounds it, its norm becomes infinite, so that it
-        contributes nothing.
-
-        Args:
-            exact: Norms of those samples alone, from float64.
-            index_D: Which samples they are, shape ``(D,)``.
-
-        Returns:
-            Which of all samples are ill-conditioned, shape ``(B,)``, bool; None when none is.
-        """
+        """Replace the norms of a few samples by float64 ones, and return which samples are ill-conditioned, or None."""
+        # Of no others, so that no sample's norm depends on another sample. A sample whose clipped sum, too, would be
+        # rounded by more than the tolerance is ill-conditioned: its contribution must be formed in float64. Where not
+        # even that bounds it, its norm becomes infinite, so that it contributes nothing.
         self._changed()
         found: list[Tensor] = []
         for own, better in zip(self.sums, exact.sums, strict=True):
@@ -478,15 +356,7 @@ class GroupNorms:
         return ill_B if bool(ill_B.any()) else None
 
     def norm_GB(self, batch_size: int, device: torch.device | None = None) -> list[Tensor]:
-        """Return the norms of every group, rounded up; zeros for a group that nothing arrived for.
-
-        Args:
-            batch_size: B.
-            device: Where the zeros lie when nothing arrived for any group; None for the CPU.
-
-        Returns:
-            One tensor of shape ``(B,)`` for each group.
-        """
+        """Return the norms ``(B,)`` of every group, rounded up; zeros for a group that nothing arrived for."""
         if len(self.sums) == 1:
             nothing = self.sums[0].total() is None
             return [torch.zeros(batch_size, device=device) if nothing else self.sums[0].norm_B()]
@@ -500,7 +370,7 @@ class GroupNorms:
         return norm_GB
 
     def _alike(self) -> Collection[dict[int, SquaredNorm]]:
-        """Return the sums there are by their groups' numbers, those of each device and dtype by themselves."""
+        """Return the sums by their groups' numbers, those of each device and dtype separately."""
         found = {number: norm for number, norm in enumerate(total.total() for total in self.sums) if norm is not None}
         if len(found) == 1:
             return [found]
@@ -510,14 +380,7 @@ class GroupNorms:
         return alike.values()
 
     def certain_B(self, batch_size: int) -> Tensor:
-        """Return which samples' norms are finite and changed by rounding by no more than the tolerance.
-
-        Args:
-            batch_size: B.
-
-        Returns:
-            Shape ``(B,)``, bool; no value is read.
-        """
+        """Return which samples' norms are finite and changed by rounding within the tolerance; no value is read."""
         self._changed()
         norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
         if norm_B is not None:
@@ -528,18 +391,9 @@ class GroupNorms:
         return ~torch.stack(_together(imprecise, imprecise[0].device)).any(0)
 
     def imprecise_B(self, doubt: Tensor | None = None) -> Tensor | None:
-        """Return which samples' norms must be computed in float64, in some group; None when there are none.
-
-        Where squares of float32 are beyond it, those of float64 are not; what then is not finite never was.
-
-        Whether all are finite is asked at the same time and noted, so that a device is waited for once.
-
-        Args:
-            doubt: What else is to be asked at the same time, one bool; True is found out as an imprecise norm is.
-
-        Returns:
-            Shape ``(B,)``, bool, on the first group's device.
-        """
+        """Return which samples' norms must be computed in float64, in some group; None when there are none."""
+        # Squares beyond float32 may be finite in float64; what is not finite there never was. Finiteness, and `doubt`,
+        # one bool of the caller's, are read with the same wait for the device.
         norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 and doubt is None else None
         if norm_B is not None and norm_B.numel() > 0:
             # Without error bounds; the largest of numbers one of which is NaN is NaN, and below nothing.
@@ -558,12 +412,8 @@ class GroupNorms:
 
 
 def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:
-    """Write down a rank's sum so that those of all ranks can be added up: terms do not overlap, and lie side by side.
-
-    Args:
-        rows_RN: Zeros, two columns more than samples.
-        total: The sum; None for nothing.
-    """
+    """Write a rank's sum into rows that can be added up over ranks: terms do not overlap."""
+    # rows_RN: zeros, two columns more than samples.
     if total is None:
         return
     rows_RN[0, :-2] = total.value_B
@@ -576,17 +426,15 @@ def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:
 
 
 def _differ_B(rows_RN: Tensor, ranks: int) -> Tensor:
-    """Return which samples' gradients of whole parameters differ between ranks, by the sum of squares and its variance.
-
-    What is next to nothing of the sample's norm may differ: rounding leaves that of gradients that vanish.
-    """
+    """Return which samples' gradients of whole parameters differ between ranks, by sum and variance of squares."""
+    # What is next to nothing of the sample's norm may differ: rounding leaves that of gradients that vanish.
     total_B, sum_B, square_B = rows_RN[0, :-2], rows_RN[4, :-2], rows_RN[5, :-2]
     spread_B = square_B - sum_B.square() / ranks
     return (spread_B > _ALIKE**2 * square_B).logical_and_(sum_B > ranks * _NOTHING * total_B)
 
 
 def _read_rows(rows_RN: Tensor, dtype: torch.dtype) -> SquaredNorm:
-    """Return the sum of what ranks have written down."""
+    """Return the sum that ranks have written."""
     value_B, error_B, square_B, scale_B, whole_B, _ = rows_RN[:, :-2].unbind()
     # What is not finite on one rank is added to sums there.
     value_B = value_B + whole_B * 0
@@ -627,15 +475,7 @@ def _at_most_B(norm: SquaredNorm) -> Tensor:
 
 
 def _certain(norms: Sequence[SquaredNorm], doubt: Tensor | None) -> bool:
-    """Return whether all norms are finite and changed by rounding by no more than the tolerance.
-
-    Args:
-        norms: At least one, all of one device and dtype.
-        doubt: What must be False as well, if anything.
-
-    Returns:
-        True or False; the device is waited for once.
-    """
+    """Return whether all norms are finite and within the tolerance, and `doubt` is False; waits for the device once."""
     value_KB = _stacked([norm.value_B for norm in norms])
     limit = _most(value_KB.dtype)
     bounded = [(norm.error_B, norm.value_B) for norm in norms if norm.error_B is not None]
@@ -658,7 +498,7 @@ def _certain(norms: Sequence[SquaredNorm], doubt: Tensor | None) -> bool:
 
 
 def _most(dtype: torch.dtype) -> float:
-    """Return what is far enough below the largest number for whatever is added or multiplied on the way to a norm."""
+    """Return a limit so far below the largest number that nothing overflows on the way to a norm."""
     return torch.finfo(dtype).max / 4
 
 
@@ -673,16 +513,8 @@ def _tolerance(norm: SquaredNorm) -> float:
 
 
 def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Decide how samples whose norms were computed in float64 are summed.
-
-    Args:
-        norm: Their squared norms, float64, with terms.
-        before: The squared norms of all samples before, in the type that contributions would be summed in otherwise.
-        index_D: Which of them they are.
-
-    Returns:
-        Their norms, rounded up, with what the sum may round, in ``dtype``; and which samples are ill-conditioned.
-    """
+    """Return norms of samples from float64, with what the sum may round, and which samples are ill-conditioned."""
+    # `before` are the squared norms of all samples, in the dtype that contributions would be summed in otherwise.
     square_D, terms, dtype = norm.value_B, norm.terms, before.value_B.dtype
     error_D = torch.zeros_like(square_D) if norm.error_B is None else norm.error_B
     ill_D = torch.zeros_like(square_D, dtype=torch.bool)
@@ -702,16 +534,8 @@ def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[T
 
 
 def loses_nothing(factor: Factor, kept: Factor) -> bool:
-    """Return whether gradients that were formed say of every sample what sums of their terms would.
-
-    Args:
-        factor: The terms.
-        kept: The gradients, whose norms are not worked out again afterwards.
-
-    Returns:
-        False where some sample would be ill-conditioned if its terms were weighted and added one by one; True without
-        a look where a device would be waited for.
-    """
+    """Return whether no sample would be ill-conditioned if the factor's terms were weighted and added one by one."""
+    # Formed gradients then say the same. True without a look where a device would be waited for.
     inside = kept
     while isinstance(inside, (Permuted, Placed)):
         inside = inside.inner
@@ -725,15 +549,8 @@ def loses_nothing(factor: Factor, kept: Factor) -> bool:
 
 
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
-    """Return 2·Σ_{j<k} ⟨f_j, f_k⟩ of one parameter's factors, or None for fewer than two.
-
-    Args:
-        factors: All factors of one parameter.
-
-    Returns:
-        The cross terms with their error bounds and, as their terms, those of all factors together: what cancels between
-        uses is rounded in proportion to the uses.
-    """
+    """Return 2·Σ_{j<k} ⟨f_j, f_k⟩ of one parameter's factors, or None for fewer than two."""
+    # The terms are those of all factors: what cancels between uses is rounded in proportion to the uses.
     if len(factors) < 2:
         return None
     parts = [
@@ -754,14 +571,7 @@ def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
 
 
 def terms_of_uses(factors: Sequence[Factor]) -> Terms:
-    """Return the terms of several uses of one parameter, each of which is at least one term.
-
-    Args:
-        factors: All factors of one parameter, one at least.
-
-    Returns:
-        Their sums.
-    """
+    """Return the sums of the terms of several uses of one parameter, each of which is at least one term."""
     found = [factor.terms() or _whole(factor) for factor in factors]
     mass_B, scale_B = (sum_tensors(list(parts)) for parts in zip(*(terms[:2] for terms in found), strict=True))
     return Terms(mass_B, scale_B, sum(terms.number for terms in found), any(terms.by_units for terms in found))
@@ -774,15 +584,8 @@ def _whole(factor: Factor) -> Terms:
 
 
 def exact_sqnorm(factor: Factor, index_D: Tensor) -> SquaredNorm:
-    """Return squared norms of a few samples in float64.
-
-    Args:
-        factor: Any factor.
-        index_D: Which samples, shape ``(D,)``.
-
-    Returns:
-        Shape ``(D,)``, float64: from a Gram matrix where that is cheaper and certain, else from the gradients, formed.
-    """
+    """Return squared norms of a few samples in float64."""
+    # From a certain Gram matrix where cheaper, else from gradients.
     few = factor.selected(index_D).in_double()
     norm = few.sqnorm()
     if norm.error_B is None or bool((norm.error_B <= UNBOUNDED * norm.value_B).all()):
@@ -791,15 +594,7 @@ def exact_sqnorm(factor: Factor, index_D: Tensor) -> SquaredNorm:
 
 
 def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredNorm:
-    """Return squared norms of a few samples' sums over several uses of a parameter, formed in float64.
-
-    Args:
-        factors: All factors of the parameter.
-        index_D: Which samples, shape ``(D,)``.
-
-    Returns:
-        Shape ``(D,)``, float64.
-    """
+    """Return squared norms of a few samples' sums over several uses of a parameter, formed in float64."""
     few = [factor.selected(index_D).in_double() for factor in factors]
     formed = []
     for index in torch.arange(len(index_D), device=index_D.device).split(1):
@@ -809,16 +604,7 @@ def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredN
 
 
 def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
-    """Return the norms of a few samples in float64; shared parameters are summed before squaring.
-
-    Args:
-        by_parameter: All factors of every parameter.
-        like: Has the parameters' clip groups.
-        index_D: Which samples, shape ``(D,)``.
-
-    Returns:
-        The sums.
-    """
+    """Return the norms of a few samples in float64; shared parameters are summed before squaring."""
     total = like.anew()
     for name, factors in by_parameter.items():
         if len(factors) == 1:

@@ -17,43 +17,23 @@ from ghostclip.planning.plan import Planner
 
 
 class OnePass:
-    """Runs the strategies "bookkeeping" and "hooks".
+    """Runs the strategies "bookkeeping" and "hooks"."""
 
-    Attributes:
-        loss_elsewhere: Whether backwards begin at outputs, as the loss is computed in another part of the model.
-    """
-
-    loss_elsewhere = False
+    loss_elsewhere = False  # whether backwards begin at outputs, as the loss is computed in another part of the model
     _held: list[Held] | None = None
 
     def __init__(self, state: ClippingState, planner: Planner, *, device_only: bool) -> None:
-        """Run nothing yet.
-
-        Args:
-            state: What the strategies share.
-            planner: Says which layers are kept as factors.
-            device_only: Read no value of a tensor.
-        """
         self._state = state
         self._planner = planner
         self._device_only = device_only
 
     @property
     def is_held(self) -> bool:
-        """Whether sums are held back."""
+        """Whether sums are deferred."""
         return self._held is not None
 
     def begin(self, strategy: str, loss: Tensor | None, keeper: Keeper | None = None) -> BookKeeping:
-        """Return what listens to a backward.
-
-        Args:
-            strategy: "bookkeeping" or "hooks".
-            loss: Where the backward starts; None if that is not known.
-            keeper: Says in what form book-keeping holds factors; None where as they are.
-
-        Returns:
-            Has heard nothing.
-        """
+        """Return a new listener to a backward that starts at a loss, None if that is not known."""
         state = self._state
         state.settle_doubt()
         if strategy == "hooks":
@@ -75,23 +55,12 @@ class OnePass:
         )
 
     def run(self, listener: BookKeeping, back: Callable[[], None], *, per_sample: bool) -> None:
-        """Run a backward and add its clipped sums.
-
-        Args:
-            listener: Of `begin`.
-            back: Runs it.
-            per_sample: Whether the loss was given sample by sample.
-        """
+        """Run a backward and add its clipped sums; ``per_sample``: the loss is one value per sample."""
         self._state.listen(listener, back)
         self.complete(listener, per_sample=per_sample)
 
     def complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
-        """Add the clipped sums of a backward that has ended.
-
-        Args:
-            listener: Heard it.
-            per_sample: Whether the loss was given sample by sample.
-        """
+        """Add the clipped sums of a backward that has ended."""
         state = self._state
         listener.streams.join()
         with torch.no_grad(), full_precision():
@@ -112,14 +81,7 @@ class OnePass:
 
     @contextmanager
     def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
-        """Hold sums back; see `GhostClipper.holding`.
-
-        Args:
-            loss_elsewhere: See the class.
-
-        Yields:
-            The backwards that have ended so far, in order.
-        """
+        """Defer sums and yield the list of ended backwards; see `GhostClipper.holding`."""
         self._held, self.loss_elsewhere = [], loss_elsewhere
         try:
             yield self._held
@@ -127,13 +89,8 @@ class OnePass:
             self._held, self.loss_elsewhere = None, False
 
     def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
-        """Add the clipped sums of backwards that were held back, as one backward over samples of each.
-
-        Args:
-            held: The backwards.
-            totals: Norms over all parts of the model, of the samples of each.
-            rows: How many samples each has norms of.
-        """
+        """Add the clipped sums of deferred backwards, as one backward over samples of each."""
+        # Norms are over all parts of the model; `rows`: how many samples of each have norms.
         state = self._state
         before = state.decisions.passes
         with torch.no_grad(), full_precision():

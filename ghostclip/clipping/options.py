@@ -19,19 +19,7 @@ FACTOR_DTYPES: Final = ("bfloat16",)
 def check_ranks(
     model: nn.Module, strategy: str, *, device_only: bool, sharded: Sharded | None, sequences: Sequences | None
 ) -> None:
-    """Check what a clipper is told of other ranks.
-
-    Args:
-        model: The model.
-        strategy: How the clipped sum is formed.
-        device_only: Whether no value of a tensor may be read.
-        sharded: The ranks that hold its parameters in parts.
-        sequences: The ranks over which sequences are split.
-
-    Raises:
-        UnsupportedModelError: The model has parameters in parts, and nobody says how they are held.
-        InvalidOptionError: The options contradict each other.
-    """
+    """Refuse parameters in parts that nobody describes, and options that contradict other ranks."""
     if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
         raise UnsupportedModelError(
             f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
@@ -57,18 +45,7 @@ def check_ranks(
 def check_budget(
     memory_budget: float, strategy: str, *, device_only: bool, sharded: Sharded | None, sequences: Sequences | None
 ) -> None:
-    """Refuse a budget below 1 where nothing can be chosen to keep it.
-
-    Args:
-        memory_budget: The most that a backward may hold, over what an ordinary one holds.
-        strategy: How the clipped sum is formed.
-        device_only: Whether no value of a tensor may be read.
-        sharded: As for `check_ranks`.
-        sequences: As for `check_ranks`.
-
-    Raises:
-        InvalidOptionError: The options contradict each other.
-    """
+    """Refuse a memory budget below 1 where nothing can be chosen to meet it."""
     _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
     reasons = {
         "device_only=True": device_only,
@@ -85,15 +62,7 @@ def check_budget(
 
 
 def check_factor_dtype(factor_dtype: torch.dtype | None, memory_budget: float) -> None:
-    """Refuse a type that factors cannot be held in, or that nothing would use.
-
-    Args:
-        factor_dtype: The type; None for their own.
-        memory_budget: The most that a backward may hold, over what an ordinary one holds.
-
-    Raises:
-        InvalidOptionError: The type is not bfloat16, or the budget is 1 or more.
-    """
+    """Refuse a dtype that factors cannot be stored in, or that nothing would use."""
     if factor_dtype not in (None, ROUNDED):
         raise InvalidOptionError(
             f"factor_dtype={factor_dtype!r}: expected torch.bfloat16 or None. float16 has no room for gradients below "
@@ -107,17 +76,7 @@ def check_factor_dtype(factor_dtype: torch.dtype | None, memory_budget: float) -
 
 
 def factor_dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the type that a word stands for where options are words.
-
-    Args:
-        name: "bfloat16", or None.
-
-    Returns:
-        The type, None for None.
-
-    Raises:
-        InvalidOptionError: It is another word.
-    """
+    """Return the dtype of the word "bfloat16", None for None; refuse another word."""
     if name is None:
         return None
     _validate.choice(name, "factor_dtype", FACTOR_DTYPES)
@@ -125,16 +84,7 @@ def factor_dtype_of(name: str | None) -> torch.dtype | None:
 
 
 def check_readers(strategy: str, policy: ClipPolicy, *, device_only: bool) -> None:
-    """Refuse what reads values where none may be read.
-
-    Args:
-        strategy: How the clipped sum is formed.
-        policy: How samples are clipped.
-        device_only: Whether no value of a tensor may be read.
-
-    Raises:
-        InvalidOptionError: The options contradict each other.
-    """
+    """Refuse options that read values where ``device_only`` forbids it."""
     if not device_only:
         return
     if strategy in TWO_PASS:

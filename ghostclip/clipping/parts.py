@@ -28,13 +28,7 @@ class PartlyKept(BookKeeping):
     puts_together = False
 
     def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str], keeper: Keeper | None = None) -> None:
-        """Make a pass that keeps no factor yet.
-
-        Args:
-            group_of: The parameters' clip groups, see `GroupNorms`.
-            dropped: Parameters whose factors are dropped, each used once.
-            keeper: As for `BookKeeping`.
-        """
+        # Each of the `dropped` parameters is used once.
         super().__init__(group_of, keeper=keeper)
         self._dropped = dropped
         self.seen: set[int] = set()
@@ -42,17 +36,13 @@ class PartlyKept(BookKeeping):
         self.measured_again: Callable[[Tensor], GroupNorms] | None = None
 
     def go_behind(self, repeats: Repeats, measured_again: Callable[[Tensor], GroupNorms]) -> None:
-        """Note that the next backward is that of the part which gets another one.
-
-        Args:
-            repeats: Compares its factors with those of the others.
-            measured_again: Runs it once more for the norms of a few samples, in float64.
-        """
+        """Note that the next backward is that of the part which gets another one."""
+        # `measured_again` runs it once more for the norms of a few samples, in float64.
         self.final = False
         self.repeats, self.measured_again = repeats, measured_again
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Keep a factor, or add its norm and drop it."""
+        """Store a factor, or add its norm and drop it."""
         if name not in self._dropped:
             super().consume(use, name, factor)
             return
@@ -62,7 +52,7 @@ class PartlyKept(BookKeeping):
         self.total.add_norm_of(name, factor)
 
     def exact(self, index_D: Tensor) -> GroupNorms:
-        """Return the norms of a few samples from float64: of what was kept, and of what is formed once more."""
+        """Return the norms of a few samples from float64, of stored factors and of those formed once more."""
         found = exact_norms(self._keeper.all_restored(self.factors), self.total, index_D)
         if self.measured_again is not None:
             found.merge(self.measured_again(index_D))
@@ -70,32 +60,17 @@ class PartlyKept(BookKeeping):
 
 
 class Parts:
-    """The backwards of one batch: one for what comes before a cut, two for what is behind it.
-
-    Attributes:
-        repeats: Compares the two.
-    """
+    """The backwards of one batch: one for the part before a cut, two for the part behind it."""
 
     repeats: Repeats
 
     def __init__(self, state: ClippingState, loss: Tensor, cut: Cut, keeper: Keeper) -> None:
-        """Run nothing yet.
-
-        Args:
-            state: What the strategies share.
-            loss: A scalar, where the first backward starts.
-            cut: Where it is interrupted.
-            keeper: Says in what form factors are held.
-        """
         self._state, self._loss, self._cut, self._keeper = state, loss, cut, keeper
         self._grad: Tensor | None = None
 
     def run(self, *, scale: float) -> None:
-        """Add the clipped sums of the batch.
-
-        Args:
-            scale: What turns the gradients that arrive into those of each sample's own loss.
-        """
+        """Add the clipped sums of the batch."""
+        # ``scale`` turns arriving gradients into those of each sample's own loss.
         state = self._state
         state.settle_doubt()
         listener = PartlyKept(state.groups(), dropped=self._cut.names, keeper=self._keeper)
@@ -110,14 +85,7 @@ class Parts:
         state.close(listener)
 
     def _measure(self, listener: PartlyKept) -> GroupNorms:
-        """Run the first backwards.
-
-        Args:
-            listener: Has heard of none.
-
-        Returns:
-            The norms of all samples.
-        """
+        """Run the first backwards and return the norms of all samples."""
         self._state.listen(listener, self._before)
         assert self._grad is not None
         self.repeats = Repeats(self._grad, self._loss.grad_fn, count=len(self._cut.names))
@@ -143,13 +111,7 @@ class Parts:
         return norms.norms()
 
     def _add_sums(self, listener: PartlyKept, weights: ClipWeights, scale: float) -> None:
-        """Contract what was kept, and run the last backward for what was not.
-
-        Args:
-            listener: Has measured.
-            weights: The weights of the samples.
-            scale: As for `BookKeeping.add_sums`.
-        """
+        """Contract what was stored, and run the last backward for what was not."""
         with torch.no_grad(), full_precision():
             listener.add_sums(self._state.store, weights, scale)
         self.repeats.begin_again()

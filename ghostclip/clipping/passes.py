@@ -51,57 +51,22 @@ class Sums(Protocol):
     """Accumulators of clipped sums."""
 
     def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is new.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            float32 or float64, contiguous; a new one holds whatever its memory held, and is to be written at once.
-        """
+        """Return the accumulator of a parameter, and whether it is new: uninitialised, to be written at once."""
 
     def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Add the clipped sums of several parameters of one shape.
-
-        Args:
-            names: Their names.
-            sums: Shape ``(L, *P)``, float32 or float64, contiguous; not used any more by who calls.
-        """
+        """Add the clipped sums ``(L, *P)`` of several parameters of one shape; consumes them."""
 
     def takes_at_once(self, elements: int) -> bool:
-        """Return whether the sums of several parameters may be formed together.
-
-        Args:
-            elements: Of all of them.
-
-        Returns:
-            True if so.
-        """
+        """Return whether the sums of several parameters, of so many elements, may be formed in one operation."""
 
     def in_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Return parameters in the order in which their sums are wanted.
-
-        Args:
-            names: Their names.
-
-        Returns:
-            The same names.
-        """
+        """Return parameters in the order in which their sums are wanted."""
 
     def complete(self, name: str) -> None:
-        """Note that nothing will be added to a parameter's sum any more in this backward.
-
-        Args:
-            name: The parameter's name.
-        """
+        """Note that nothing will be added to a parameter's sum any more in this backward."""
 
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Take the materialised per-sample gradients of a parameter (hooks only).
-
-        Args:
-            name: The parameter's name.
-            grad_BP: Gradients of each sample's own loss, shape ``(B, *P)``, P the parameter's, float32 or float64.
-        """
+        """Take the materialised per-sample gradients ``(B, *P)`` of a parameter, of each sample's own loss."""
 
 
 class Sequences(Protocol):
@@ -112,67 +77,32 @@ class Sequences(Protocol):
         """How the ranks share each batch: a `ghostclip.distributed.Shares`."""
 
     def common_numbers(self, what: str) -> random.Random:
-        """Return a generator that draws the same on all of them; called on all of them.
-
-        Args:
-            what: What it is for.
-
-        Returns:
-            The generator.
-        """
+        """Return a generator that draws the same on all of them; called on all of them."""
 
     def begin(self, forward: ForwardContext) -> None:
-        """Make sure that all ranks begin a backward through the same layers.
-
-        Args:
-            forward: This rank's forward.
-        """
+        """Check that all ranks begin a backward through the same layers."""
 
     def gather(self, factor: Factor) -> Factor:
-        """Return the whole gradients of the samples that are this rank's.
-
-        Args:
-            factor: Parts of the gradients of all samples.
-
-        Returns:
-            A factor of as many samples as each rank has of a batch.
-        """
+        """Return the whole gradients of this rank's samples, from parts of the gradients of all samples."""
 
 
 class Pass(ABC):
-    """Listens to one backward.
+    """Listens to one backward."""
 
-    Attributes:
-        forwards: The forwards whose uses arrived.
-        streams: The streams that their gradients arrived on.
-        final: Whether no other backward follows, so that what uses have saved may go.
-        only: Parameters whose factors are taken; None for all.
-    """
-
-    final = True
-    only: Collection[str] | None = None
+    final = True  # whether no other backward follows, so that what uses have saved may go
+    only: Collection[str] | None = None  # parameters whose factors are taken; None for all
     _arriving: Tensor | None = None
     _alike: Alike
 
     def __init__(self, ranks: SharedSamples | None = None) -> None:
-        """Make a pass that has heard of no use.
-
-        Args:
-            ranks: Those that have parts of the same samples' gradients; None where this process has them whole.
-        """
-        self.forwards: list[ForwardContext] = []
+        self.forwards: list[ForwardContext] = []  # the forwards whose uses arrived
         self._ranks = ranks
         self._spread: defaultdict[str, list[Factor]] = defaultdict(list)
         workspace.renew()
-        self.streams = Streams()
+        self.streams = Streams()  # the streams that their gradients arrived on
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output and pass its factors on.
-
-        Args:
-            use: The use.
-            grad: Shape and dtype of the output.
-        """
+        """Take the gradient of a use's output and pass its factors on."""
         self._meet(use, grad)
         with undisturbed():
             self._take(use, grad)
@@ -187,7 +117,7 @@ class Pass(ABC):
             self.streams.note(grad.device)
 
     def _wait(self, use: ParamUse, grad: Tensor) -> None:
-        """Note a use that waits for its likes; form the factors of all that wait once they are many."""
+        """Note a use that waits for similar ones; form the factors of all that wait once they are many."""
         if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
             self._meet(use, grad)
         if self._alike.full:
@@ -211,14 +141,14 @@ class Pass(ABC):
         )
 
     def _holds(self, use: ParamUse, name: str, factor: Factor) -> bool:
-        """Hold a factor back that is a part of one, of some of a sample's positions; returns whether it is."""
+        """Defer a factor that is a part of one, of some of a sample's positions; return whether it is."""
         if self._ranks is None or not use.forward.spread.get(name, False):
             return False
         self._spread[name].append(formed(factor))
         return True
 
     def _brought_together(self) -> list[tuple[str, Factor]]:
-        """Return the factors that were held back, whole: the sums of all ranks' parts, in one exchange."""
+        """Return the deferred factors, whole: the sums of all ranks' parts, in one exchange."""
         if self._ranks is None or not self.forwards:
             return []
         names = sorted({name for one in self.forwards for name, spread in one.spread.items() if spread})
@@ -247,15 +177,7 @@ class Pass(ABC):
         ]
 
     def admit(self, forward: ForwardContext) -> None:
-        """Take in a forward; all forwards of one backward must have the same samples, and each is taken once.
-
-        Args:
-            forward: The forward.
-
-        Raises:
-            GhostClipError: A backward went through it before.
-            BatchAxisError: Its number of samples differs from that of a forward taken in before.
-        """
+        """Add a forward once; all forwards of one backward must have the same samples."""
         if forward.consumed:
             message = (
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
@@ -274,13 +196,7 @@ class Pass(ABC):
 
     @abstractmethod
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Take one parameter's factor.
-
-        Args:
-            use: The use that it comes from.
-            name: The parameter's name.
-            factor: The parameter's per-sample gradients through this use alone.
-        """
+        """Take one parameter's factor, through one use."""
 
 
 @contextmanager
@@ -295,7 +211,7 @@ def undisturbed() -> AbstractContextManager[None]:
 
 
 class BookKeeping(Pass):
-    """One backward: keep every factor (or the per-sample gradient where that is smaller), then contract once."""
+    """One backward: store every factor (or the per-sample gradient where that is smaller), then contract once."""
 
     def __init__(
         self,
@@ -307,17 +223,9 @@ class BookKeeping(Pass):
         sequences: Sequences | None = None,
         ranks: SharedSamples | None = None,
     ) -> None:
-        """Make a pass that keeps no factor yet.
-
-        Args:
-            group_of: The parameters' clip groups, see `GroupNorms`.
-            kept_layers: Says, when the first gradient arrives, of which parameters per-sample gradients are kept
-                although their factors are smaller; see `Planner`.
-            keeper: Says in what form factors are held; None where all are held as they are.
-            device_only: Read no value of a tensor: no sample is measured again.
-            sequences: Brings factors together of which each rank has some positions only.
-            ranks: As for `Pass`.
-        """
+        # kept_layers: returns, when the first gradient arrives, the parameters whose per-sample gradients are stored
+        # although their factors are smaller; see `Planner`. keeper: form in which factors are stored. device_only: no
+        # value is read, so that no sample is measured again.
         super().__init__(ranks)
         self._device_only = device_only
         self._sequences = sequences
@@ -337,12 +245,7 @@ class BookKeeping(Pass):
     puts_together = True
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output; the first one decides what is kept.
-
-        Args:
-            use: The use.
-            grad: Shape and dtype of the output.
-        """
+        """Take the gradient of a use's output; the first one decides what is stored."""
         if self._keep is None:
             self._keep = self._kept_layers(use, grad)
             if self._sequences is not None:
@@ -353,7 +256,7 @@ class BookKeeping(Pass):
         self._wait(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Keep a factor and add its squared norm."""
+        """Store a factor and add its squared norm."""
         if self._holds(use, name, factor):
             return
         if self._sequences is not None:
@@ -423,29 +326,15 @@ class BookKeeping(Pass):
             self.total.complete(self.forwards[0].batch_size)
 
     def exact(self, index_D: Tensor) -> GroupNorms:
-        """Return the norms of a few samples from float64.
-
-        Args:
-            index_D: The samples, shape ``(D,)``.
-
-        Returns:
-            Their norms alone.
-        """
+        """Return the norms of a few samples from float64."""
         found = exact_norms(self._keeper.all_restored(self.factors), self.total, index_D)
         found.complete(len(index_D))
         return found
 
     def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
-        """Contract every factor into its parameter's sum, dropping it at once.
-
-        Args:
-            sums: Where sums go.
-            weights: The weights of the samples.
-            scale: What the arrived gradients must be multiplied by to be those of each sample's own loss.
-
-        Raises:
-            TamperedGradientError: A factor was changed in place after its norm had been taken.
-        """
+        """Contract every factor into its parameter's sum, dropping it at once."""
+        # `scale` turns the arrived gradients into those of each sample's own loss. A factor that was changed in place
+        # after its norm had been taken is refused.
         if weights.ill_conditioned_B is not None:
             self._take_apart()
         self._take_apart(lambda joint: not sums.takes_at_once(joint.elements))
@@ -473,17 +362,13 @@ class BookKeeping(Pass):
         sums.complete(name)
 
     def _leaves_out(self) -> bool:
-        """Note which samples are certain where no value may be read; returns whether that is so."""
+        """Note which samples are certain where no value may be read; return whether that is so."""
         if self._device_only and self.forwards:
             self.certain_B = self.total.certain_B(self.forwards[0].batch_size)
         return self._device_only
 
     def _take_apart(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
-        """Treat every parameter by itself, as some samples must be.
-
-        Args:
-            which: Whether to take apart what was put together.
-        """
+        """Split joined parameters, all or some, so that each is treated by itself, as some samples must be."""
         joints, self._joints = self._joints, []
         for joint in joints:
             if not which(joint):
@@ -530,16 +415,9 @@ class Hooks(BookKeeping):
 
 
 class OneOfTwo(Pass):
-    """One of two backwards that must repeat each other; what is small waits for its likes."""
+    """One of two backwards that must repeat each other; small gradients wait for similar ones."""
 
     def __init__(self, repeats: Repeats, *, puts_together: bool, ranks: SharedSamples | None) -> None:
-        """Make a pass that has heard of no use.
-
-        Args:
-            repeats: Compares what arrives with what arrives in other passes.
-            puts_together: Whether small layers of one form are measured, or summed, together.
-            ranks: As for `Pass`.
-        """
         super().__init__(ranks)
         self._repeats, self._puts_together = repeats, puts_together
         self._alike = Alike(
@@ -547,12 +425,7 @@ class OneOfTwo(Pass):
         )
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output.
-
-        Args:
-            use: The use.
-            grad: Shape and dtype of the output.
-        """
+        """Take the gradient of a use's output."""
         if self._is_noted_whole(use):
             # Its factors follow from these, formed alone or not.
             self._repeats.note_use(use, grad)
@@ -570,7 +443,7 @@ class OneOfTwo(Pass):
             self._repeats.note(name, factor)
 
     def _waits(self, name: str, factor: Factor) -> bool:
-        """Let a small gradient wait for its likes; returns whether it does."""
+        """Let a small gradient wait for similar ones; return whether it does."""
         if not (self._puts_together and self._may_wait(factor) and self._alike.takes_gradients(name, factor)):
             return False
         if self._alike.gradients_full:
@@ -583,7 +456,7 @@ class OneOfTwo(Pass):
         self._alike.finish_gradients()
 
     def _takes(self, use: ParamUse, grad: Tensor) -> bool:
-        """Let a small layer wait for its likes; returns whether it does."""
+        """Let a small layer wait for similar ones; return whether it does."""
         return self.only is None and self._ranks is None and self._alike.takes(use, grad, frozenset())
 
     def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
@@ -602,11 +475,7 @@ class OneOfTwo(Pass):
 
 
 class NormPass(OneOfTwo):
-    """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived.
-
-    Attributes:
-        kept: Small gradients that were measured, for the second backward to add as they are.
-    """
+    """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
 
     final = False
 
@@ -620,17 +489,9 @@ class NormPass(OneOfTwo):
         index_D: Tensor | None = None,
         ranks: SharedSamples | None = None,
     ) -> None:
-        """Make a pass that has heard of no use.
-
-        Args:
-            group_of: The parameters' clip groups, see `GroupNorms`.
-            shared: Parameters known to be used more than once.
-            repeats: Compares the factors with those of other passes.
-            instantiate: Form each layer's per-sample gradient for its norm (fast gradient clipping).
-            index_D: Samples whose norms rounding may have changed, shape ``(D,)``; if given, only theirs are computed,
-                in float64.
-            ranks: As for `Pass`.
-        """
+        # shared: parameters known to be used more than once. instantiate: form each layer's per-sample gradient for its
+        # norm (fast gradient clipping). index_D: samples whose norms rounding may have changed; only theirs are
+        # computed then, in float64.
         self.total = GroupNorms(group_of, ranks)
         super().__init__(repeats, puts_together=index_D is None and len(self.total.sums) == 1, ranks=ranks)
         self.seen: set[int] = set()
@@ -642,16 +503,11 @@ class NormPass(OneOfTwo):
         self._instantiate, self._index_D = instantiate, index_D
         self._together = Together(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
-        self.kept: list[Joint] = []
+        self.kept: list[Joint] = []  # small gradients that were measured, for the second backward to add as they are
         self._kept_elements = 0
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output.
-
-        Args:
-            use: The use.
-            grad: Shape and dtype of the output.
-        """
+        """Take the gradient of a use's output."""
         self.seen.add(id(use))
         self.order += use.site.consumed
         super().receive(use, grad)
@@ -670,7 +526,7 @@ class NormPass(OneOfTwo):
         super()._take_alone(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Add a factor's squared norm and drop it, or keep it for cross terms; small ones wait for their likes."""
+        """Add a factor's squared norm and drop it, or store it for cross terms; small ones wait for similar ones."""
         self._note(use, name, factor)
         if self._holds(use, name, factor):
             return
@@ -735,11 +591,9 @@ class NormPass(OneOfTwo):
 
 
 class SumPass(OneOfTwo):
-    """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once.
+    """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
-    Small gradients that were kept when they were measured are not formed again.
-    """
-
+    # Small gradients that were stored when they were measured are not formed again.
     def __init__(
         self,
         sums: Sums,
@@ -750,17 +604,9 @@ class SumPass(OneOfTwo):
         several: set[str],
         ranks: SharedSamples | None = None,
     ) -> None:
-        """Make the second pass of a batch whose clip weights are known.
-
-        Args:
-            sums: Where sums go.
-            weights: The weights of the samples.
-            repeats: Compares the factors with those that the norms are of.
-            expected: The uses that the norm pass heard of; None where recomputation makes new ones.
-            several: Parameters that it heard of more than once.
-            ranks: As for `Pass`.
-        """
         # Where sums are sent on as they come, none waits.
+        # expected: uses that the norm pass has met; None where recomputation makes new ones. several: parameters that
+        # it met more than once.
         together = weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
         super().__init__(repeats, puts_together=together, ranks=ranks)
         self._sums, self._weights = sums, weights
@@ -769,22 +615,13 @@ class SumPass(OneOfTwo):
         self._kept_names: frozenset[str] = frozenset()
 
     def take_kept(self, kept: Sequence[Joint]) -> None:
-        """Take small gradients, which are added in the place of what this backward brings of their parameters.
-
-        Args:
-            kept: As the norm pass measured them; nothing is taken where each parameter's sum is formed by itself.
-        """
+        """Take small gradients of the norm pass, which replace what this backward brings of their parameters."""
         if self._puts_together:
             self._kept = list(kept)
             self._kept_names = frozenset(name for joint in kept for name in joint.names)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output, of which nothing is formed where all that it tells was kept.
-
-        Args:
-            use: The use.
-            grad: Shape and dtype of the output.
-        """
+        """Take the gradient of a use's output; nothing is formed where all its parameters' gradients were stored."""
         if not (self._kept_names.issuperset(use.site.names) and self._is_noted_whole(use)):
             super().receive(use, grad)
             return
@@ -823,7 +660,7 @@ class SumPass(OneOfTwo):
                 self._add(name, factor)
 
     def _add_kept(self) -> None:
-        """Add what was kept, in the place of what this backward brought."""
+        """Add what was stored instead of what this backward brought."""
         kept, self._kept, self._kept_names = self._kept, [], frozenset()
         while kept:
             joint = kept.pop(0)
@@ -838,7 +675,7 @@ class SumPass(OneOfTwo):
             self._sums.complete(name)
 
     def finish(self) -> None:
-        """Add what waited: for others that are like it, for all uses of a parameter, and for other ranks."""
+        """Add what waited: for similar ones, for all uses of a parameter, and for other ranks."""
         self._finish_waiting()
         self._add_kept()
         for name, factor in self._brought_together():
@@ -848,20 +685,14 @@ class SumPass(OneOfTwo):
 
 @dataclass(frozen=True)
 class ClipWeights:
-    """Weights of the samples in the clipped sum.
+    """Weights of the samples in the clipped sum."""
 
-    Attributes:
-        coef_GB: Coefficients of every clip group, including the scale of the loss.
-        group_of: The parameters' clip groups, see `GroupNorms`.
-        keep_B: True for finite samples; None when all are. The others are masked out (0·NaN is NaN).
-        ill_conditioned_B: Samples whose gradients nearly cancel; None when there are none. Their contributions are
-            formed in float64, over all uses of a parameter, before they are added, so that what is added has the norm
-            that was computed for it, and what is huge and cancels meets no other sample's contribution.
-    """
-
-    coef_GB: Sequence[Tensor]
+    coef_GB: Sequence[Tensor]  # coefficients of every clip group, including the scale of the loss
     group_of: Mapping[str, int] = field(default_factory=dict)
-    keep_B: Tensor | None = None
+    keep_B: Tensor | None = None  # True for finite samples; None when all are. The others are masked out (0·NaN is NaN)
+    # samples whose gradients nearly cancel; None when there are none. Their contributions are formed in float64, over
+    # all uses of a parameter, before they are added, so that what is added has the norm that was computed for it, and
+    # what is huge and cancels meets no other sample's contribution
     ill_conditioned_B: Tensor | None = None
     _converted: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
     _apart: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -877,14 +708,8 @@ class ClipWeights:
         return self._converted[key]
 
     def into(self, sums: Sums, factor: Factor, name: str, *, more: bool = False) -> None:
-        """Add a factor's clipped sum to its parameter's.
-
-        Args:
-            sums: Where sums go.
-            factor: The parameter's per-sample gradients through one use.
-            name: The parameter's name.
-            more: Whether others of the same parameter may follow, with which this one may cancel.
-        """
+        """Add a factor's clipped sum to its parameter's."""
+        # ``more``: other uses may follow, with which this one may cancel.
         buffer, is_new = sums.buffer(name)
         kept = factor if self.keep_B is None else factor.masked(self.keep_B)
         group = self.group_of.get(name, 0)
@@ -903,21 +728,12 @@ class ClipWeights:
             self._add_apart(sums, name)
 
     def into_several(self, sums: Sums, joint: Joint) -> None:
-        """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned.
-
-        Args:
-            sums: Where sums go.
-            joint: Their per-sample gradients.
-        """
+        """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned."""
         kept = joint if self.keep_B is None else joint.masked(self.keep_B)
         sums.add_several(kept.names, kept.clipped_sums(self._coefficients(0, kept.like)))
 
     def finish(self, sums: Sums) -> None:
-        """Add what waited for all uses of a parameter.
-
-        Args:
-            sums: Where sums go.
-        """
+        """Add what waited for all uses of a parameter."""
         for name in list(self._apart):
             self._add_apart(sums, name)
 
@@ -934,18 +750,10 @@ def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool
 
 
 def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
-    """Return the per-sample gradient itself where it is no larger than the factors it replaces.
-
-    Where it depends on the size of the batch what is kept, the factors of gradients that nearly cancel are: what is
-    left of these is rounded otherwise in either form, and no sample's contribution may depend on how many there are.
-
-    Args:
-        factor: The factor.
-        always: Whether it is wanted where it is larger.
-
-    Returns:
-        The factor itself, or one that holds the gradient in its place.
-    """
+    """Return a factor of the per-sample gradient itself where it is no larger than the factors, or always."""
+    # Where that depends on the size of the batch, factors of gradients that nearly cancel are stored instead: what is
+    # left of these is rounded differently in either form, and no sample's contribution may depend on how many there
+    # are.
     if type(factor) is Dense:
         return factor
     if isinstance(factor, Placed):

@@ -244,7 +244,7 @@ def finite_samples(norm_GB: Sequence[Tensor]) -> Tensor:
 
 
 def _alike(norm_GB: Sequence[Tensor]) -> bool:
-    """Return whether norms have one device and one dtype, so that those of all groups can be put side by side."""
+    """Return whether norms have one device and one dtype, so that those of all groups can be stacked."""
     return len({(norm_B.device, norm_B.dtype) for norm_B in norm_GB}) == 1
 
 

@@ -30,22 +30,16 @@ _VALUES_EACH: Final = 8
 class Repeats:
     """Lets several backwards through one forward repeat each other, and compares what they bring.
 
-    Of every eighth factor and of the last one, whose gradient has come through the other layers, some values of every
-    sample are kept: what changes on one way through the model only, close to its beginning, may not be met. Kernels
-    that sum in an order of their own (attention on a GPU) repeat themselves up to rounding: differences up to √u of the
-    values' norm are let pass, u the distance from 1 to the next number of the coarsest type that the backward computes
-    in: what float32 adapters receive has come through layers of 16 bits.
-
     Cost:
         At most some hundred values of each sample for the factors that are compared; a hundredth of a small model's
         backward, nothing to speak of in a large one's.
-
-    Args:
-        loss: What is propagated back; random numbers drawn on its device are put back too.
-        node: The node of the graph where the backward starts.
-        count: How many factors a backward brings.
     """
 
+    # Of every eighth factor and of the last one, whose gradient has come through the other layers, some values of every
+    # sample are stored: a change on one path through the model only, close to its beginning, may be missed. Kernels
+    # that sum in an order of their own (attention on a GPU) repeat themselves up to rounding: differences up to √u of
+    # the values' norm pass, u the distance from 1 to the next number of the coarsest dtype that the backward computes
+    # in: what float32 adapters receive has come through layers of 16 bits.
     def __init__(self, loss: Tensor, node: Any, *, count: int) -> None:
         self._node, self._count = node, count
         self._randomness = Randomness([loss], only_torch=True)
@@ -57,11 +51,7 @@ class Repeats:
         self._is_first = True
 
     def begin_again(self, *, anew: bool = False) -> None:
-        """Note that the next backward begins, whose factors are compared with those of the first.
-
-        Args:
-            anew: Whether what arrived so far is of no use, so that the next one is the first.
-        """
+        """Note that the next backward begins, which is compared with the first, or becomes the first with ``anew``."""
         self._randomness.restore()
         self._arrived = 0
         self._is_first = anew
@@ -69,23 +59,13 @@ class Repeats:
             self._first.clear()
 
     def note(self, name: str, factor: Factor) -> None:
-        """Take note of a factor.
-
-        Args:
-            name: Its parameter's name.
-            factor: As it arrived.
-        """
+        """Note a factor as it arrived."""
         number = self._compared(1)
         if number is not None:
             self._compare(number, name, [_some(tensor) for tensor in tensors_of(factor)])
 
     def note_use(self, use: ParamUse, grad: Tensor) -> None:
-        """Take note of a use of parameters whose factors follow from its gradient and what it saved, by a rule alone.
-
-        Args:
-            use: The use.
-            grad: The gradient of its output, as it arrived.
-        """
+        """Note a use of parameters whose factors follow from its gradient and what it saved, by a rule alone."""
         number = self._compared(len(use.site.consumed))
         if number is None:
             return
@@ -95,7 +75,7 @@ class Repeats:
         self._compare(number, use.site.names[0], values)
 
     def _compared(self, factors: int) -> int | None:
-        """Count factors that arrive; returns the number under which they are compared, if any is to be."""
+        """Count factors that arrive; return the number under which they are compared, None for most."""
         number, self._arrived = self._arrived, self._arrived + factors
         if number // _EVERY == self._arrived // _EVERY and self._arrived != self._count:
             return None
@@ -115,15 +95,9 @@ class Repeats:
                 self._names.append(name)
 
     def require(self) -> "Verdict | None":
-        """Refuse a backward that brought other gradients than the first.
-
-        Returns:
-            Where reading the answer would wait for a device, the answer, to be read with the next value that is read:
-            until then the sums must be nothing where it is yes. None where it is no.
-
-        Raises:
-            TamperedGradientError: It did; its sums must not be used.
-        """
+        """Refuse a backward that brought other gradients than the first."""
+        # Where reading the answer would wait for a device, it is returned, to be read with the next value that is read:
+        # until then the sums must become nothing where it is yes.
         verdict = None
         if self._pairs and self._unlike is None:
             verdict = _verdict(self._pairs, self._names, _coarsest(self._node))
@@ -138,22 +112,13 @@ class Repeats:
 
 
 class Verdict(NamedTuple):
-    """Whether a second backward brought other gradients than the first.
+    """Whether a second backward brought other gradients than the first."""
 
-    Attributes:
-        differs_K: Whether it did, by what was compared, shape ``(K,)``, bool.
-        names: The parameters.
-    """
-
-    differs_K: Tensor
+    differs_K: Tensor  # by what was compared
     names: list[str]
 
     def require(self) -> None:
-        """Refuse if it did; the device is waited for.
-
-        Raises:
-            TamperedGradientError: It did.
-        """
+        """Refuse if it did; the device is waited for."""
         found = self.differs_K.tolist()
         if any(found):
             raise TamperedGradientError(_unlike(self.names[found.index(True)]))
@@ -168,7 +133,7 @@ def _unlike(name: str) -> str:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor's values, evenly spread, of all rows of its leading axis; whole numbers in float64."""
+    """Return a view of a tensor's values, evenly spread, of all rows of its leading axis; integers as float64."""
     most = _VALUES if tensor.dim() <= 2 else _VALUES_EACH
     for axis, size in enumerate(tensor.shape[1:], start=1):
         if size > most:
@@ -177,13 +142,13 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _coarsest(node: Any) -> float:
-    """Return the largest distance from 1 to the next number among the types of a backward's gradients."""
+    """Return the largest distance from 1 to the next number among the dtypes of a backward's gradients."""
     types = {about.dtype for behind in nodes_behind([node]) for about in _torch.outputs_of(behind)}
     return max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point), default=0.0)
 
 
 def _verdict(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], unit: float) -> Verdict:
-    """Compare pairs of values, those of one type and device together: a few operations, and not as many for each."""
+    """Compare pairs of values, those of one dtype and device at once."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for number, (was, _) in enumerate(pairs):
         alike[was.dtype, was.device].append(number)
@@ -194,15 +159,8 @@ def _verdict(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], unit:
 
 
 def _differ(pairs: Sequence[tuple[Tensor, Tensor]], unit: float) -> Tensor:
-    """Return whether values differ by more than rounding; where they are not finite, nothing is contributed.
-
-    Args:
-        pairs: K pairs of tensors of one shape, all of one type, on one device.
-        unit: The distance from 1 to the next number of the coarsest type that they were computed in.
-
-    Returns:
-        Shape ``(K,)``, bool.
-    """
+    """Return whether K pairs of tensors differ by more than rounding, ``(K,)``; values that are not finite never do."""
+    # unit: the distance from 1 to the next number of the coarsest dtype that they were computed in.
     first_N, second_N = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
     finite_N = first_N.isfinite()
     before_N, after_N = (values_N.where(finite_N, 0).double() for values_N in (first_N, second_N))

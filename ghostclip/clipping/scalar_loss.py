@@ -48,29 +48,17 @@ _Key = tuple[Any, ...]
 
 @dataclass
 class _Seen:
-    """Record of one way through a loss.
+    """Record of one path through a loss."""
 
-    Attributes:
-        row_map: How the rows of its values map to samples.
-        place: Where these values stand on the way; None for its end.
-        scale: The factor that it had.
-    """
-
-    row_map: RowMap = WHOLE
-    place: int | None = None
-    scale: Scale | None = None
+    row_map: RowMap = WHOLE  # how the rows of its values map to samples
+    place: int | None = None  # index of these values on the path; None for its end
+    scale: Scale | None = None  # the factor that it had
 
 
 class LossExaminer:
-    """Examines the scalar losses of one model."""
+    """Examiner of the scalar losses of one model."""
 
     def __init__(self, reduction: str, evidence: Evidence) -> None:
-        """Make an examiner that has seen no loss.
-
-        Args:
-            reduction: How they are declared to be reduced, ``"mean"`` or ``"sum"``.
-            evidence: Says whether proofs are asked for, and is told of them.
-        """
         self._reduction, self._evidence = reduction, evidence
         self._seen: dict[_Key, _Seen] = {}
         self._constants: dict[_Key, float] = {}
@@ -82,20 +70,10 @@ class LossExaminer:
         grads: Sequence[Tensor | None],
         forwards: Sequence[ForwardContext],
     ) -> None:
-        """Refuse a loss that is not shown to be a sum over samples of the declared scale.
-
-        Args:
-            capture: Whose forwards it comes from.
-            roots: Where its backward starts.
-            grads: Gradients given for them; empty where none are.
-            forwards: Those that it leads to.
-
-        Raises:
-            LossReductionError: Its scale, or its form, is not shown to be independent of other samples; or a hook
-                stands between it and the outputs; or it is a mean, and gradients do not follow their scale.
-            SampleMixingError: One sample's loss depends on other samples' outputs or targets.
-            UncoveredParameterError: It goes through a trainable parameter that is no part of the model.
-        """
+        """Refuse a loss that is not shown to be a sum over samples of the declared scale."""
+        # Refused: a scale or form not shown to be independent of other samples, a hook between loss and outputs, a mean
+        # whose gradients do not follow their scale, losses that mix samples, and trainable parameters outside the
+        # model.
         forward = forwards[0]
         if forward.is_dummy:
             return
@@ -128,16 +106,7 @@ class LossExaminer:
         self._evidence.refuse_padding(capture, roots, chain.from_iterable(found.values()), forward)
 
     def examine_losses(self, capture: CaptureContext, losses_B: Tensor, forward: ForwardContext) -> None:
-        """Refuse losses of samples that have a factor in common which is another one than in earlier steps.
-
-        Args:
-            capture: Whose forward they come from.
-            losses_B: Losses of samples, shape ``(B,)``.
-            forward: The forward.
-
-        Raises:
-            LossReductionError: They have, or one that may follow other samples; or they take padding in.
-        """
+        """Refuse losses of samples with a common factor that differs from earlier steps or may follow other samples."""
         if losses_B.grad_fn is None or forward.is_dummy:
             return
         found, size = ways_of(losses_B, frozenset(forward.use_counts)), forward.batch_size
@@ -157,7 +126,7 @@ class LossExaminer:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
 
     def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
-        """Compare the factors of ways to the same values with those of earlier steps."""
+        """Compare the factors of paths to the same values with those of earlier steps."""
         seen = self._seen.setdefault(key, _Seen())
         forms = frozenset.intersection(*(scale.forms for scale in scales))
         scale = Scale(forms, sum(scale.constant for scale in scales))
@@ -170,7 +139,7 @@ class LossExaminer:
         )
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
-        """Return where a backward starts, with the gradient that it starts from as a factor."""
+        """Return the roots of a backward, with the gradient that it starts from as a factor."""
         edge = edge_of(root)
         numbers: tuple[Number, ...] = ()
         if grad is not None and grad.numel():
@@ -194,7 +163,7 @@ class LossExaminer:
             seen.row_map, seen.place = row_map, place
 
     def _counts(self, *, is_new: bool) -> Counts:
-        """Return what counts in the batch: a factor that was looked at before is compared, and nothing else."""
+        """Return the batch's counts: a factor that was checked before is compared, and nothing else."""
         return self._evidence.padding.counts if is_new else tuple
 
     def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:

@@ -18,16 +18,8 @@ from ghostclip.kernels.rows import add_rows_
 
 
 def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
-    """Return the positions that count in torch's own loss at the end of a path, if samples count equally many.
-
-    Args:
-        path: One way through a loss.
-        row_map: How the rows at its end map to samples.
-        batch_size: B.
-
-    Returns:
-        Their number; 0 where there is no such loss, where classes have weights, or where samples differ.
-    """
+    """Return the number of counted positions in torch's own loss at the end of a path, if equal for all samples."""
+    # 0 where there is no such loss, where classes have weights, or where samples differ.
     if not _torch.has_saved(path.loss, "ignore_index") or _torch.saved(path.loss, "weight") is not None:
         return 0
     share_B = _shares(path.loss, row_map, batch_size)
@@ -36,23 +28,11 @@ def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
 
 
 def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, roots: Any, grads: Any) -> None:
-    """Refuse a mean whose divisor depends on all samples together.
-
-    ``cross_entropy(..., ignore_index=-100)`` over the tokens of a batch divides by the number of tokens that count in
-    the whole batch (or by the sum of their class weights); ``losses[mask].mean()`` by the number that a mask lets
-    through. Where samples differ in that number, removing one sample rescales all others.
-
-    Args:
-        path: One way through a loss, with a mean over samples.
-        row_map: How the rows at its end map to samples.
-        batch_size: B, at least 2.
-        picked: Whether values were picked on the way.
-        roots: Where the loss's backward starts.
-        grads: Gradients given for these; empty where none are.
-
-    Raises:
-        LossReductionError: Samples have different shares of the divisor.
-    """
+    """Refuse a mean whose divisor depends on all samples."""
+    # cross_entropy(..., ignore_index=-100) over the tokens of a batch divides by the number of tokens that count in the
+    # whole batch (or by the sum of their class weights); losses[mask].mean() by the number that a mask lets through.
+    # Where samples differ in that number, removing one sample rescales all others. `picked`: values were picked on the
+    # way.
     share_B = None
     if picked:
         share_B = _weights(path, row_map, batch_size, roots, grads)
@@ -71,7 +51,7 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
 
 
 def _uneven(loss: Any, share_B: Tensor) -> str:
-    """Say that samples have different parts of a divisor of the batch, and what to write in its place."""
+    """Return the error text for samples with different parts of a divisor of the batch, with the remedy."""
     weighted = _torch.saved(loss, "weight") is not None
     if weighted or _torch.saved(loss, "target").numel() == share_B.numel():
         divisor = "the sum of the class weights of" if weighted else "how many samples ignore_index leaves over in"
@@ -90,15 +70,7 @@ def _uneven(loss: Any, share_B: Tensor) -> str:
 
 
 def not_over_samples(count: int, batch_size: int) -> str:
-    """Say that a mean is over values that samples do not share evenly.
-
-    Args:
-        count: How many values.
-        batch_size: B.
-
-    Returns:
-        The text for a ``LossReductionError``.
-    """
+    """Return the text of a ``LossReductionError``: the mean is over values that samples do not share evenly."""
     return (
         f"the loss is a mean over {count} values for a batch of {batch_size} samples: part of the batch was left out, "
         "or samples have different numbers of values. Use reduction='none' and give one loss a sample, shape (B,)."
@@ -120,7 +92,7 @@ def _shares(loss: Any, row_map: RowMap, batch_size: int) -> Tensor:
 
 
 def _weights(path: Path, row_map: RowMap, batch_size: int, roots: Any, grads: Any) -> Tensor:
-    """Return what each sample's values are multiplied by in the loss, summed, float64."""
+    """Return the sum of the factors of each sample's values in the loss, float64."""
     (edge,) = path.ends[:1]
     found: Tensor | None
     (found,) = torch.autograd.grad(roots, [GradientEdge(*edge)], list(grads) or None, retain_graph=True)

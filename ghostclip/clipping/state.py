@@ -16,21 +16,9 @@ from ghostclip.clipping.store import GradientStore, Sharded
 
 
 class ClippingState:
-    """Runs backwards for the strategies, and begins and ends what each of them adds to the sums.
+    """State that the strategies of one clipper share: begins and ends what each of them adds to the sums."""
 
-    Attributes:
-        model: The model.
-        capture: Sees what its forwards and backwards do with parameters.
-        decisions: Norms to coefficients.
-        store: The clipped sums.
-        sharded: The ranks that hold the model's parameters in parts.
-        ranks: Those of them that work on the same samples.
-        sequences: The ranks over which sequences are split.
-        mean: Whether a scalar loss is a mean over the samples, else their sum.
-        generation: How often the sums were forgotten.
-    """
-
-    generation = 0
+    generation = 0  # how often the sums were reset
     _doubt: Verdict | None = None
 
     def __init__(
@@ -43,23 +31,14 @@ class ClippingState:
         sequences: Sequences | None,
         mean: bool,
     ) -> None:
-        """Begin with sums of nothing.
-
-        Args:
-            model: The model.
-            capture: Attached to it.
-            decisions: Holds the policy.
-            sharded: See the class.
-            sequences: See the class.
-            mean: See the class.
-        """
         self.model = model
         self.capture = capture
         self.decisions = decisions
         self.sharded = sharded
+        # those of `sharded` that work on the same samples
         self.ranks = None if sharded is None else sharded.shared_samples
-        self.sequences = sequences
-        self.mean = mean
+        self.sequences = sequences  # ranks over which sequences are split
+        self.mean = mean  # whether a scalar loss is a mean over the samples, else their sum
         substitution = capture.substitution
         self.store = GradientStore(
             substitution.parameters,
@@ -68,20 +47,12 @@ class ClippingState:
         )
 
     def listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
-        """Run a backward.
-
-        Args:
-            listener: Receives the gradients of the uses of parameters.
-            run: Runs it.
-
-        Returns:
-            What `run` returns.
-        """
+        """Run a backward that a listener receives, and return what ``run`` returns."""
         with self.capture.listening(listener), self.capture.substituted():
             return run()
 
     def groups(self) -> Mapping[str, int]:
-        """Return the clip group of every trainable parameter, as the policy says for those that are trainable now."""
+        """Return the clip group of every parameter that is trainable now."""
         self.decisions.device = next(self.model.parameters()).device
         if type(self.decisions.policy.grouping) is Whole:
             return self.decisions.open([]).group_of
@@ -89,34 +60,16 @@ class ClippingState:
         return self.decisions.open([name for name, parameter in named if parameter.requires_grad]).group_of
 
     def forward_of(self, listener: Pass) -> ForwardContext:
-        """Return the forward that a backward went through.
-
-        Args:
-            listener: Heard it.
-
-        Returns:
-            The first of several; the latest one where the backward met no parameter.
-        """
+        """Return the forward that a backward went through."""
+        # The first of several, the latest where it met no parameter.
         return listener.forwards[0] if listener.forwards else self.capture.forward
 
     def scale(self, forward: ForwardContext, *, per_sample: bool) -> float:
-        """Return what turns the gradients that arrive into those of each sample's own loss: a mean has divided by B.
-
-        Args:
-            forward: The forward that the loss comes from.
-            per_sample: Whether the loss was given sample by sample.
-
-        Returns:
-            The factor.
-        """
+        """Return the factor from arriving gradients to those of each sample's own loss: a mean has divided by B."""
         return float(max(1, forward.batch_size)) if self.mean and not per_sample else 1.0
 
     def all_or_nothing(self, add: Callable[[], object]) -> None:
-        """Drop every sum when adding to them fails half-way: half a batch must never be released.
-
-        Args:
-            add: Adds the sums of a batch.
-        """
+        """Add the sums of a batch, and drop every sum if that fails half-way: half a batch must never be released."""
         try:
             add()
         except BaseException:
@@ -124,12 +77,8 @@ class ClippingState:
             raise
 
     def close(self, listener: Pass, *, rows: int | None = None) -> None:
-        """Note that the sums of a backward are complete, and let go of what it needed.
-
-        Args:
-            listener: Heard the backward.
-            rows: How many samples were in it, where places were left empty; what lies in these is not noted.
-        """
+        """Note that the sums of a backward are complete, and release what it needed."""
+        # `rows`: number of samples where rows were left empty; what lies in these is not noted.
         listener.streams.part()
         for forward in listener.forwards:
             forward.consumed = True
@@ -150,13 +99,7 @@ class ClippingState:
         return {name: self.store.summed_gradient(p) for name, p in parameters.items() if p.requires_grad}
 
     def adopt(self, sums: Mapping[str, Tensor], rows: int, noted: list[Any]) -> None:
-        """Add the sums of a batch that were formed elsewhere.
-
-        Args:
-            sums: Sum by parameter name.
-            rows: Samples of the batch.
-            noted: What was noted of its inputs.
-        """
+        """Add the sums of a batch that were formed elsewhere, by parameter name."""
 
         def add() -> None:
             for name, own in sums.items():
@@ -170,7 +113,7 @@ class ClippingState:
         self.store.finish()
 
     def reset(self) -> None:
-        """Forget the sums."""
+        """Drop the sums."""
         self.generation += 1
         self.decisions.forget()
         self.store.reset()
@@ -178,11 +121,7 @@ class ClippingState:
     # -- whether a second backward repeated the first ---------------------------------------------------------------
 
     def require(self, repeats: Repeats) -> None:
-        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later.
-
-        Args:
-            repeats: Has compared the two.
-        """
+        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
         self._doubt = repeats.require()
         if self._doubt is not None and self.sharded is not None:
             # Other ranks hold a part of these sums, and wait for no later answer.
@@ -191,12 +130,12 @@ class ClippingState:
             self.store.drop_if(self._doubt.differs_K.any())
 
     def take_doubt(self) -> Verdict | None:
-        """Return whether the step before repeated itself, where that is still open, for the caller to ask."""
+        """Return whether the step before repeated itself, where that is still open, for the caller to read."""
         doubt, self._doubt = self._doubt, None
         return doubt
 
     def settle_doubt(self) -> None:
-        """Ask whether the step before repeated itself, where that is still open."""
+        """Read whether the step before repeated itself, where that is still open."""
         doubt = self.take_doubt()
         if doubt is not None:
             doubt.require()

@@ -19,62 +19,33 @@ _SHARED: Final = 1 << 18
 
 
 class Delivery(Protocol):
-    """Brings the clipped sums of whole parameters to the ranks that hold their parts.
+    """Delivery of the clipped sums of whole parameters to the ranks that have their parts."""
 
-    Every rank delivers every parameter once in a backward, in one order: what a rank has no sum of counts as zero.
-    """
-
+    # Every rank delivers every parameter once in a backward, in one order: a missing sum counts as zero.
     def takes(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is held in parts.
-
-        Args:
-            parameter: As an optimizer holds it.
-
-        Returns:
-            True if so.
-        """
+        """Return whether ranks have a parameter in parts."""
 
     def number(self, parameter: nn.Parameter) -> int:
-        """Return when the turn of a parameter comes.
-
-        Args:
-            parameter: As an optimizer holds it.
-
-        Returns:
-            A number that is the lower the earlier.
-        """
+        """Return the place of a parameter in the order of delivery, the lower the earlier."""
 
     def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Take the sum of this rank's samples.
-
-        Args:
-            parameter: As an optimizer holds it.
-            whole: Shape of the whole parameter; not used any more by who calls.
-        """
+        """Add the sum of this rank's samples, of the whole parameter's shape; consumes it."""
 
     def send(self) -> None:
-        """Send the sums whose turn it is; who calls holds none of them."""
+        """Send the sums whose turn it is; the caller must not refer to them."""
 
     def order(self, *, at_once: bool) -> None:
-        """Say whether sums may be sent before all are formed: ranks must form them in one order then.
-
-        Args:
-            at_once: Whether they may.
-        """
+        """Set whether sums may be sent before all are formed, for which ranks must form them in one order."""
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Send what is left; called on all ranks.
-
-        Returns:
-            Every trainable parameter with the sum over all ranks, placed as the parameter is.
-        """
+        """Send the rest, and return every trainable parameter with its sum over all ranks; called on all ranks."""
 
     def drop(self) -> None:
-        """Forget what was not sent."""
+        """Discard what was not sent."""
 
 
 class Sharded(Gathering, Protocol):
-    """A model whose parameters are held in parts by several ranks."""
+    """A model whose parameters are divided among several ranks."""
 
     @property
     def shares(self) -> Any:
@@ -86,41 +57,29 @@ class Sharded(Gathering, Protocol):
 
     @property
     def delivery(self) -> Delivery:
-        """What brings clipped sums to the ranks that hold the parts."""
+        """Delivery of clipped sums to the ranks that have the parts."""
 
     def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
-
-        Args:
-            sums: Returns this rank's sums by name, None where there is none.
-        """
+        """Compare, after a forward that was proved, the clipped sums of parameters that should be equal on ranks."""
 
     def rest(self) -> None:
-        """See to it that the model has the parameters that an optimizer holds."""
+        """Reshard the model, so that it has the parameters that an optimizer refers to."""
 
 
 class GradientStore:
     """Accumulators of the clipped sums, by parameter.
-
-    Two modes. By default ``p.grad`` is the truth: a caller who sets it to None starts a new sum (in a float32 buffer
-    beside it for 16-bit parameters). When a private optimizer *owns* the sums they stay here and ``p.grad`` is not
-    touched.
 
     Privacy:
         A sum without noise is never where another optimizer, a logger or a gradient scaler could use or change it:
         what is owned reaches ``p.grad`` as a release only, and who asks for it before is given a copy. What lay in
         ``p.grad`` before is not taken over: nothing tells whether it was changed there (through ``p.grad.data``,
         numpy or a view of its memory).
-
-    Of parameters that ranks hold in parts a backward makes the sums whole, and delivers each as soon as it is complete:
-    what stays here is this rank's part of the sum over all ranks.
-
-    Attributes:
-        owned: Whether a private optimizer owns the sums.
-        has_sum: Whether a backward has completed since the last `reset`.
-        samples_apart: Whether per-sample gradients are kept here too, as what is released is formed of them.
     """
 
+    # Two modes. By default `p.grad` is the sum: a caller who sets it to None starts a new one (in a float32 buffer
+    # beside it for 16-bit parameters). When a private optimizer owns the sums they stay here and `p.grad` is not
+    # touched. Of parameters that ranks have in parts a backward makes the sums whole, and delivers each as soon as it
+    # is complete: what stays here is this rank's part of the sum over all ranks.
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -128,19 +87,13 @@ class GradientStore:
         present: Mapping[str, nn.Parameter] | None = None,
         delivery: Delivery | None = None,
     ) -> None:
-        """Make an empty store.
-
-        Args:
-            parameters: Parameters by name; read when a sum is asked for.
-            present: The same as the model computes with them, where some are held in parts.
-            delivery: Brings sums to the ranks that hold the parts.
-        """
+        # `present`: the parameters as the model computes with them, where some are in parts.
         self._present = parameters if present is None else present
         self._delivery = delivery
         self._whole: dict[nn.Parameter, Tensor] = {}
-        self.owned = False
-        self.has_sum = False
-        self.samples_apart = False
+        self.owned = False  # whether a private optimizer owns the sums
+        self.has_sum = False  # whether a backward has completed since the last `reset`
+        self.samples_apart = False  # whether per-sample gradients are stored here too, for an exact release
         self._parameters = parameters
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._versions: dict[nn.Parameter, int] = {}
@@ -152,23 +105,11 @@ class GradientStore:
         self._shown: set[nn.Parameter] = set()
 
     def own(self, *, samples: bool) -> None:
-        """Let an optimizer own the sums from now on; there must be none in ``p.grad``.
-
-        Args:
-            samples: Whether it owns per-sample gradients too.
-        """
+        """Let an optimizer own the sums from now on, and perhaps per-sample gradients; none may be in ``p.grad``."""
         self.owned, self.samples_apart = True, samples
 
     def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is new.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            float32 or float64, contiguous, holding the sum so far; or, where there is none yet, whatever its memory
-            held, to be written at once.
-        """
+        """Return the accumulator of a parameter, and whether it is new: uninitialised, to be written at once."""
         parameter = self._parameters[name]
         if self._delivery is not None and self._delivery.takes(parameter):
             return self._buffer_of_whole(name, parameter)
@@ -186,13 +127,8 @@ class GradientStore:
         return buffer, is_new
 
     def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Add the clipped sums of several parameters of one shape.
-
-        Args:
-            names: Their names.
-            sums: Shape ``(L, *P)``, float32 or float64, contiguous, not used any more by who calls; small ones become
-                the accumulators where an optimizer owns these.
-        """
+        """Add the clipped sums ``(L, *P)`` of several parameters of one shape; consumes them."""
+        # Small ones become the accumulators where an optimizer owns these.
         old: list[tuple[Tensor, Tensor]] = []
         new: list[tuple[Tensor, Tensor]] = []
         delivery, held = self._delivery, self._sums
@@ -212,13 +148,7 @@ class GradientStore:
             _torch.add_all_(*map(list, zip(*old, strict=True)))
 
     def add(self, name: str, own: Tensor) -> None:
-        """Add the clipped sum of a parameter.
-
-        Args:
-            name: Its name.
-            own: Shape of the parameter, float32 or float64, not used any more by who calls: it becomes the accumulator
-                where there is none yet.
-        """
+        """Add the clipped sum of a parameter; consumes it, as it may become the accumulator."""
         parameter = self._parameters[name]
         if own.is_contiguous() and self._lacks(parameter, own.dtype):
             self._sums[parameter] = own
@@ -249,41 +179,23 @@ class GradientStore:
         return whole, True
 
     def takes_at_once(self, elements: int) -> bool:
-        """Return whether the sums of several parameters may be formed together: not where each is sent on at once.
-
-        Args:
-            elements: Of all of them.
-
-        Returns:
-            True if so.
-        """
+        """Return whether the sums of several parameters may be formed at once: not where each is sent on at once."""
         return self._delivery is None or elements <= _SHARED // 8
 
     def in_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Return parameters in the order in which their sums are wanted.
-
-        Args:
-            names: Their names.
-
-        Returns:
-            As they came, or as they are sent on.
-        """
+        """Return parameters in the order in which their sums are wanted."""
         delivery = self._delivery
         return names if delivery is None else sorted(names, key=lambda name: delivery.number(self._parameters[name]))
 
     def complete(self, name: str) -> None:
-        """Note that nothing will be added to a parameter's sum any more in this backward.
-
-        Args:
-            name: The parameter's name.
-        """
+        """Note that nothing will be added to a parameter's sum any more in this backward."""
         parameter = self._parameters[name]
         if self._delivery is not None and parameter in self._whole:
             self._delivery.add(parameter, self._whole.pop(parameter))
             self._delivery.send()
 
     def _take_in(self, delivery: Delivery) -> None:
-        """Add this rank's parts of the sums over all ranks to what was accumulated."""
+        """Add this rank's parts of the sums over all ranks to the accumulators."""
         for parameter in list(self._whole):
             delivery.add(parameter, self._whole.pop(parameter))
         for parameter, part in delivery.finish():
@@ -298,11 +210,7 @@ class GradientStore:
             _torch.local(before).add_(_torch.local(part))
 
     def drop_if(self, doubt: Tensor) -> None:
-        """Make every sum zero where something is true, without asking whether it is.
-
-        Args:
-            doubt: One bool.
-        """
+        """Zero every sum where one bool is true, without reading it."""
         shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
         alike: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter, held in {**self._sums, **shown}.items():
@@ -344,12 +252,7 @@ class GradientStore:
         return buffer
 
     def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Leave materialised per-sample gradients in ``p.grad_sample`` (a list once several backwards accumulate).
-
-        Args:
-            name: The parameter's name.
-            grad_BP: Shape ``(B, *P)``, P the parameter's, float32 or float64.
-        """
+        """Leave per-sample gradients ``(B, *P)`` in ``p.grad_sample``, a list once several backwards accumulate."""
         parameter = self._parameters[name]
         if self.samples_apart:
             self._samples.setdefault(parameter, []).append(grad_BP)
@@ -364,14 +267,7 @@ class GradientStore:
             parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
 
     def take_samples(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Return the per-sample gradients of each backward since they were last taken, and let go of them.
-
-        Args:
-            parameter: The parameter.
-
-        Returns:
-            Shape ``(B, *P)`` each.
-        """
+        """Return the per-sample gradients of each backward since the last call, and drop them."""
         if self.samples_apart:
             return self._samples.pop(parameter, [])
         found = getattr(parameter, "grad_sample", None)
@@ -381,7 +277,7 @@ class GradientStore:
         return found if isinstance(found, list) else [found]
 
     def drop_stale_samples(self) -> None:
-        """Drop per-sample gradients of a batch that is over, before those of the next are formed beside them."""
+        """Drop per-sample gradients of a finished batch before those of the next are formed."""
         if not self.has_sum:
             self._samples.clear()
         for parameter in self._sampled:
@@ -418,17 +314,8 @@ class GradientStore:
             self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter not in self._shown}
 
     def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's clipped sum, float32 at least; None when nothing contributed.
-
-        Args:
-            parameter: The parameter.
-
-        Returns:
-            Shape of the parameter: a copy where the sum is owned, else the accumulator itself.
-
-        Raises:
-            TamperedGradientError: ``p.grad``, which holds the sum where nobody owns it, was changed since the backward.
-        """
+        """Return a parameter's clipped sum, float32 at least; None when nothing contributed."""
+        # A copy where the sum is owned, else the accumulator itself, unless `p.grad` was changed since the backward.
         if self.owned:
             kept = self._sums.get(parameter)
             return None if kept is None else kept.clone()
@@ -436,14 +323,7 @@ class GradientStore:
         return parameter.grad if parameter in self._shown else self._sums.get(parameter)
 
     def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters to whose sums, which an optimizer owns, nothing contributed.
-
-        Args:
-            parameters: Some parameters.
-
-        Returns:
-            Those of them.
-        """
+        """Return the parameters to whose sums, which an optimizer owns, nothing contributed."""
         # By identity: the hash of a tensor is worked out in Python.
         held = set(map(id, self._sums))
         return [parameter for parameter in parameters if id(parameter) not in held]
@@ -463,14 +343,7 @@ class GradientStore:
             raise TamperedGradientError(message)
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return the sums, which an owner turns into its release, and let go of them all.
-
-        Args:
-            parameters: Whose.
-
-        Returns:
-            The accumulators themselves, None where nothing contributed.
-        """
+        """Return the accumulators, None where nothing contributed, to an owner for its release, and drop them."""
         held = {id(parameter): own for parameter, own in self._sums.items()}
         sums = [held.get(id(parameter)) for parameter in parameters]
         for kept in self._kept:
@@ -485,10 +358,7 @@ class GradientStore:
                 del parameter.grad_sample
 
     def snapshot(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Return what puts the sums, which an optimizer owns, back as they are now, and what ends that.
-
-        Returns:
-            A function that may be called repeatedly, and one that lets go of what is kept for it.
+        """Return a repeatable function that restores the sums as they are now, and one that ends that.
 
         Cost:
             A copy of each sum that is added to before the end, on its device: the size of the trainable parameters.
@@ -506,7 +376,7 @@ class GradientStore:
         return restore, lambda: self._kept.remove(kept)
 
     def reset(self) -> None:
-        """Forget all sums and per-sample gradients; what an owner has released to ``p.grad`` stays."""
+        """Drop all sums and per-sample gradients; what an owner has released to ``p.grad`` stays."""
         for parameter in () if self.owned else (*self._sums, *self._parameters.values()):
             parameter.grad = None
         for parameter in self._sampled:

@@ -16,28 +16,23 @@ class Streams:
     """The streams that gradients of one backward arrived on."""
 
     def __init__(self) -> None:
-        """Make a collection of none."""
         self._met: dict[tuple[torch.device, Any], Any] = {}
 
     def note(self, device: torch.device) -> None:
-        """Note the stream that a gradient arrives on.
-
-        Args:
-            device: The gradient's.
-        """
+        """Note the stream that a gradient arrives on."""
         stream = _torch.current_stream(device)
         if stream is not None:
             self._met[device, stream] = stream
 
     def join(self) -> None:
-        """Let the current stream of each device wait for all others of it."""
+        """Let the current stream of each device wait for all others."""
         for (device, _), stream in self._met.items():
             here = _torch.current_stream(device)
             if here != stream:
                 here.wait_stream(stream)
 
     def part(self) -> None:
-        """Let the others wait in turn, lest they use memory again that is still read here."""
+        """Let the other streams wait in turn, lest they reuse memory that is still read here."""
         for (device, _), stream in self._met.items():
             here = _torch.current_stream(device)
             if here != stream:

@@ -46,35 +46,18 @@ class _Waiting(NamedTuple):
 
 
 class Together:
-    """Holds factors until all others with the same input have arrived, and adds their norms.
+    """Collects factors until all others with the same input have arrived, and adds their norms."""
 
-    A factor waits only where the forward said that something else reads its input; what never comes is not waited for
-    beyond the end of the backward. Which tensors are the same is read off the factors themselves, both alive.
-    """
-
+    # A factor waits only where the forward said that something else reads its input, and at most until the end of the
+    # backward. Which tensors are the same is read off the factors themselves, both alive.
     def __init__(self, total: GroupNorms) -> None:
-        """Make a collector that holds nothing.
-
-        Args:
-            total: Where norms are added; with several clip groups nothing is put together.
-        """
         self._total = total
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
 
     def takes(self, use: ParamUse, name: str, factor: Any) -> bool:
-        """Take a factor whose input others read as well.
-
-        Args:
-            use: The use that it comes from.
-            name: Its parameter, which nothing else in this backward contributes to.
-            factor: Any factor; it must not change until its norm has been added.
-
-        Returns:
-            Whether it was taken: its norm is added by this object then.
-
-        Raises:
-            TamperedGradientError: One that waited was changed in place.
-        """
+        """Take a factor whose input others read as well; return whether its norm is added here."""
+        # Nothing else in this backward contributes to its parameter, and it must not change until its norm has been
+        # added.
         forward = use.forward
         if not forward.readers or forward.runs_again or len(self._total.sums) > 1:
             return False
@@ -94,11 +77,7 @@ class Together:
         return False
 
     def finish(self) -> None:
-        """Add the norms of all that still wait.
-
-        Raises:
-            TamperedGradientError: One of them was changed in place.
-        """
+        """Add the norms of all that still wait."""
         while self._waiting:
             self._add(self._waiting.popitem()[1])
 
@@ -125,13 +104,13 @@ class Together:
 
 
 def _apart(found: Sequence[_Waiting], by: Mapping[str, bool]) -> int:
-    """Return what the norms cost one by one, a sample: FLOPs of products."""
+    """Return the FLOPs of the products of the norms one by one, per sample."""
     sizes = [waiting.factor.sizes for waiting in found]
     return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
 def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
-    """Note, for whoever asks what a layer costs, its share of a Gram formed for several."""
+    """Note, for the coverage report, a layer's share of a Gram matrix that is formed for several."""
     plan = f"symmetric Gram, its input's shared by {readers}"
     for key, arrived in waiting.use.site.statistics.items():
         if waiting.name in arrived.names and len(arrived.products) == 1 and arrived.products[0].plan != plan:
@@ -140,7 +119,7 @@ def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
 
 
 def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinished | Reduced:
-    """Return the sum of the layers' squared norms, their other tensors side by side for a few samples at a time."""
+    """Return the sum of the layers' squared norms, their other tensors concatenated for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
     workspace = planner.workspace(input_NTI.device)

@@ -13,29 +13,17 @@ from ghostclip.kernels.precision import full_precision
 
 
 class TwoPasses:
-    """Runs the strategies "ghost" and "fast".
+    """Runs the strategies "ghost" and "fast"."""
 
-    A backward for norms is run again where a parameter turned out to be used several times, which only its later uses
-    show, and once more, for a few samples in float64, where rounding may have changed their norms.
-    """
-
+    # A backward for norms is run again where a parameter turned out to be used several times, which only its later uses
+    # show, and once more, for a few samples in float64, where rounding may have changed their norms.
     def __init__(self, state: ClippingState) -> None:
-        """Run nothing yet.
-
-        Args:
-            state: What the strategies share.
-        """
         self._state = state
         self._several: set[str] = set()
 
     def run(self, loss: Tensor, *, scale: float, instantiate: bool) -> None:
-        """Add the clipped sums of a batch.
-
-        Args:
-            loss: A scalar.
-            scale: What turns the gradients that arrive into those of each sample's own loss.
-            instantiate: Form per-sample gradients layer by layer for the norms.
-        """
+        """Add the clipped sums of a batch from a scalar loss."""
+        # ``instantiate`` forms per-sample gradients for the norms.
         state = self._state
         repeats = Repeats(loss, loss.grad_fn, count=sum(state.capture.forward.use_counts.values()))
         norms, total, same_uses, ill_conditioned_B = self._measure(loss, repeats, instantiate=instantiate)
@@ -60,16 +48,8 @@ class TwoPasses:
     def _measure(
         self, loss: Tensor, repeats: Repeats, *, instantiate: bool
     ) -> tuple[NormPass, GroupNorms, bool, Tensor | None]:
-        """Run backwards until the norms of all samples are certain.
-
-        Args:
-            loss: A scalar.
-            repeats: Compares the backwards.
-            instantiate: As for `run`.
-
-        Returns:
-            The last pass, the norms, whether it met all uses, and the samples that were measured in float64.
-        """
+        """Run backwards until the norms of all samples are certain."""
+        # Returns the last pass, the norms, whether it met all uses, and the samples that were measured in float64.
         state = self._state
         group_of = state.groups()
         index_D: Tensor | None = None
@@ -105,15 +85,7 @@ class TwoPasses:
         return norms, total, bool(same_uses), ill_conditioned_B
 
     def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
-        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part.
-
-        Args:
-            again: Whether this rank does.
-            norms: Has heard of the parameters in an order that their sums may come in, if all ranks have it.
-
-        Returns:
-            True if any does.
-        """
+        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part."""
         sharded = self._state.sharded
         if sharded is None:
             return again
@@ -123,7 +95,7 @@ class TwoPasses:
         return any(value % 2 for value in found)
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
-        """Ask which norms must be computed in float64, and at the same time whether the step before repeated itself."""
+        """Read which norms must be computed in float64, and whether the step before repeated itself, with one wait."""
         doubt = self._state.take_doubt()
         imprecise_B = total.imprecise_B(None if doubt is None else doubt.differs_K.any())
         if doubt is not None and not total.finite:

@@ -14,7 +14,7 @@ def _own_zero_grad(model: nn.Module) -> Any:
 
 
 class _DiscardingZeroGrad:
-    """Stands for a model's method ``zero_grad``; a copy or a pickle of the model has its own method instead."""
+    """Replacement of a model's method ``zero_grad``; a copy or a pickle of the model has its own method instead."""
 
     def __init__(self, model: nn.Module, discard: Callable[[], Callable[[], None] | None]) -> None:
         self._model = model
@@ -31,28 +31,20 @@ class _DiscardingZeroGrad:
 
 
 class ZeroGrad:
-    """Puts a method on a model that discards clipped sums, and takes it off again."""
+    """Replaces a model's ``zero_grad`` by one that discards clipped sums, and restores it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Prepare; nothing is put on the model yet.
-
-        Args:
-            model: The model.
-        """
         self._model = model
         self._installed: _DiscardingZeroGrad | None = None
 
     def install(self, discard: Callable[[], Callable[[], None] | None]) -> None:
-        """Let ``model.zero_grad()`` discard clipped sums from now on.
-
-        Args:
-            discard: Returns what discards them, or None once that is gone.
-        """
+        """Let ``model.zero_grad()`` discard clipped sums."""
+        # ``discard`` returns what discards them, or None once that is gone.
         self._installed = _DiscardingZeroGrad(self._model, discard)
         self._model.__dict__["zero_grad"] = self._installed
 
     def uninstall(self) -> None:
-        """Give the model its own method back."""
+        """Restore the model's own method."""
         if self._installed is not None and self._model.__dict__.get("zero_grad") is self._installed:
             del self._model.__dict__["zero_grad"]
         self._installed = None

@@ -26,14 +26,7 @@ _REMEDIES: tuple[tuple[type, str], ...] = (
 
 
 def refuse_wrapped(loader: Any) -> None:
-    """Refuse what is no loader of torch's but stands around one.
-
-    Args:
-        loader: What the user gave as a loader.
-
-    Raises:
-        DataError: It is such a thing.
-    """
+    """Refuse an object that is no loader of torch's but wraps one."""
     if not isinstance(loader, DataLoader):
         if not hasattr(loader, "dataset"):
             raise DataError(
@@ -48,17 +41,7 @@ def refuse_wrapped(loader: Any) -> None:
 
 
 def dataset_length(dataset: Dataset[Any]) -> int:
-    """Return the number of records of a data set that can be sampled from.
-
-    Args:
-        dataset: The user's data set.
-
-    Returns:
-        N, at least 1.
-
-    Raises:
-        DataError: If it is a stream, has no length, or is empty.
-    """
+    """Return the number of records of a data set, at least 1; refuse a stream."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
             f"{type(dataset).__name__}: records cannot be drawn independently from a stream; "
@@ -71,30 +54,14 @@ def dataset_length(dataset: Dataset[Any]) -> int:
 
 
 def record_sampler(loader: DataLoader[Any]) -> Any:
-    """Return what a loader draws records from.
-
-    Args:
-        loader: The user's loader.
-
-    Returns:
-        Its sampler, also where it sits inside a plain batch sampler.
-    """
+    """Return a loader's sampler, also from inside a plain batch sampler."""
     batches = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else loader.sampler
 
 
 def checked_batch_size(loader: DataLoader[Any]) -> int:
-    """Return the batch size of a loader whose sampling may be replaced by a private sampler's.
-
-    Args:
-        loader: The user's loader; beside a `DistributedSampler` its batch size is that of one rank.
-
-    Returns:
-        Records per batch, over all ranks that share it.
-
-    Raises:
-        InvalidOptionError: If the loader does not batch, or samples in a way that Poisson sampling cannot stand for.
-    """
+    """Return records per batch, over all ranks, of a loader whose sampling may be replaced by a private sampler's."""
+    # Beside a `DistributedSampler` the loader's batch size is that of one rank.
     records = dataset_length(loader.dataset)
     if not getattr(loader, "in_order", True):
         raise InvalidOptionError("in_order=False: a private loader delivers batches in the order they are drawn.")
@@ -124,18 +91,7 @@ def checked_batch_size(loader: DataLoader[Any]) -> int:
 
 
 def _ranks_of(sampler: Any, records: int) -> int:
-    """Return among how many ranks a sampler deals records out.
-
-    Args:
-        sampler: The user's `DistributedSampler`.
-        records: Records in the loader's data set.
-
-    Returns:
-        The number of ranks that train.
-
-    Raises:
-        InvalidOptionError: If it is made for another number of ranks, or over other records.
-    """
+    """Return the number of ranks of a `DistributedSampler`; refuse one for other ranks or records."""
     if sampler.num_replicas != world_size():
         raise InvalidOptionError(
             f"sampler DistributedSampler with num_replicas={sampler.num_replicas}: {world_size()} rank(s) train here. "

@@ -144,16 +144,7 @@ class BatchMemoryManager:
         return learned_size(upper=upper, memory_budget=self._memory_budget, device=device)
 
     def _rehearse(self, trial_step: Callable[[int], object], upper: int, device: torch.device) -> int:
-        """Find the size with the user's trial step.
-
-        Args:
-            trial_step: Runs forward and backward on a number of samples.
-            upper: The largest size that is of use.
-            device: Where it runs.
-
-        Returns:
-            The size.
-        """
+        """Find the size with the user's trial step, which runs forward and backward on a number of samples."""
         # The inner optimizer makes its state in the first real step (Adam: two tensors a parameter); keep room for it.
         missing = 0 if self.optimizer.state else 2
         room = [torch.ones_like(p) for p in self.optimizer.params if p.requires_grad for _ in range(missing)]

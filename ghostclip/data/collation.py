@@ -48,20 +48,8 @@ _Batch = dict[str, Tensor]
 
 
 def padding_of(dataset: Dataset[Any], collate: Collate) -> tuple[Padded, ...]:
-    """Refuse a collate function that mixes records (mixup, CutMix), joins them (padding-free), or centres a batch.
-
-    The longest of a few records is collated with one other and with another; its rows have to come out alike.
-
-    Args:
-        dataset: Where the records are read from.
-        collate: The function.
-
-    Returns:
-        The axes along which it pads a record to the length of its company.
-
-    Raises:
-        DataError: If it does not keep records apart.
-    """
+    """Return the axes that a collate function pads; refuse one that mixes, joins or centres records."""
+    # The longest of a few records is collated with one other and with another; its rows have to come out alike.
     records: Any = dataset
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(records) < 3:
         return ()
@@ -81,15 +69,7 @@ def padding_of(dataset: Dataset[Any], collate: Collate) -> tuple[Padded, ...]:
 
 
 def unlike_pair(dataset: Any, collate: Collate) -> tuple[Any, bool]:
-    """Return a batch of two records, of different lengths if the collate function lets batches differ in length.
-
-    Args:
-        dataset: Where the records are read from.
-        collate: The function.
-
-    Returns:
-        The batch (of one record where there is only one), and whether they do differ.
-    """
+    """Return a batch of two records, and whether they differ in length, as far as the collate function allows it."""
     with own_randomness():
         first = dataset[0]
         shapes = _shapes(_tensors(_collated(collate, [first], 0)))
@@ -100,20 +80,9 @@ def unlike_pair(dataset: Any, collate: Collate) -> tuple[Any, bool]:
 
 
 class _Company:
-    """Some records, the longest of them first, and what a collate function makes of them.
-
-    Attributes:
-        records: The records; all of one length only where none of another length was found.
-        alone: The first one, and the last one, collated alone.
-    """
+    """Some records, the longest of them first, and the collate function's batches of them."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
-        """Read records until there are some of different lengths.
-
-        Args:
-            dataset: Where they are read from.
-            collate: The collate function.
-        """
         self._collate, begun = collate, time.monotonic()
         found: list[tuple[int, Any, _Batch]] = []
         for number in range(min(len(dataset), _TRIED)):
@@ -125,15 +94,15 @@ class _Company:
             batch = _tensors(_collated(collate, [record], 0))
             found.append((sum(tensor.numel() for tensor in batch.values()), record, batch))
         found.sort(key=lambda one: -one[0])
-        self.records = [record for _, record, _ in found]
-        self.alone = found[0][2], found[-1][2]
+        self.records = [record for _, record, _ in found]  # all of one length only if no other length was met
+        self.alone = found[0][2], found[-1][2]  # the first one, and the last one, collated alone
 
     def of(self, *places: int, seed: int = 0) -> _Batch:
         """Return the tensors of a batch of some of the records."""
         return _tensors(_collated(self._collate, [self.records[place] for place in places], seed))
 
     def name(self) -> str:
-        """Return what the collate function is called."""
+        """Return the name of the collate function."""
         return _name(self._collate)
 
 
@@ -176,7 +145,7 @@ def _axis_of_records(one: Tensor | None, pair: Tensor) -> int | None:
 
 
 def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> None:
-    """Refuse two records in an odd number of rows, where no part of the batch shows that they are apart."""
+    """Refuse two records in an odd number of rows, where no part of the batch shows that they are separate."""
     rows = [tensor.shape[0] for name, tensor in pair.items() if tensor.dim() > 1 and name not in apart]
     shown = any(tensor.dim() > 1 and name in apart for name, tensor in pair.items())
     if rows and not shown and not any(count % 2 == 0 for count in rows):
@@ -187,7 +156,7 @@ def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> N
 
 
 def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone: _Batch) -> str:
-    """Return where the rows of the record that two batches share are not alike; '' where they are."""
+    """Return where the rows of the record that two batches share differ; '' where they do not."""
     places = {(i, j) for i in range(2) for j in range(2)}
     for name, tensor in one.items():
         axis, beside = axes.get(name), other.get(name)
@@ -228,7 +197,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _padded(short: _Batch, beside: _Batch, axes: Mapping[str, int | None]) -> Iterator[Padded]:
-    """Yield the axes that a record has longer beside a longer one, each with the number that fills it up, if any."""
+    """Yield the axes that a record has longer beside a longer one, each with the padding value, if any."""
     for name, tensor in beside.items():
         before, records = short.get(name), axes.get(name)
         if records is None or before is None or before.dim() != tensor.dim():
@@ -242,15 +211,8 @@ def _padded(short: _Batch, beside: _Batch, axes: Mapping[str, int | None]) -> It
 
 
 def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
-    """Return the number that fills a record up, and whether in front of it; None for what cannot be told.
-
-    Args:
-        alone: The record, positions last.
-        beside: It and a longer one.
-
-    Returns:
-        Both.
-    """
+    """Return the padding value of a record and whether it is in front, from it alone and beside a longer one."""
+    # None where it cannot be told; positions are last.
     length = alone.shape[-1]
     for row in beside:
         for leading in (False, True):
@@ -278,7 +240,7 @@ def _copied(record: Any) -> Any:
 
 
 def _tensors(batch: Any, name: str = "", depth: int = 0) -> _Batch:
-    """Return the tensors, arrays and numbers of a batch by where they are."""
+    """Return the tensors, arrays and numbers of a batch by their paths."""
     if isinstance(batch, Tensor):
         return {name: batch} if not batch.is_sparse and not batch.is_nested else {}
     if isinstance(batch, np.ndarray):
@@ -307,7 +269,7 @@ def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 @contextmanager
 def _put_back(*owners: Any) -> Iterator[None]:
-    """Yield, then put back what objects keep in plain numbers, small containers and random generators."""
+    """Yield, then restore the plain numbers, small containers and random generators of objects."""
     states = [(one, *_state_of(one)) for one in _reached(owners)]
     try:
         yield
@@ -317,7 +279,7 @@ def _put_back(*owners: Any) -> Iterator[None]:
 
 
 def _reached(owners: Sequence[Any]) -> list[Any]:
-    """Return objects, and those that they hold as attributes or have closed over, whose state can be put back."""
+    """Return objects, and those in their attributes and closures, whose state can be restored."""
     found: dict[int, Any] = {}
     pending = [(one, 0) for one in owners]
     while pending:
@@ -342,7 +304,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _state_of(one: Any) -> Any:
-    """Return what an object holds now, and what writes that into it; None where nothing of it is kept."""
+    """Return an object's state, and a function that restores it; None where it has none."""
     if isinstance(one, torch.Generator):
         return one.get_state(), lambda kept, state: kept.set_state(state)
     if isinstance(one, np.random.Generator):

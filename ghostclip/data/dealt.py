@@ -15,13 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class DealtOut(DistributedSampler[Any]):
-    """Says that a loader deals records out to ranks already; nobody draws from it.
-
-    Args:
-        dataset: The loader's.
-        rank: This rank's number.
-        replicas: Ranks that share each batch.
-    """
+    """Marks that a loader already deals records out to ranks; nobody draws from it."""
 
     def __init__(self, dataset: Dataset[Any], *, rank: int, replicas: int) -> None:
         super().__init__(dataset, num_replicas=replicas, rank=rank, shuffle=False)
@@ -75,15 +69,7 @@ class TakenAsItIs:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device.
-
-    Args:
-        batch: Tensors and what else has a method `to`, in tuples, lists and mappings of any depth.
-        device: Where to.
-
-    Returns:
-        The same structure; anything else as it is.
-    """
+    """Return a nested batch on a device."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):

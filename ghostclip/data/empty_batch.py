@@ -58,19 +58,8 @@ class EmptyBatchCollate:
 
 
 def empty_like(one: Any, two: Any, *, path: str = "batch") -> Any:
-    """Return the batch of zero records, given those of one and of two.
-
-    Args:
-        one: A batch with one record.
-        two: A batch with that record twice.
-        path: Where in the batch this part lies, for the error message.
-
-    Returns:
-        A new structure of the same types; what does not depend on the number of records is kept.
-
-    Raises:
-        DataError: If a part of the batch has no empty form.
-    """
+    """Return the batch of zero records, from those of one record and of that record twice."""
+    # `path`: this part of the batch, for the error message.
     if isinstance(one, torch.Tensor):
         return one[tuple(_cuts(one.shape, two.shape, path))].detach().clone()
     if isinstance(one, np.ndarray):
@@ -99,7 +88,7 @@ def empty_like(one: Any, two: Any, *, path: str = "batch") -> Any:
 
 
 def _cuts(one: Sequence[int], two: Sequence[int], path: str) -> list[slice]:
-    """Return the slices that keep everything but the axis on which two records are longer than one."""
+    """Return the slices that remove only the axis on which two records are longer than one."""
     if len(one) != len(two):
         raise DataError(f"{path}: shape {tuple(one)} for one record, {tuple(two)} for two; the batch axis is unclear.")
     return [slice(None) if single == double else slice(0, 0) for single, double in zip(one, two, strict=True)]

@@ -208,11 +208,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield one epoch of batches, or what was left of an interrupted one.
-
-        Yields:
-            What the collate function made of a batch.
-        """
+        """Yield one epoch of batches, or the rest of an interrupted one."""
         sampler = self.private_sampler
         with sampler.tracking():
             for batch in noting_each(started(super().__iter__, resuming=sampler.resuming)):
@@ -243,20 +239,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
 
 
 def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -> float:
-    """Return the sampling rate, given it or the expected size of a batch.
-
-    Args:
-        dataset: The user's data set.
-        batch_size: Expected number of records in a batch, or None.
-        sample_rate: q, or None.
-
-    Returns:
-        q.
-
-    Raises:
-        DataError: If the data set cannot be sampled from, or is smaller than a batch.
-        InvalidOptionError: If not exactly one of the two is given.
-    """
+    """Return the sampling rate, from the rate or the expected size of a batch."""
     length = dataset_length(dataset)
     if sample_rate is not None and batch_size is None:
         return fraction(sample_rate, "sample_rate")
@@ -269,28 +252,12 @@ def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -
 
 
 def _is_shared(distributed: bool | None) -> bool:  # noqa: FBT001 - the user's option
-    """Return whether ranks share batches.
-
-    Args:
-        distributed: As the user gave it.
-
-    Returns:
-        What was asked for; by default whether there are several ranks.
-    """
+    """Return whether ranks share batches, by default if there are several ranks."""
     return world_size() > 1 if distributed is None else distributed
 
 
 def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) -> None:
-    """Say what becomes of a loader's own sampling.
-
-    Args:
-        data_loader: The user's loader.
-        batch_size: Records per batch, over all ranks.
-        shared: Whether ranks share each batch.
-
-    Raises:
-        InvalidOptionError: If records are dealt out to ranks that train apart.
-    """
+    """Log what happens to a loader's own sampling."""
     sampler = record_sampler(data_loader)
     if not shared and getattr(sampler, "num_replicas", 1) > 1:
         raise InvalidOptionError(
@@ -306,14 +273,7 @@ def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) 
 
 
 def refuse_invented_records(*, rand_on_empty: bool) -> None:
-    """Refuse to train on records that nobody wrote.
-
-    Args:
-        rand_on_empty: As the user gave it.
-
-    Raises:
-        InvalidOptionError: If it is True.
-    """
+    """Refuse Opacus's ``rand_on_empty``, which trains on made-up records."""
     if rand_on_empty:
         raise InvalidOptionError(
             "rand_on_empty=True: an invented record that appears only when nobody was drawn makes one person's "

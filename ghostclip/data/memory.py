@@ -18,28 +18,14 @@ _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAIL
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out, on whatever device.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        Whether a smaller piece of the same work may succeed.
-    """
+    """Return whether an exception says that memory ran out, so that a smaller piece of work may succeed."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 def status_bytes(field: str) -> int | None:
-    """Read one of the memory fields of this process.
-
-    Args:
-        field: As in Linux's `/proc/self/status`, such as "VmRSS".
-
-    Returns:
-        Bytes; None where the system has no such file.
-    """
+    """Return a memory field of `/proc/self/status`, such as "VmRSS", in bytes; None where there is no such file."""
     try:
         text = (_SELF / "status").read_text()
     except OSError:
@@ -51,7 +37,7 @@ def status_bytes(field: str) -> int | None:
 
 
 def _high_water_since_start() -> int:
-    """Return the largest resident set of this process so far, in bytes, where /proc does not tell it."""
+    """Return the largest resident set of this process so far, in bytes, where there is no /proc."""
     import resource  # only where it is called: the module does not exist on Windows
 
     kilo = 1 if sys.platform == "darwin" else 1024
@@ -59,15 +45,9 @@ def _high_water_since_start() -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return how much more memory this process can take on a device.
-
-    Args:
-        device: A CPU or CUDA device.
-
-    Returns:
-        Bytes; on the CPU the smaller of what the system and the control group leave, on CUDA what the driver has free
-        plus what torch's allocator holds without using it. None where the system does not say.
-    """
+    """Return how many more bytes this process can allocate on a device; None where the system does not say."""
+    # On the CPU the smaller of what the system and the control group leave, on CUDA what the driver has free plus what
+    # torch's allocator has cached.
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -75,37 +55,28 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 class PeakMemory:
-    """Measures the peak of memory between `start()` and `stop()`.
+    """Peak of memory between `start()` and `stop()`."""
 
-    On CUDA the allocator's own counter is reset. On Linux the kernel's high-water mark of the resident set is reset;
-    where that is not allowed a thread samples the resident set, and elsewhere the mark since the process began is used,
-    which can only be too high.
-
-    Args:
-        device: A CPU or CUDA device.
-    """
-
+    # On CUDA the allocator's own counter is reset. On Linux the kernel's high-water mark of the resident set is reset;
+    # where that is not allowed a thread samples the resident set, and elsewhere the mark since the process began is
+    # used, which can only be too high.
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sampler: _ResidentSampler | None = None
 
     @property
     def starts_anew(self) -> bool:
-        """Whether `stop` tells a peak from an earlier, higher one."""
+        """Whether `stop` distinguishes a peak from an earlier, higher one."""
         return self._device.type == "cuda" or status_bytes("VmRSS") is not None
 
     def in_use(self) -> int:
-        """Return the memory in use now.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes in use now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return status_bytes("VmRSS") or _high_water_since_start()
 
     def start(self) -> None:
-        """Begin to measure; a measurement that was begun before is dropped."""
+        """Begin to measure; an unfinished measurement is dropped."""
         if self._sampler is not None:
             self._sampler.finish()
             self._sampler = None
@@ -121,11 +92,7 @@ class PeakMemory:
                 self._sampler.start()
 
     def stop(self) -> int:
-        """End the measurement.
-
-        Returns:
-            The peak since `start()`, in bytes.
-        """
+        """Return the peak since `start()`, in bytes."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device)
@@ -135,14 +102,7 @@ class PeakMemory:
         return status_bytes("VmHWM") or _high_water_since_start()
 
     def above(self, work: Callable[[], object]) -> int:
-        """Run a piece of work and measure its peak above what is in use before it.
-
-        Args:
-            work: What to measure.
-
-        Returns:
-            Bytes, at least 0.
-        """
+        """Run a piece of work and return its peak above what is in use before it, in bytes."""
         self.start()
         before = self.in_use()
         work()
@@ -158,7 +118,7 @@ class _ResidentSampler(threading.Thread):
         self._peak = 0
 
     def run(self) -> None:
-        """Sample until told to finish."""
+        """Sample until `finish` is called."""
         while not self._done.wait(_SAMPLING_SECONDS):
             self._look()
 
@@ -166,7 +126,7 @@ class _ResidentSampler(threading.Thread):
         self._peak = max(self._peak, status_bytes("VmRSS") or 0)
 
     def finish(self) -> int:
-        """Stop and return the largest resident set seen, in bytes."""
+        """Stop and return the largest resident set, in bytes."""
         self._done.set()
         self.join()
         self._look()

@@ -23,29 +23,15 @@ _log = logging.getLogger(__name__)
 def run_in_parts(
     optimizer: DPOptimizer, batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy
 ) -> list[Any]:
-    """Run forward and backward on a batch, in parts as small as memory asks for.
-
-    Where memory runs out, wherever that is, the sums are put back as they were before the batch and all of it is run
-    again in smaller parts: a sample is in the sum once or not at all. Parts share no sample, so that together they
-    count as one pass.
-
-    Args:
-        optimizer: The private optimizer.
-        batch: What the loader handed out.
-        size: Its number of samples.
-        work: Runs forward and backward on a part of the batch.
-        policy: How large a part may be.
-
-    Returns:
-        What `work` returned, part by part, of the run that succeeded.
-
-    Raises:
-        DataError: If the batch cannot be split.
+    """Run forward and backward on a batch, in parts as small as memory requires, and return the results by part.
 
     Cost:
         Where other sums of the same logical batch exist, a copy of them on their device, made at the end of the first
         backward.
     """
+    # Where memory runs out, wherever that is, the sums are restored to those before the batch and all of it is run
+    # again in smaller parts: a sample is in the sum once or not at all. Parts share no sample, so that all of them
+    # count as one pass.
     clipper = optimizer.clipper
     if clipper.is_sharded:
         raise DataError(
@@ -63,18 +49,7 @@ def run_in_parts(
 def _all_parts(
     batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy, place: tuple[Savepoint, int]
 ) -> list[Any]:
-    """Run the parts of a batch until all of them fit.
-
-    Args:
-        batch: What the loader handed out.
-        size: Its number of samples.
-        work: Runs forward and backward on a part of the batch.
-        policy: How large a part may be.
-        place: What puts the sums back as they were before the batch, and the axis of the samples.
-
-    Returns:
-        What `work` returned, part by part, of the run that succeeded.
-    """
+    """Run the parts of a batch until all of them fit; ``place`` is a savepoint, and the axis of the samples."""
     savepoint, axis = place
     done = 0
     results: list[Any] = []
@@ -98,30 +73,12 @@ def _all_parts(
 
 
 def _next_part(left: int, most: int) -> int:
-    """Return the size of the next of nearly equal parts.
-
-    Args:
-        left: Samples that are left.
-        most: The largest part.
-
-    Returns:
-        Samples.
-    """
+    """Return the size of the next of nearly equal parts."""
     return math.ceil(left / max(1, math.ceil(left / most)))
 
 
 def _attempt(part: Any, work: Callable[[Any], Any], *, again: bool, undo: Callable[[], None]) -> tuple[bool, Any]:
-    """Run a part.
-
-    Args:
-        part: Some samples.
-        work: Runs forward and backward on them.
-        again: Whether fewer of them may be tried where memory runs out.
-        undo: Puts the sums back as they were.
-
-    Returns:
-        True and its result, or False where memory ran out.
-    """
+    """Run a part; return True and its result, or False and restored sums where memory ran out and ``again`` is set."""
     try:
         return True, work(part)
     except BaseException as error:
@@ -133,15 +90,7 @@ def _attempt(part: Any, work: Callable[[Any], Any], *, again: bool, undo: Callab
 
 
 def count_rows(batch: Any, *, axis: int = 0) -> int | None:
-    """Return the number of samples of a batch, which its first tensor tells.
-
-    Args:
-        batch: Tensors, in tuples, lists and mappings of any depth.
-        axis: Where its samples lie.
-
-    Returns:
-        The number; None where there is no tensor with axes.
-    """
+    """Return the number of samples of a nested batch, by its first tensor; None where there is no tensor with axes."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[axis if axis < batch.dim() else 0] if batch.dim() else None
     items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -149,20 +98,7 @@ def count_rows(batch: Any, *, axis: int = 0) -> int | None:
 
 
 def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
-    """Return some samples of a batch: of its tensors the rows, of lists with one entry a sample the entries.
-
-    Args:
-        batch: Tensors, in tuples, lists and mappings of any depth; anything else is kept as it is.
-        size: Its number of samples.
-        rows: Which samples.
-        axis: Where its samples lie; axis 0 in tensors that have no such axis of that size.
-
-    Returns:
-        A batch of the same structure.
-
-    Raises:
-        DataError: If nothing in it has that many rows.
-    """
+    """Return some samples of a nested batch: rows of its tensors, entries of lists with one entry per sample."""
     found: list[bool] = []
 
     def pick(item: Any) -> Any:

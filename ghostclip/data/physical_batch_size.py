@@ -19,19 +19,8 @@ _log = logging.getLogger(__name__)
 
 
 def memory_limit(device: torch.device, memory_budget: int | None) -> int | None:
-    """Return the peak of memory that a search must not exceed.
-
-    Args:
-        device: Where the work runs.
-        memory_budget: Bytes on top of what is in use now; None for `DEFAULT_SHARE` of what is available on the CPU, and
-            for no limit but the device's own on CUDA.
-
-    Returns:
-        Bytes, counted like `PeakMemory` counts them; None for no limit.
-
-    Raises:
-        InvalidOptionError: If no budget is given and the system does not say what is available.
-    """
+    """Return the peak of memory, as `PeakMemory` counts, that a search must not exceed; None for no limit."""
+    # By default `DEFAULT_SHARE` of what is available on the CPU, and no limit but the device's own on CUDA.
     if memory_budget is None:
         if device.type == "cuda":
             return None
@@ -48,19 +37,12 @@ def memory_limit(device: torch.device, memory_budget: int | None) -> int | None:
 
 
 class BatchSizeSearch:
-    """Decides which size to try next from what the sizes so far took.
+    """Decides which size to try next from the memory of the sizes so far."""
 
-    Sizes double while the memory per sample, as measured between the last two sizes, says that twice as much fits;
-    then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
-    comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
-    counts.
-
-    Args:
-        upper: The largest size that is of use.
-        limit: Peak of memory not to exceed, in bytes; None for none.
-        start: The first size to try.
-    """
-
+    # Sizes double while the memory per sample, as measured between the last two sizes, says that twice as much fits;
+    # then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
+    # comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
+    # counts.
     def __init__(self, *, upper: int, limit: int | None, start: int = 1) -> None:
         self._upper = _validate.positive_int(upper, "upper")
         self._limit = limit
@@ -76,12 +58,7 @@ class BatchSizeSearch:
         return self.size == self._largest
 
     def record(self, size: int, peak: int) -> None:
-        """Take note of a size that ran.
-
-        Args:
-            size: Samples in the physical batch.
-            peak: Peak of memory while it ran, in bytes.
-        """
+        """Record the peak, in bytes, of a size that ran."""
         if self._limit is not None and peak > self._limit:
             self.record_failure(size)
         elif size > self._largest:
@@ -91,11 +68,7 @@ class BatchSizeSearch:
             self.size = self._next_size()
 
     def record_failure(self, size: int) -> None:
-        """Take note of a size that did not fit.
-
-        Args:
-            size: Samples in the physical batch.
-        """
+        """Record a size that did not fit."""
         if size <= self._largest:
             # What fitted before no longer does (longer samples, new state of the optimizer): leave a margin.
             self._largest = 3 * size // 4
@@ -129,26 +102,10 @@ def find_max_physical_batch_size(
     memory_budget: int | None = None,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Find the largest batch that a step can process within memory.
-
-    On CUDA sizes are tried until one runs out of memory, then smaller ones are; with a budget the measured peak must
-    stay within it as well. On the CPU, where running out of memory ends the process, the peak of the resident set is
-    measured at small sizes and growth stops where the next size would exceed the budget.
-
-    Args:
-        step_fn: Runs one step (forward, backward) on that many samples of the largest shape that will occur.
-        upper: The largest size that is of use.
-        memory_budget: Bytes that the work may take on top of what is in use now; None for half of the memory available
-            on the CPU, and all of the device's on CUDA.
-        device: Where the step runs.
-
-    Returns:
-        The size, from 1 to `upper`.
-
-    Raises:
-        InvalidOptionError: If not even one sample fits in the budget, or an option is out of range.
-        torch.OutOfMemoryError: If not even one sample fits on the CUDA device.
-    """
+    """Return the largest batch that a step can process within memory, at most ``upper``."""
+    # On CUDA sizes are tried until one runs out of memory, then smaller ones are; with a budget the measured peak must
+    # stay within it as well. On the CPU, where running out of memory ends the process, the peak of the resident set is
+    # measured at small sizes and growth stops where the next size would exceed the budget.
     device = torch.device(device)
     search = BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget))
     # The first run also pays for what is allocated once, and would make a sample look larger than it is.
@@ -171,19 +128,7 @@ def find_max_physical_batch_size(
 
 
 def _peak_of(step_fn: Callable[[int], object], size: int, meter: PeakMemory) -> int | None:
-    """Run a step and return its peak of memory, or None if the device ran out.
-
-    Args:
-        step_fn: The step.
-        size: Samples to run it on.
-        meter: Measures the peak.
-
-    Returns:
-        Bytes, or None.
-
-    Raises:
-        torch.OutOfMemoryError: If it was a single sample that did not fit.
-    """
+    """Run a step and return its peak of memory in bytes, or None if the device ran out with several samples."""
     meter.start()
     try:
         step_fn(size)

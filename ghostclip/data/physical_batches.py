@@ -99,7 +99,7 @@ class PhysicalBatches:
             raise
 
     def _sizes(self) -> SizePolicy:
-        """Return the policy; what is learned begins at the first batch, when the model is where it will be."""
+        """Return the policy; learning begins at the first batch, when the model is on its device."""
         if self._policy is None:
             device = self._optimizer.params[0].device
             upper = largest_batch(self._optimizer.expected_batch_size or 1e6)

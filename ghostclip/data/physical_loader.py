@@ -40,16 +40,10 @@ class _Samples(NamedTuple):
 
 
 class SplittingSampler(Sampler[Any]):
-    """Splits each logical batch of indices into nearly equal parts, as the policy allows at that moment.
+    """Splits each logical batch of indices into nearly equal parts, as the policy allows at that moment."""
 
-    Where several ranks share a batch, each has as many parts as the one with the most records, of which the last may be
-    empty: ranks that hold a model in parts run it the same number of times.
-
-    Args:
-        logical: Yields the indices of a logical batch.
-        policy: How large a part may be.
-    """
-
+    # Where several ranks share a batch, each has as many parts as the one with the most records, of which the last may
+    # be empty: ranks that hold a model in parts run it the same number of times.
     def __init__(self, logical: Iterable[Any], policy: SizePolicy) -> None:
         self._logical = logical
         self._policy = policy
@@ -70,11 +64,7 @@ class SplittingSampler(Sampler[Any]):
 
 
 class _TokenDataset(Dataset[Any]):
-    """The user's data set, asked for a chunk at a time.
-
-    Args:
-        dataset: The user's data set.
-    """
+    """The user's data set, read a chunk at a time."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -102,11 +92,7 @@ class _TokenDataset(Dataset[Any]):
 
 
 class _TokenCollate:
-    """The user's collate function, with the token passed by.
-
-    Args:
-        collate_fn: Makes a batch from samples, also from none.
-    """
+    """The user's collate function, which passes the token on."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
@@ -116,21 +102,10 @@ class _TokenCollate:
 
 
 class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
-    """Iterates over physical batches and tells the optimizer which of them complete a logical batch.
+    """Loader of physical batches that tells the optimizer which of them complete a logical batch."""
 
-    A loop that is left early (`break`, an exception) leaves nothing behind: what was accumulated of its unfinished
-    logical batch is dropped, and since nothing of it was released nothing is counted.
-
-    Args:
-        loader: The loader of logical batches.
-        optimizer: Is given each batch's token right before the batch is handed out.
-        policy: How large a physical batch may be.
-        expected_batch_size: Expected size of a logical batch, for `len()`.
-
-    Raises:
-        DataError: If the loader has no index batches to split, or may reorder them.
-    """
-
+    # A loop that is left early (break, an exception) leaves nothing behind: what was accumulated of its unfinished
+    # logical batch is dropped, and since nothing of it was released nothing is counted.
     def __init__(
         self, loader: DataLoader[Any], *, optimizer: DPOptimizer, policy: SizePolicy, expected_batch_size: float
     ) -> None:
@@ -173,20 +148,8 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
                 self._optimizer.discard_pending(token=token)
 
     def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
-        """Run forward and backward on the batch just handed out, in smaller parts where memory runs out.
-
-        Every sample is in the clipped sum once, whatever failed on the way; batches handed out later are smaller.
-
-        Args:
-            batch: What this loader handed out last.
-            work: Runs forward and backward on a part of it.
-
-        Returns:
-            What `work` returned, part by part; one part if all went well.
-
-        Raises:
-            MissingGradientError: If no batch has been handed out.
-        """
+        """Run forward and backward on the batch just handed out, in smaller parts where memory runs out."""
+        # Every sample is in the clipped sum once, whatever failed on the way; batches handed out later are smaller.
         token = self._optimizer.current_token
         if token is None:
             raise MissingGradientError("run(): no batch of this loader is being processed; call it inside the loop.")
@@ -212,17 +175,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
 
 
 def splittable_batches(loader: DataLoader[Any]) -> Iterable[list[int]]:
-    """Return what a loader draws its batches of indices from.
-
-    Args:
-        loader: The loader of logical batches.
-
-    Returns:
-        Its batch sampler.
-
-    Raises:
-        DataError: If its batches are not made from batches of indices, or may come in another order.
-    """
+    """Return the batch sampler of a loader; refuse batches that are not of indices, or may come in another order."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise DataError(
             f"data_loader over {type(loader.dataset).__name__}: batches can only be split where indices are sampled. "

@@ -9,18 +9,9 @@ import torch
 
 
 def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[Any]:
-    """Begin a pass; one that continues an interrupted epoch leaves torch's global generator as it is.
-
-    torch draws a seed for workers from that generator whenever a pass starts. The interrupted run drew it before it was
-    saved, so that drawing it again would change every dropout mask that follows.
-
-    Args:
-        start: Starts the pass.
-        resuming: Whether it continues an epoch.
-
-    Returns:
-        The batches.
-    """
+    """Begin a pass; one that continues an interrupted epoch leaves torch's global generator as it is."""
+    # torch draws a seed for workers from that generator whenever a pass starts. The interrupted run drew it before it
+    # was saved, so that drawing it again would change every dropout mask that follows.
     if not resuming:
         return start()
     state = torch.get_rng_state()

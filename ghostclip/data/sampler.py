@@ -25,12 +25,7 @@ _REMEDY = (
 
 
 class Records(list[int]):
-    """Records of one rank's share of a draw.
-
-    Args:
-        records: Their numbers.
-        most: Records of the largest share of any rank.
-    """
+    """Records of one rank's share of a draw; ``most`` is the size of the largest share of any rank."""
 
     def __init__(self, records: Iterable[int] = (), *, most: int = 0) -> None:
         super().__init__(records)
@@ -113,7 +108,6 @@ class PrivateSampler(Sampler[list[int]]):
         return (self._delivered - 1) // self.steps
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return self.steps
 
     def draw(self, position: int) -> list[int]:

@@ -16,17 +16,7 @@ Records = NDArray[np.int64]
 
 
 def independent_coins(words: WordStream, count: int, rate: float) -> Records:
-    """Select each of `count` records independently with probability `rate`.
-
-    The gaps between selected records are geometric: ⌊log u / log(1 - q)⌋ records are passed over for a uniform u.
-
-    Args:
-        words: Source of the randomness.
-        count: N, the number of records.
-        rate: q in (0, 1].
-
-    Returns:
-        Selected record numbers, ascending, int64.
+    """Select each of ``count`` records independently with probability ``rate``, ascending, int64.
 
     Cost:
         O(1 + N·q), whatever the number of records.
@@ -34,6 +24,7 @@ def independent_coins(words: WordStream, count: int, rate: float) -> Records:
     Reference:
         Devroye (1986), Non-Uniform Random Variate Generation, XII.2: geometric waiting times.
     """
+    # The gaps between selected records are geometric: ⌊log u / log(1 - q)⌋ records are passed over for a uniform u.
     if rate == 1:
         return np.arange(count, dtype=np.int64)
     found = []
@@ -52,46 +43,22 @@ def independent_coins(words: WordStream, count: int, rate: float) -> Records:
 
 
 def unit_interval(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return (k + 1/2) / 2^64, rounded: never 0, and with full precision near 0, where rare events are decided.
-
-    Args:
-        words: Uniform 64-bit words.
-
-    Returns:
-        Uniform values in (0, 1].
-    """
+    """Return (k + 1/2) / 2^64, rounded: never 0, and with full precision near 0, where rare events are decided."""
     return (words.astype(np.float64) + 0.5) * 2.0**-64
 
 
 def permutation(words: WordStream, count: int) -> Records:
     """Return the records in uniformly random order.
 
-    Sorts random 64-bit words; two equal ones (less than once in 1e5 permutations of 1e7 records) keep their order.
-
-    Args:
-        words: Source of the randomness.
-        count: How many records.
-
-    Returns:
-        Numbers below `count`, each once, int64.
-
     Cost:
         O(N log N).
     """
+    # Sorts random 64-bit words; two equal ones (less than once in 1e5 permutations of 1e7 records) keep their order.
     return np.argsort(words.take(count), kind="stable")
 
 
 def subset(words: WordStream, records: Records, size: int) -> Records:
-    """Return a uniformly random subset, or everything if there is no more.
-
-    Args:
-        words: Source of the randomness.
-        records: What to select from.
-        size: The largest number to keep.
-
-    Returns:
-        At most `size` of the records, in their order.
-    """
+    """Return a uniformly random subset of at most ``size`` records, in their order."""
     if len(records) <= size:
         return records
     return records[np.sort(permutation(words, len(records))[:size])]

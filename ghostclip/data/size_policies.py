@@ -18,14 +18,7 @@ _DEVIATIONS = 6.0
 
 
 def largest_batch(expected_batch_size: float) -> int:
-    """Return a size that Poisson batches practically never exceed, so that no larger one is of use.
-
-    Args:
-        expected_batch_size: Records in a batch on average.
-
-    Returns:
-        Records.
-    """
+    """Return a size that Poisson batches practically never exceed, so that no larger one is of use."""
     return math.ceil(expected_batch_size + _DEVIATIONS * math.sqrt(expected_batch_size))
 
 
@@ -40,26 +33,14 @@ class SizePolicy(Protocol):
         """A physical batch is about to be processed."""
 
     def after(self, size: int) -> None:
-        """A physical batch was processed.
-
-        Args:
-            size: Its number of samples.
-        """
+        """A physical batch was processed."""
 
     def failed(self, size: int) -> None:
-        """A physical batch did not fit in memory.
-
-        Args:
-            size: Its number of samples.
-        """
+        """A physical batch did not fit in memory."""
 
 
 class FixedSize:
-    """A physical batch size that was given or found before the loop.
-
-    Args:
-        size: The largest physical batch.
-    """
+    """A physical batch size that was set or computed before the loop."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -71,21 +52,12 @@ class FixedSize:
         """Nothing to learn."""
 
     def failed(self, size: int) -> None:
-        """Hand out batches of half that size from now on.
-
-        Args:
-            size: Number of samples that did not fit.
-        """
+        """Hand out batches of half that size from now on."""
         self.size = min(self.size, max(1, size // 2))
 
 
 class LearnedSize:
-    """A physical batch size that grows from one sample while the real training steps are measured.
-
-    Args:
-        search: Decides the next size.
-        device: Where the steps run.
-    """
+    """A physical batch size that grows from one sample while the real training steps are measured."""
 
     def __init__(self, search: BatchSizeSearch, device: torch.device) -> None:
         self._search = search
@@ -105,11 +77,7 @@ class LearnedSize:
             self._meter.start()
 
     def after(self, size: int) -> None:
-        """Learn from the batch that was processed.
-
-        Args:
-            size: Its number of samples.
-        """
+        """Learn from a processed batch."""
         if self._measuring and size > 0:
             self._measuring = False
             self._search.record(size, self._meter.stop())
@@ -120,26 +88,13 @@ class LearnedSize:
                 _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
 
     def failed(self, size: int) -> None:
-        """Learn that a size does not fit.
-
-        Args:
-            size: Its number of samples.
-        """
+        """Learn that a size does not fit."""
         self._measuring = False
         self._search.record_failure(size)
 
 
 def learned_size(*, upper: int, memory_budget: int | None, device: torch.device) -> LearnedSize:
-    """Return a size that is learned within a share of the memory that is available now.
-
-    Args:
-        upper: The largest size that is of use.
-        memory_budget: Bytes on top of what is in use; None for `DEFAULT_SHARE` of what is available.
-        device: Where the steps run.
-
-    Returns:
-        The policy.
-    """
+    """Return a size that is learned within a memory budget, by default `DEFAULT_SHARE` of what is available now."""
     if memory_budget is None and device.type == "cuda":
         memory_budget = int(DEFAULT_SHARE * (available_bytes(device) or 0))
     return LearnedSize(BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget)), device)

@@ -18,15 +18,7 @@ from ghostclip.data.memory import PeakMemory
 
 
 def peak_bytes(work: Callable[[], None], device: torch.device) -> int | None:
-    """Run ``work`` once and measure its peak.
-
-    Args:
-        work: What to measure.
-        device: Where it computes.
-
-    Returns:
-        Bytes, or ``None`` where the device offers no measure.
-    """
+    """Run ``work`` once and return its peak in bytes, or None where the device offers no measure."""
     if device.type == "cpu":
         return _peak_cpu(work)
     if device.type == "cuda":

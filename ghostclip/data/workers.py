@@ -6,14 +6,7 @@ from torch.utils.data import DataLoader
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options of a loader that say how records are fetched, not which.
-
-    Args:
-        loader: The loader that is replaced.
-
-    Returns:
-        Keyword arguments of torch's `DataLoader`: workers, pinning, time limit; neither sampling nor collation.
-    """
+    """Return a loader's options for `DataLoader` on how records are fetched: workers, pinning, time limit."""
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,

@@ -29,52 +29,23 @@ _SEED_BITS: Final = 48
 
 
 def world_size(group: Group = None) -> int:
-    """Return the number of ranks.
-
-    Args:
-        group: The ranks that train together.
-
-    Returns:
-        1 where torch.distributed is not running.
-    """
+    """Return the number of ranks, 1 where torch.distributed is not running."""
     running = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size(group) if running else 1
 
 
 def several_ranks_of(groups: Sequence[Group]) -> list[list[int]]:
-    """Return the ranks of some groups, without those groups that have one.
-
-    Args:
-        groups: The groups.
-
-    Returns:
-        Numbers among all ranks.
-    """
+    """Return the global ranks of each group that has more than one."""
     return [distributed.get_process_group_ranks(group) for group in groups if world_size(group) > 1]
 
 
 def is_first(group: Group = None) -> bool:
-    """Return whether this is rank 0.
-
-    Args:
-        group: The ranks that train together.
-
-    Returns:
-        True also where torch.distributed is not running.
-    """
+    """Return whether this is rank 0, or torch.distributed is not running."""
     return world_size(group) == 1 or distributed.get_rank(group) == 0
 
 
 def share_noise(source: KeyedNoise, group: Group = None) -> None:
-    """Let all ranks know one noise, of which each adds its part, or one rank adds all.
-
-    Args:
-        source: Each rank's own, of one level; takes rank 0's key and position.
-        group: The ranks that train together.
-
-    Raises:
-        InvalidOptionError: If torch.distributed is not running, or the levels differ.
-    """
+    """Give all ranks' sources rank 0's key and position, so that they draw one noise; refuse different levels."""
     require_group()
     found = gathered("noise", (source.level, source.shared_state()), group)
     require_equal("level of noise", [level for level, _ in found])
@@ -82,33 +53,13 @@ def share_noise(source: KeyedNoise, group: Group = None) -> None:
 
 
 def require_agreement(what: str, value: Any, group: Group = None) -> None:
-    """Refuse to go on if ranks differ; every rank must call this.
-
-    Args:
-        what: What is compared, for the message.
-        value: This rank's value, a plain Python value: `fingerprint()` of a sampler or a noise source, a step, a size.
-        group: The ranks that train together.
-
-    Raises:
-        InvalidOptionError: On all ranks, if one of them has another value.
-    """
+    """Refuse to go on if the plain Python value differs between ranks; called on all of them."""
     require_equal(what, gathered(what, value, group))
 
 
 def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
-    """Return every rank's value; every rank must call this.
-
-    Args:
-        what: What is exchanged: ranks that exchange different things are refused.
-        value: This rank's value, a plain Python value.
-        group: The ranks that train together.
-
-    Returns:
-        The values in the order of the ranks.
-
-    Raises:
-        GhostClipError: On all ranks, if one of them refused to go on, or is at another place of the program.
-    """
+    """Return every rank's plain Python value, in the order of the ranks; called on all of them."""
+    # Raises on all ranks if one of them refused to go on, or is at another place of the program.
     if world_size(group) == 1:
         return [value]
     require_company()
@@ -129,32 +80,13 @@ def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
 
 
 def common_numbers(what: str, group: Group = None) -> random.Random:
-    """Return a generator that draws the same on all ranks, and that nobody can predict; every rank must call this.
-
-    Args:
-        what: What it is for, for messages.
-        group: The ranks that train together.
-
-    Returns:
-        A generator of its own on each rank.
-    """
+    """Return an unpredictable generator that draws the same numbers on all ranks; called on all of them."""
     return random.Random(sum(gathered(what, secrets.randbits(_SEED_BITS), group)))
 
 
 def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
-    """Do something on rank 0 alone, and return what came of it on every rank; every rank must call this.
-
-    Args:
-        what: What is done, for messages.
-        work: Returns a plain Python value.
-        group: The ranks that train together.
-
-    Returns:
-        Rank 0's value, once rank 0 has it.
-
-    Raises:
-        GhostClipError: On all ranks, if rank 0 raised: of the same class if it was one of the library's.
-    """
+    """Run ``work`` on rank 0 alone and return its plain Python value on every rank; called on all of them."""
+    # If rank 0 raises, all ranks raise, with the same class if it is one of the library's.
     with telling(what, group):
         value = work() if is_first(group) else None
     found: _T = gathered(what, value, group)[0]
@@ -163,18 +95,7 @@ def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
 
 @contextlib.contextmanager
 def refused_together(what: str, group: Group = None) -> Iterator[None]:
-    """Let what one rank refuses be refused by all: a rank that raises says so to those that wait for it.
-
-    Args:
-        what: What is done inside, for messages; ranks may exchange values inside, through this module only.
-        group: The ranks that train together.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        GhostClipError: On all ranks, if one of them raised: of the same class if it was one of the library's.
-    """
+    """Raise on all ranks what one of them raises inside; ranks exchange values inside through this module only."""
     with telling(what, group):
         yield
     gathered(what, None, group)
@@ -182,15 +103,7 @@ def refused_together(what: str, group: Group = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: str, group: Group = None) -> Iterator[None]:
-    """Let a rank that raises say so to those that wait for it at their next exchange; if none raises nothing is sent.
-
-    Args:
-        what: What is done inside, for messages.
-        group: The ranks that train together; all of them must exchange something through this module afterwards.
-
-    Yields:
-        Nothing.
-    """
+    """Send what this rank raises inside to the others' next exchange; without an error nothing is sent."""
     try:
         yield
     except Exception as error:
@@ -199,13 +112,7 @@ def telling(what: str, group: Group = None) -> Iterator[None]:
 
 
 def tell_refusal(what: str, error: Exception, group: Group = None) -> None:
-    """Let the others raise at their next exchange what this rank raises, unless they know of it.
-
-    Args:
-        what: What was done, for messages.
-        error: What this rank raises.
-        group: The ranks that train together.
-    """
+    """Send an error of this rank to the others' next exchange, unless they know of it."""
     if world_size(group) > 1 and not is_known_to_all(error):
         # Where the others are gone already, the error that counts is this rank's own.
         with contextlib.suppress(GhostClipError, RuntimeError):
@@ -214,19 +121,12 @@ def tell_refusal(what: str, error: Exception, group: Group = None) -> None:
 
 
 def is_known_to_all(error: Exception) -> bool:
-    """Return whether every rank was told of an error, so that one of them may say it for all.
-
-    Args:
-        error: What this rank has raised.
-
-    Returns:
-        True if so.
-    """
+    """Return whether every rank was told of an error, so that one of them may report it for all."""
     return bool(getattr(error, _KNOWN, False))
 
 
 class _Refusal(NamedTuple):
-    """Refusal that a rank that cannot go on sends in place of its value."""
+    """Refusal that a rank sends in place of its value."""
 
     kind: str
     message: str
@@ -236,28 +136,13 @@ _KNOWN = "_known_to_all_ranks"
 
 
 def known_to_all(error: Exception) -> Exception:
-    """Mark an error as one that every rank knows of, so that no rank is told twice.
-
-    Args:
-        error: What all of them raise.
-
-    Returns:
-        The error itself.
-    """
+    """Mark an error as one that every rank knows of, so that no rank is told twice."""
     setattr(error, _KNOWN, True)
     return error
 
 
 def require_equal(what: str, values: Sequence[Any]) -> None:
-    """Refuse values that differ between ranks, on all of them.
-
-    Args:
-        what: What they are, for the message.
-        values: Those of all ranks, by rank.
-
-    Raises:
-        InvalidOptionError: If they are not all equal.
-    """
+    """Refuse values, by rank, that are not all equal."""
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         raise known_to_all(
@@ -269,10 +154,6 @@ def require_equal(what: str, values: Sequence[Any]) -> None:
 
 
 def require_group() -> None:
-    """Refuse to go on where ranks cannot talk.
-
-    Raises:
-        InvalidOptionError: If torch.distributed is not running.
-    """
+    """Refuse to go on where torch.distributed is not running."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InvalidOptionError("distributed=True: call torch.distributed.init_process_group first.")

@@ -146,7 +146,7 @@ class SplitSequences:
         return Dense(self._added_up(factor.materialize()))
 
     def _brought(self, part_NTI: Tensor, *, slots: int) -> Tensor:
-        """Bring all positions of a sample to its rank: ``(B·S, T, I)`` to ``(B/R·S, R·T, I)``."""
+        """Gather all positions of a sample on its rank: ``(B·S, T, I)`` to ``(B/R·S, R·T, I)``."""
         sent = self._padded(part_NTI.unflatten(0, (-1, slots)))
         received = torch.empty_like(sent)
         distributed.all_to_all_single(received, sent, group=self.group)

@@ -19,12 +19,7 @@ from ghostclip.distributed.placement import Placement
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose sums are sent together, of one mesh.
-
-    Attributes:
-        parameters: As an optimizer holds them.
-        placements: How each lies.
-    """
+    """Parameters of one mesh whose sums are sent in one reduction, with their placements."""
 
     parameters: Sequence[nn.Parameter]
     placements: Sequence[Placement]
@@ -32,33 +27,20 @@ class Bucket:
 
 @dataclass(eq=False)
 class _Sent:
-    """A bucket whose sums are on their way.
-
-    Attributes:
-        bucket: The bucket.
-        parameters: Those of it that were sent.
-        out: Receives this rank's parts, one behind the other.
-        work: What to wait for; None where it is there.
-        source: What is being sent, kept alive; None where it was.
-    """
+    """A bucket whose sums are being reduced."""
 
     bucket: Bucket
     parameters: Sequence[nn.Parameter]
-    out: Tensor
-    work: Any
-    source: Tensor | None
+    out: Tensor  # receives this rank's parts, one after the other
+    work: Any  # None once it has arrived
+    source: Tensor | None  # referenced so that the memory that is sent stays allocated
 
 
 class ShardDelivery:
-    """Sends buckets in one order on all ranks, each as soon as it and those before it are full.
+    """Sends buckets in one order on all ranks, each as soon as it and those before it are full."""
 
-    Ranks may differ in which parameters their samples have met, and in the order of their sums: an expert without a
-    token, a layer that had to be measured again.
-
-    Args:
-        buckets: In the order in which a backward completes them, the same on all ranks.
-    """
-
+    # Ranks may differ in which parameters their samples have met, and in the order of their sums: an expert without a
+    # token, a layer that had to be measured again. Buckets come in the order in which a backward completes them.
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self._held = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.parameters}
@@ -69,58 +51,31 @@ class ShardDelivery:
         self._at_once = True
 
     def takes(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is held in parts.
-
-        Args:
-            parameter: As an optimizer holds it.
-
-        Returns:
-            True if so.
-        """
+        """Return whether the ranks have a parameter in parts."""
         return id(parameter) in self._held
 
     def number(self, parameter: nn.Parameter) -> int:
-        """Return when the turn of a parameter comes.
-
-        Args:
-            parameter: As an optimizer holds it.
-
-        Returns:
-            The number of its bucket; -1 for one that every rank has whole.
-        """
+        """Return the number of a parameter's bucket; -1 for one that every rank has whole."""
         return self._held.get(id(parameter), -1)
 
     def order(self, *, at_once: bool) -> None:
-        """Say whether sums may be sent before all are formed: ranks must form them in one order then.
-
-        Args:
-            at_once: Whether they may.
-        """
+        """Set whether sums may be sent before all are formed, for which ranks must form them in one order."""
         self._at_once = at_once
 
     def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Take the sum of this rank's samples.
-
-        Args:
-            parameter: As an optimizer holds it.
-            whole: Shape of the whole parameter.
-        """
+        """Add the sum of this rank's samples, of the whole parameter's shape."""
         before = self._waiting.get(id(parameter))
         # Of one type on all ranks, also where small layers that were put together are summed in what the model runs in.
         whole = whole.to(_wide(parameter))
         self._waiting[id(parameter)] = whole if before is None else before.add_(whole)
 
     def send(self) -> None:
-        """Send what is full, once nobody else holds the sums any more."""
+        """Send full buckets, once nothing else refers to the sums."""
         while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
             self._send(self._buckets[self._next])
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Send what is left, zeros where there is no sum; called on all ranks.
-
-        Returns:
-            Every trainable parameter with the sum over all ranks, a DTensor placed as the parameter is.
-        """
+        """Send the remaining buckets and return every trainable parameter with its sum over all ranks, a DTensor."""
         while self._next < len(self._buckets):
             self._send(self._buckets[self._next])
         while self._sent:
@@ -129,7 +84,7 @@ class ShardDelivery:
         return arrived
 
     def drop(self) -> None:
-        """Forget what was not sent, and wait for what was."""
+        """Discard what was not sent, and wait for what was."""
         self._waiting.clear()
         while self._sent:
             self._receive(self._sent.pop(0))
@@ -170,7 +125,7 @@ class ShardDelivery:
         return found.reshape(placement.shape)
 
     def _receive(self, sent: _Sent) -> None:
-        """Wait for a bucket, add up copies (HSDP), and take the parts apart."""
+        """Wait for a bucket, add up copies (HSDP), and split it into parameters."""
         from torch.distributed.tensor import DTensor
 
         if sent.work is not None:
@@ -202,12 +157,12 @@ class ShardDelivery:
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
-    """Return the type of a parameter's sum."""
+    """Return the dtype of a parameter's sum."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _by_rank(whole: Tensor, placement: Placement) -> Tensor:
-    """Return a sum as one row for each rank of the axis that divides it, shorter parts filled up with zeros."""
+    """Return a sum as one row for each rank of the axis that divides it, shorter parts padded with zeros."""
     if not placement.divided:
         return whole.reshape(1, -1)
     axis = placement.axes[placement.divided[0]]
@@ -220,16 +175,7 @@ def _by_rank(whole: Tensor, placement: Placement) -> Tensor:
 
 
 def _part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor, int]:
-    """Take one parameter's part from what a bucket has received.
-
-    Args:
-        out: What was received.
-        start: Where the part begins.
-        placement: How the parameter lies.
-
-    Returns:
-        The part, contiguous, and where the next one begins.
-    """
+    """Return one parameter's contiguous part of a received bucket, and where the next one begins."""
     box = placement.here
     if not placement.divided:
         end = start + torch.Size(box.sizes).numel()

@@ -18,57 +18,34 @@ _REFUSES, _GOES_ON = 0, 1
 
 
 class Share(NamedTuple):
-    """Contribution of one rank to a step.
+    """Contribution of one rank to a step."""
 
-    Attributes:
-        rows: Samples that the model saw on this rank since the last release.
-        draw: Number of the draw whose batch this rank was handed; -1 if it was handed none.
-        records: Records in the whole draw, over all ranks; -1 likewise.
-        std: Standard deviation of the noise in one coordinate, as this rank would add it.
-        sensitivity: L2 sensitivity of the sum, as this rank clips.
-        noise: Which noise comes next (`SharedNoise` fills it in).
-        asks: 1 where this rank asks for proofs in the next forward, in which all ranks take part.
-    """
-
-    rows: int
-    draw: int = -1
-    records: int = -1
-    std: float = 0.0
-    sensitivity: float = 0.0
-    noise: int = 0
-    asks: int = 0
+    rows: int  # samples that the model saw on this rank since the last release
+    draw: int = -1  # number of the draw whose batch this rank was handed; -1 if it was handed none
+    records: int = -1  # records in the whole draw, over all ranks; -1 likewise
+    std: float = 0.0  # standard deviation of the noise in one coordinate, as this rank would add it
+    sensitivity: float = 0.0  # L2 sensitivity of the sum, as this rank clips
+    noise: int = 0  # which noise comes next; `SharedNoise` sets it
+    asks: int = 0  # 1 where this rank asks for proofs in the next forward, in which all ranks take part
 
     def __str__(self) -> str:
-        """Say what a rank holds."""
         draw = "no draw" if self.draw < 0 else f"draw {self.draw} of {self.records} records"
         return f"{draw}, {self.rows} rows seen"
 
 
 def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 1) -> bool:
-    """Refuse a step for which the ranks do not hold one draw; every rank must call this, in each step.
-
-    One process may have been handed the whole draw and have dealt it out: ranks without a draw are in order, as long as
-    the rows that all models saw add up to its records. Where no rank holds a draw nothing is known of the rows.
+    """Refuse a step unless the ranks have one draw, and return whether a rank asks for proofs in the next forward.
 
     Privacy:
         Without this a loader that is sharded once more gives ranks different draws, and a record may take part twice.
 
-    Args:
-        share: What this rank brings to the step; None where it refuses the step for a reason of its own, which it
-            raises afterwards: then the other ranks refuse it too, instead of waiting for this one.
-        group: The ranks that train together.
-        copies: Ranks that each sample is on.
-
-    Returns:
-        Whether a rank asks for proofs in the next forward.
-
-    Raises:
-        InvalidOptionError: On all ranks that brought a share: if they hold different draws, the rows seen are not as
-            many as the draw's records, the noise or the bound differs, or a rank refuses the step.
-
     Cost:
         One exchange of 64 bytes; on a backend without a CPU, this waits for the device.
     """
+    # Called on all ranks in each step. One process may have got the whole draw and have dealt it out: ranks without a
+    # draw are in order as long as the rows that all models saw add up to its records. Where no rank has a draw, nothing
+    # is known of the rows. `share` is None where this rank refuses the step and raises afterwards, which makes the
+    # others refuse it instead of waiting. `copies`: ranks that each sample is on.
     if world_size(group) == 1:
         return share is not None and share.asks > 0
     shares = _shares(share, group)
@@ -84,14 +61,7 @@ def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 
 
 
 def digest_of(text: str) -> int:
-    """Return a number by which ranks tell whether they hold the same text.
-
-    Args:
-        text: A fingerprint.
-
-    Returns:
-        56 bits.
-    """
+    """Return a 56-bit hash of a text, by which ranks compare fingerprints."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
@@ -122,15 +92,7 @@ def _require_consistent(shares: Sequence[Share], copies: int) -> None:
 
 
 def _shares(share: Share | None, group: Group) -> list[Share | None]:
-    """Return what every rank brings.
-
-    Args:
-        share: What this rank brings.
-        group: The ranks that train together.
-
-    Returns:
-        Shares in the order of the ranks, None of those that refuse.
-    """
+    """Return every rank's share, None of those that refuse."""
     own = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
     found = [torch.empty_like(own) for _ in range(world_size(group))]
     require_company()
@@ -154,6 +116,6 @@ def _unpacked(numbers: list[int]) -> Share | None:
 
 
 def _device(group: Group) -> torch.device:
-    """Return where a backend takes a small tensor from, the CPU if it can."""
+    """Return the device from which a backend takes a small tensor, the CPU if it can."""
     kinds = [pair.partition(":")[0] for pair in distributed.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])

@@ -29,7 +29,7 @@ _END: Final = object()
 
 @dataclass
 class _Here:
-    """What this rank has left, until the others are known to have left it as well, and what it has noted."""
+    """This rank's abandoned backward, until the others are known to have left it as well, and its noted error."""
 
     group: int = 0
     place: str = ""
@@ -52,14 +52,7 @@ class Leaving:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Let the others know why this rank leaves a backward, or say why another has left it.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            GhostClipError: Another rank has left; of the class that it has raised, if that is one of the library's.
-        """
+        """Publish why this rank leaves a backward, or raise why another has left it."""
         if self._inside:
             yield
             return
@@ -81,16 +74,8 @@ class Leaving:
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """Note for the others what this rank raises, or say what another one has noted in place of coming.
-
-    A rank that goes on nevertheless, with a smaller batch say, takes its note back.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        GhostClipError: An operation of all ranks has ended without one that has noted why.
-    """
+    """Publish what this rank raises, or raise what another rank has published instead of arriving."""
+    # A rank that goes on nevertheless, with a smaller batch say, withdraws its note.
     if not _torch.several_ranks() or distributed.get_world_size() == 1:
         yield
         return
@@ -113,14 +98,7 @@ def noting() -> Iterator[None]:
 
 
 def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
-    """Iterate as `noting`.
-
-    Args:
-        batches: Anything.
-
-    Yields:
-        What that yields.
-    """
+    """Iterate within `noting`."""
     iterator = iter(batches)
     while True:
         with noting():
@@ -131,7 +109,7 @@ def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
 
 
 def all_came() -> None:
-    """Note that all ranks have met for a step: what was noted before it is of no concern after it."""
+    """Note that all ranks have met for a step, which voids earlier notes."""
     _left.steps += 1
 
 
@@ -145,16 +123,7 @@ def _is_of_waiting(error: Exception) -> bool:
 
 
 def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
-    """Return the error that the others raise where a rank does not go on.
-
-    Args:
-        rank: Which.
-        kind: Name of the class of what it has raised.
-        message: What that says.
-
-    Returns:
-        An error of the same class, if it is one of the library's.
-    """
+    """Return the error that the other ranks raise where a rank does not go on, of its class if it is the library's."""
     own = getattr(errors, kind, None)
     if not (isinstance(own, type) and issubclass(own, GhostClipError)):
         own = InvalidOptionError
@@ -164,11 +133,7 @@ def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
 
 
 def require_company() -> None:
-    """Refuse to meet ranks that may still wait in a backward that this one has left, and would take this for it.
-
-    Raises:
-        InvalidOptionError: They have not left it within the timeout.
-    """
+    """Refuse to meet ranks that may still wait in a backward that this one has left, and would take this for it."""
     place = _left.place
     # A group of another run knows nothing of it.
     if not place or _left.group != id(distributed.group.WORLD):
@@ -184,7 +149,7 @@ def require_company() -> None:
 
 
 def _all_left(place: str) -> bool:
-    """Return whether every rank has left a backward by itself, and none because another did not come."""
+    """Return whether every rank has left a backward by itself, and none because another did not arrive."""
     store: Any = _torch.meeting_store()
     keys = [_key(rank, place) for rank in range(distributed.get_world_size())]
     try:
@@ -213,7 +178,7 @@ def _say(place: str, error: Exception, *, waited: bool) -> None:
 
 
 def _reason_of_others(place: str) -> GhostClipError | None:
-    """Return why another rank has left a place; None where nobody has said so."""
+    """Return why another rank has left a point of the program; None if nobody has published a reason."""
     if not _torch.several_ranks():
         return None
     store: Any = _torch.meeting_store()

@@ -21,18 +21,9 @@ _EXCHANGE_TOKENS: Final = frozenset({"EpDispatchExpertsParallel"})
 
 
 def own_ways(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return which parameters a module runs on in its own way.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Names of the parameters whose modules run on plain local parts and bring them together, and of those that every
-        rank has whole with a part of the gradient.
-
-    Raises:
-        UnsupportedModelError: A module sends tokens to experts of other ranks.
-    """
+    """Return names of parameters used as plain local parts, and of those whole on all ranks with partial gradients."""
+    # The modules of the former bring the results together themselves. Refuses a module that sends tokens to experts of
+    # other ranks.
     brought_together: set[str] = set()
     spread: set[str] = set()
     for path, module in model.named_modules():
@@ -52,7 +43,7 @@ def own_ways(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _closed_over(function: Any, name: str) -> Any:
-    """Return what a function inside another one refers to by a name; None where it does not."""
+    """Return the value of a name in a nested function's closure, or None."""
     code = getattr(function, "__code__", None)
     if code is None or name not in code.co_freevars:
         return None

@@ -10,11 +10,7 @@ from ghostclip.distributed.weights import broadcast_parameters
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Gives every rank rank 0's parameters, and runs the model; sums meet in the private optimizer's step.
-
-    Args:
-        model: Each rank's model, of the same shapes.
-    """
+    """Opacus's wrapper: gives every rank rank 0's parameters; sums are added up in the private optimizer's step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -22,13 +18,4 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
         broadcast_parameters(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model.
-
-        Args:
-            *args: The model's own arguments.
-            **kwargs: The model's own keyword arguments.
-
-        Returns:
-            What the model returns.
-        """
         return self.module(*args, **kwargs)

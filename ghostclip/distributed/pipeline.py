@@ -266,7 +266,7 @@ class PipelineClipper:
         return StageNoise(source, sizes, own, copies=world_size(self._group), groups=groups)
 
     def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:
-        """Return what noise depends on of all stages' sums, stage by stage, and which of these are some parameters'."""
+        """Return what noise depends on of all stages' sums, by stage, and which of them are of some parameters."""
         stage_of = {id(p): stage.stage_index for stage in self._stages for p in stage.submod.parameters()}
         own = [
             (stage_of[id(p)], number, Size(p.numel(), torch.promote_types(p.dtype, torch.float32)))
@@ -290,7 +290,7 @@ class PipelineClipper:
 
 @contextmanager
 def _as_refused() -> Iterator[None]:
-    """Raise what a stage refused as it was, and not as the failure that a schedule makes of it."""
+    """Raise a stage's refusal itself instead of the failure that a schedule makes of it."""
     try:
         yield
     except Exception as error:
@@ -325,7 +325,7 @@ class _Record:
 
 @contextmanager
 def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
-    """Note each microbatch's backward, and let none of its weight gradients be asked for."""
+    """Note each microbatch's backward, and request none of its weight gradients."""
     record, backward = _Record(stage, clipper), stage.backward_one_chunk
     with clipper.holding(loss_elsewhere=not stage.is_last) as held:
 
@@ -353,7 +353,7 @@ def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iter
 
 @contextmanager
 def _counting(stage: Stage, clipper: GhostClipper, samples: int) -> Iterator[None]:
-    """Tell a clipper how many samples of each microbatch are records: what lies in the places after them are copies."""
+    """Tell a clipper how many samples of each microbatch are records: the rows after them are copies."""
     forward, sizes = stage.forward_one_chunk, {}
 
     @functools.wraps(forward)
@@ -383,20 +383,19 @@ def _is_gloo(stage: Stage) -> bool:
 
 
 def _nothing_is_left() -> Callable[[], None]:
-    """Return what a schedule runs for weight gradients that it has put off: they are contractions, after the schedule.
-
-    A stage that has this runs the whole backward, of inputs that is, where it would run one for inputs alone.
-    """
+    """Return what a schedule runs for postponed weight gradients."""
+    # Nothing, as they are contractions after the schedule. A stage that has this runs the whole backward, of inputs
+    # that is, where it would run one for inputs alone.
     return lambda: None
 
 
 def _as_they_are(factor: int) -> None:
-    """Leave gradients as they are, where a schedule divides those of its microbatches by their number."""
+    """Leave gradients unscaled, where a schedule divides those of its microbatches by their number."""
     del factor
 
 
 def _of_whole_gradients(policy: ClipPolicy) -> ClipPolicy:
-    """Return a policy whose one bound holds for whole gradients and stays as it is; refuse any other."""
+    """Return a policy with one constant bound on whole gradients; refuse any other."""
     if policy.adaptation is not None or type(policy.grouping) is not Whole:
         raise InvalidOptionError(
             f"clipping={policy.describe()!r} of a pipeline: stages tell each other the norms of whole gradients, no "

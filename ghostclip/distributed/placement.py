@@ -61,23 +61,18 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What selects it from the parameter."""
+        """Index of the part in the whole parameter."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How one parameter lies on a mesh.
-
-    Attributes:
-        mesh: The mesh.
-        axes: Its axes, in order.
-        shape: Shape of the whole parameter; a dimension of several blocks each of which is divided (gate and up side by
-            side) counts as two, the blocks and what a block has.
-    """
+    """How one parameter lies on a mesh."""
 
     mesh: DeviceMesh
     axes: tuple[MeshAxis, ...]
+    # Shape of the whole parameter; a dimension of several blocks each of which is divided (gate and up side by side)
+    # counts as two, the blocks and what a block has
     shape: tuple[int, ...]
 
     @property
@@ -92,12 +87,11 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the mesh has."""
         return prod(axis.size for axis in self.axes)
 
     @cached_property
     def here(self) -> Box:
-        """The part on this rank, in the way of `torch.chunk`: equal parts, the last ones shorter or empty."""
+        """The part on this rank, as `torch.chunk` divides: equal parts, the last ones shorter or empty."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for number in sorted(self.divided, key=lambda number: self.axes[number].last):
             axis = self.axes[number]
@@ -110,19 +104,7 @@ class Placement:
 
 
 def placement_of(name: str, parameter: Any, *, sample_mesh_axes: Collection[str] = ()) -> Placement:
-    """Read off a parameter how it lies on its mesh.
-
-    Args:
-        name: The parameter's name, for messages.
-        parameter: A DTensor.
-        sample_mesh_axes: Axes whose ranks work on the same samples.
-
-    Returns:
-        The placement.
-
-    Raises:
-        UnsupportedModelError: If the parameter is on the meta device, or lies in a way that there are no norms for.
-    """
+    """Return how a DTensor parameter lies on its mesh; refuse the meta device and placements without norms."""
     from torch.distributed.tensor import Replicate, Shard
 
     if parameter.device.type == "meta":
@@ -164,13 +146,5 @@ def _with_blocks(placement: Placement, blocks: dict[int, int]) -> Placement:
 
 
 def local_part(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Return this rank's part of a whole tensor.
-
-    Args:
-        tensor: Shape of the whole parameter.
-        placement: How it lies.
-
-    Returns:
-        A view.
-    """
+    """Return a view of this rank's part of a whole tensor."""
     return tensor[placement.here.slices]

@@ -23,46 +23,23 @@ _BUCKET: Final = 25 << 20
 def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None) -> None:
     """Replace every rank's partial sum by the sum over all ranks plus one draw of noise, the same on all ranks.
 
-    Each rank draws its share of the noise, of blocks of elements, and adds it to its part; all sources keep the same
-    position. The noise is that of a run on one machine, and int64 sums (level "exact") are equal to that run's to the
-    last bit.
-
     Privacy:
         Every element gets its noise on one rank. Partial sums travel with the noise of a part of their elements: the
         ranks trust each other, and only the sum is released.
 
     Cost:
         A rank draws the noise of its share of the elements, as far as these are more than a block for each.
-
-    Args:
-        partial: This rank's clipped sum of one parameter, all shapes equal; overwritten.
-        std: Standard deviation of the noise in one coordinate.
-        source: This rank's source, of which all share the key (`share_noise`); called for the same parameters in the
-            same order on all ranks.
-        group: The ranks that train together.
-
-    Raises:
-        InvalidOptionError: If the sum has a 16-bit type.
     """
+    # Each rank draws its share of the noise, of blocks of elements, and adds it to its part; all sources stay at the
+    # same position. The noise is that of a run on one machine, and int64 sums (level "exact") are equal to that run's
+    # to the last bit. Called for the same parameters in the same order on all ranks.
     noisy_sums_([partial], std, source, group=group)
 
 
 @torch.no_grad()
 def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
-    """Replace every rank's partial sums by those over all ranks plus one draw of noise, the same on all ranks.
-
-    As `noisy_sum_` for each, with the noise that one machine adds to all of them at once. A source whose methods were
-    covered by others draws all of it on rank 0: on all ranks or on none.
-
-    Args:
-        partials: This rank's clipped sums of several parameters, in the same order on all ranks; overwritten.
-        std: Standard deviation of the noise in one coordinate.
-        source: This rank's source, of which all share the key.
-        group: The ranks that train together.
-
-    Raises:
-        InvalidOptionError: If a sum has a 16-bit type.
-    """
+    """As `noisy_sum_` for several parameters, with the noise that one machine adds to all of them at once."""
+    # A source whose methods were overridden draws all of it on rank 0: on all ranks or on none.
     for partial in partials:
         _require_wide(partial)
     ranks = world_size(group)
@@ -83,23 +60,9 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
 def noisy_shard(
     partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None
 ) -> tuple[torch.Tensor, int]:
-    """Return this rank's part of the sum over all ranks, with this rank's part of one draw of noise.
-
-    The flattened sum is cut into equal parts, the last ones shorter or empty. Put together they are the release of a
-    run on one machine, for any number of ranks.
-
-    Args:
-        partial: This rank's clipped sum of one whole parameter; not changed.
-        std: Standard deviation of the noise in one coordinate.
-        source: As in `noisy_sum_`.
-        group: The ranks that train together.
-
-    Returns:
-        The part, shape [n], and the number of the first element in the flattened parameter.
-
-    Raises:
-        InvalidOptionError: If the sum has a 16-bit type.
-    """
+    """Return this rank's part of the noisy sum over all ranks, and its first element's number in the flat parameter."""
+    # The flattened sum is cut into equal parts, the last ones shorter or empty. Concatenated they are the release of a
+    # run on one machine, for any number of ranks.
     _require_wide(partial)
     total = partial.flatten().clone()
     ranks = world_size(group)
@@ -116,23 +79,13 @@ def noisy_shard(
 def noisy_parts_(
     sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, groups: Sequence[Group] = (None,)
 ) -> None:
-    """Make releases of sums of which some are held in parts: every rank draws the noise of its own part alone.
-
-    The noise is that of one machine, which adds it to all whole sums at once: to the bit, for any number of ranks.
-
-    Args:
-        sums: Sums over all ranks as DTensors, and this rank's parts of sums of what every rank has whole, in the same
-            order on all ranks; overwritten.
-        std: Standard deviation of the noise in one coordinate.
-        source: This rank's source, of which all share the key.
-        groups: Over these, one after the other, sums of what every rank has whole are added up.
-
-    Raises:
-        InvalidOptionError: If a sum has a 16-bit type.
+    """Add noise to sums of which some are DTensors: every rank draws the noise of its own part alone.
 
     Cost:
         Noise of a part that is a range of the parameter, or as much as the parameter's where it is none.
     """
+    # To the bit the noise that one machine adds to all whole sums at once. Sums that are no DTensors are this rank's,
+    # and are added up over `groups`, one after the other.
     for total in sums:
         _require_wide(total)
     for group in groups:
@@ -173,14 +126,8 @@ def _require_wide(tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def add_up_(partials: Sequence[torch.Tensor], group: Group) -> None:
-    """Add up the sums of all ranks, small ones put together, each bucket under way while the next one is copied.
-
-    A release is reduced once, however many backwards were accumulated for it.
-
-    Args:
-        partials: This rank's, in the same order on all ranks; overwritten.
-        group: The ranks.
-    """
+    """Add up the sums of all ranks in place, small ones in buckets, each under way while the next one is copied."""
+    # A release is reduced once, however many backwards were accumulated for it.
     under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
 
     def arrive() -> None:

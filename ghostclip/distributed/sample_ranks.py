@@ -36,41 +36,22 @@ _DIFFER: Final = (
 
 @dataclass(frozen=True)
 class Shares:
-    """How ranks share each batch.
+    """How ranks share each batch."""
 
-    Attributes:
-        count: Into how many shares a batch is dealt.
-        number: Which of them is this rank's.
-        copies: Ranks that have the same share.
-        groups: Over these, one after the other, sums of what every rank has whole are added up.
-    """
-
-    count: int
-    number: int
-    copies: int = 1
-    groups: Sequence[Group] = (None,)
+    count: int  # number of shares that a batch is dealt into
+    number: int  # this rank's share
+    copies: int = 1  # ranks with the same share
+    groups: Sequence[Group] = (None,)  # over these, one after the other, sums of whole parameters are added up
 
 
 def all_apart() -> Shares:
-    """Return shares of ranks of which each has samples of its own."""
+    """Return shares of ranks that each have samples of their own."""
     ranks = world_size()
     return Shares(ranks, distributed.get_rank() if ranks > 1 else 0)
 
 
 def along(mesh: DeviceMesh, sample_mesh_axes: Sequence[str], what: str) -> tuple[Group, Shares]:
-    """Return the ranks of one axis of a mesh, which work on the same samples, and how all share each batch.
-
-    Args:
-        mesh: The mesh.
-        sample_mesh_axes: The axis.
-        what: What these ranks have, for messages.
-
-    Returns:
-        Their group, and the shares: ranks along the other axes have samples of their own.
-
-    Raises:
-        InvalidOptionError: Not exactly one axis of the mesh is named.
-    """
+    """Return the group along one axis of a mesh, whose ranks work on the same samples, and how all share each batch."""
     names = mesh.mesh_dim_names or ()
     axes = tuple(sample_mesh_axes)
     if len(axes) != 1 or axes[0] not in names:
@@ -86,15 +67,7 @@ def along(mesh: DeviceMesh, sample_mesh_axes: Sequence[str], what: str) -> tuple
 
 
 def require_all_ranks(shares: Shares, what: str) -> None:
-    """Refuse a mesh that some ranks of the training are not on.
-
-    Args:
-        shares: How its ranks share each batch.
-        what: What lies on it, for messages.
-
-    Raises:
-        InvalidOptionError: They would be dealt no records of their own.
-    """
+    """Refuse a mesh without some ranks of the training, which would be dealt no records of their own."""
     on_mesh = shares.count * shares.copies
     if on_mesh != world_size():
         raise InvalidOptionError(
@@ -106,14 +79,6 @@ def require_all_ranks(shares: Shares, what: str) -> None:
 
 def require_same_samples(shares: Shares, given: Sequence[Tensor], different: str) -> None:
     """Refuse samples that differ between ranks that share them; called on all ranks of the training.
-
-    Args:
-        shares: How these share each batch.
-        given: What this rank has of its share.
-        different: What is wrong where that differs, for the message.
-
-    Raises:
-        InvalidOptionError: On all ranks of the training, if it does.
 
     Cost:
         One pass over the tensors, one wait for each device, one exchange of a few bytes.
@@ -136,25 +101,12 @@ def require_same_samples(shares: Shares, given: Sequence[Tensor], different: str
 
 
 class SampleRanks:
-    """Ranks that work on the same samples, each with a part of each sample's gradient.
-
-    Args:
-        mesh: A mesh of one axis, of these ranks.
-        model: The model, of which this rank has its parts.
-        divided: Names of the parameters that are divided among these ranks.
-        shares: How all ranks of the training share each batch.
-
-    Attributes:
-        shares: How all ranks of the training share each batch.
-        is_first: Whether this rank is the one that the squares of whole parameters count on.
-        dtype: What norms are in.
-        device: Where this rank's part of the model is.
-    """
+    """Ranks that work on the same samples, each with a part of each sample's gradient."""
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, divided: Iterable[str], shares: Shares) -> None:
         self._group = mesh.get_group()
         self._will_name = self._differ = False
-        self.is_first = mesh.get_local_rank() == 0
+        self.is_first = mesh.get_local_rank() == 0  # the rank whose squares of whole parameters count
         self._divided = frozenset(divided)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -162,58 +114,29 @@ class SampleRanks:
             name: _torch.local(p).numel() for name, p in model.named_parameters(remove_duplicate=False)
         }
         self.shares = shares
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in trained) else torch.float32  # of norms
         self.device = _torch.local(trained[0]).device if trained else torch.device("cpu")
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return distributed.get_world_size(self._group)
 
     def is_divided(self, name: str) -> bool:
-        """Return whether each rank has a part of a parameter.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            False for one that every rank has whole.
-        """
+        """Return whether each rank has a part of a parameter."""
         return name in self._divided
 
     def begin(self, *, will_name: bool) -> None:
-        """Note what follows a forward.
-
-        Args:
-            will_name: Whether `require_equal_sums` follows its backward.
-        """
+        """Note whether `require_equal_sums` follows the backward of this forward."""
         self._will_name, self._differ = will_name, False
 
     def add_up(self, own: Tensor) -> Tensor:
-        """Return the sum over the ranks; called on all of them.
-
-        Args:
-            own: This rank's, of one shape and type on all; overwritten.
-
-        Returns:
-            The same on all ranks, to the bit.
-        """
+        """Return the sum over the ranks, the same on all to the bit; called on all of them, overwrites its argument."""
         distributed.all_reduce(own, group=self._group)
         return own
 
     @contextmanager
     def refused_together(self, what: str) -> Iterator[None]:
-        """Let the errors of what is done inside be raised on all of these ranks.
-
-        Args:
-            what: What is done, for messages.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            GhostClipError: On all of them, if one of them raised.
-        """
+        """Raise on all of these ranks what one of them raises inside."""
         try:
             with refused_together(what, self._group):
                 yield
@@ -222,25 +145,11 @@ class SampleRanks:
             raise type(error)(str(error)) from error
 
     def any(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
-        """Return whether something holds on one of these ranks; called on all of them.
-
-        Args:
-            holds: Whether it does on this one.
-
-        Returns:
-            True if so.
-        """
+        """Return whether something holds on one of these ranks; called on all of them."""
         return any(gathered("evidence", holds, self._group))
 
     def require_same(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse inputs that differ between these ranks; called on all ranks of the training.
-
-        Args:
-            inputs: What the model is about to be called with.
-
-        Raises:
-            InvalidOptionError: On all ranks of the training, if they do.
-        """
+        """Refuse inputs that differ between these ranks; called on all ranks of the training."""
         require_same_samples(self.shares, inputs, "the model was called with different inputs there")
 
     def require_equal_sums(self, sums: Mapping[str, Tensor | None]) -> None:
@@ -248,12 +157,6 @@ class SampleRanks:
 
         Privacy:
             Norms count such a parameter once, on one rank. That others' gradients are the same is what this shows.
-
-        Args:
-            sums: This rank's sums of all parameters by name, None where there is none.
-
-        Raises:
-            UnsupportedModelError: On all ranks of the training, if they do.
         """
         names = sorted(name for name in sums if name not in self._divided)
         own = [self._flat_sum(sums[name], name) for name in names]
@@ -272,13 +175,8 @@ class SampleRanks:
             self.refuse_difference()
 
     def refuse_difference(self) -> None:
-        """Refuse gradients of whole parameters whose norms differ between these ranks; called on all of them.
-
-        Where sums are compared after this backward, it waits for that: which parameter it is can be said then.
-
-        Raises:
-            UnsupportedModelError: On all of them, unless it waits.
-        """
+        """Refuse gradients of whole parameters whose norms differ between these ranks; called on all of them."""
+        # Where sums are compared after this backward, it waits for that, which can name the parameter.
         self._differ = self._will_name
         if not self._will_name:
             raise UnsupportedModelError(_DIFFER.format("a parameter that is not divided"))
@@ -289,31 +187,12 @@ class SampleRanks:
         return _torch.local(total).flatten().double()
 
     def shape_of(self, name: str) -> torch.Size:
-        """Return the shape of a parameter that every rank has whole.
-
-        Args:
-            name: The parameter's name.
-
-        Returns:
-            The shape.
-        """
+        """Return the shape of a parameter that every rank has whole."""
         return self._shapes[name]
 
 
 def shares_of(placements: dict[str, Placement], data: DeviceMesh | None, shared: DeviceMesh | None) -> Shares:
-    """Return how ranks share each batch.
-
-    Args:
-        placements: How the parameters in parts lie, by name; for messages.
-        data: The mesh of ranks with samples of their own; None where there is one share.
-        shared: The mesh of ranks that share samples; None where none do.
-
-    Returns:
-        The shares.
-
-    Raises:
-        UnsupportedModelError: The two do not make up all ranks.
-    """
+    """Return how ranks share each batch, from the mesh of own samples and that of shared samples."""
     ranks, copies = world_size(), 1 if shared is None else shared.size()
     count = 1 if data is None else data.size()
     if count * copies != ranks:

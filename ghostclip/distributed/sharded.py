@@ -39,55 +39,36 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """Ranks that gather the parameters of one model together, and share out its clipped sums.
-
-    Called on all ranks, with models of the same structure.
-
-    Args:
-        model: A model that ``parallelize_module``, ``fully_shard`` or both were applied to; what a forward has left
-            gathered is freed.
-        sample_mesh_axes: Axes of the parameters' meshes whose ranks work on the same samples; None for all those along
-            which ``fully_shard`` has not divided the model.
-
-    Attributes:
-        units: The modules whose parameters are gathered for their calls.
-        placements: How each parameter in parts lies, by name.
-        shared_samples: The ranks that work on the same samples; None where each has samples of its own.
-        shares: How the ranks share each batch.
-        brought_together: Names of parameters whose modules see to it themselves that what ranks compute with parts of
-            them becomes the whole.
-        spread: Names of parameters that every rank has whole, and parts of their gradients: each meets features of a
-            sample that others do not.
-        delivery: Brings the clipped sums to the ranks that hold the parts.
-        wants_proof: Whether this rank has met something new in a forward that was not one to be proved.
-        proves_again: Whether the latest forward is asked about although none of the ranks has met anything new.
-
-    Raises:
-        UnsupportedModelError: If a parameter lies in a way that is not supported.
-    """
+    """Model whose parameters are divided among ranks, and the delivery of its clipped sums; called on all ranks."""
 
     def __init__(self, model: nn.Module, *, sample_mesh_axes: Collection[str] | None = None) -> None:
+        # modules whose parameters are gathered for their calls
         self.units: Sequence[nn.Module] = _torch.gathered_modules(model)
         self.rest()
         self._data = _data_mesh(self.units)
         self._named = sample_mesh_axes
         self._shared: DeviceMesh | None = None
         self.placements: dict[str, Placement] = {}
+        # names of parameters that every rank has whole with a part of the gradient, of features that others do not
+        # meet.
+        # names of parameters whose modules themselves combine what ranks compute with parts of them
         self.brought_together, self.spread = own_ways(model)
         self.delivery = ShardDelivery(self._buckets(model))
         shared: DeviceMesh | None = self._shared
         self.shares: Shares = shares_of(self.placements, self._data, shared)
+        # ranks that work on the same samples; None where each has samples of its own
         self.shared_samples: SampleRanks | None = None if shared is None else self._sample_ranks(model, shared)
         self._number = 0
         self._leaving = Leaving()
         self._proved = [False] * world_size()
         self._schedule: CheckSchedule | None = None
         self._restore: list[Callable[[], None]] = []
+        # whether the latest forward is proved although no rank has met anything new
         self._is_open = self._is_held = self._is_due = self._proves = self.proves_again = False
-        self.wants_proof = False
+        self.wants_proof = False  # whether this rank has met something new in a forward that was not one to be proved
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
-        """Return what is sent together, in the order in which a backward completes it."""
+        """Return the buckets, in the order in which a backward completes them."""
         found: dict[int, tuple[list[nn.Parameter], list[Placement]]] = {}
         seen: set[int] = set()
         for path, module, unit in _with_units(model, frozenset(self.units)):
@@ -163,25 +144,16 @@ class ShardedModel:
 
     @property
     def divides(self) -> bool:
-        """Whether ranks share samples, and compute with a part of what a parameter is."""
+        """Whether ranks share samples and compute with parts of parameters."""
         return self._shared is not None
 
     # -- proofs of forwards ---------------------------------------------------------------------------------------
 
     def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
-        """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it.
-
-        Until every rank has asked once, all say in each forward whether they can: one exchange. From then on it is one
-        of a schedule, whose seed all know and nobody else does, and those that follow a step in which a rank said that
-        it has met something new.
-
-        Args:
-            able: Whether this rank has samples enough to prove anything.
-            inputs: What the model is called with; ranks that share samples must have the same.
-
-        Returns:
-            Whether this rank is to ask.
-        """
+        """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it."""
+        # Until every rank has asked once, all say in each forward whether they can (`able`: enough samples to prove
+        # anything): one exchange. From then on it is one of a schedule, whose seed all know and nobody else does, and
+        # those that follow a step in which a rank said that it has met something new.
         require_company()
         self._number += 1
         if all(self._proved):
@@ -205,31 +177,19 @@ class ShardedModel:
         return asks and able
 
     def may_ask(self) -> bool:
-        """Return whether a forward is one that all ranks prove, with everything gathered; else ask for a later one.
-
-        What a rank meets for the first time in another forward (an expert, or rows of a table of tokens, whose first
-        tokens come late) must not make it run or gather anything alone.
-
-        Returns:
-            True within such a forward.
-        """
+        """Return whether a forward is one that all ranks prove, with everything gathered; else ask for a later one."""
+        # What a rank meets for the first time in another forward (an expert, or rows of a table of tokens, whose first
+        # tokens come late) must not make it run or gather anything alone.
         self.wants_proof |= not self._is_held
         return self._is_held
 
     def prove_next(self) -> None:
-        """Make the next forward one to ask for evidence; called on all ranks, as one of them wants it."""
+        """Make the next forward one to ask for evidence; called on all ranks."""
         self._is_due = True
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let the errors of what is done inside be raised on all ranks, where everything is gathered.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            GhostClipError: On all ranks, if one of them raised.
-        """
+        """Raise on all ranks what one of them raises inside, where everything is gathered."""
         if not self._is_open:
             yield
             return
@@ -240,55 +200,29 @@ class ShardedModel:
             self._is_open = False
 
     def sharing(self, what: str) -> AbstractContextManager[None]:
-        """Return a context whose errors all ranks that share samples raise, and run nothing together after one.
-
-        Args:
-            what: What is done inside, for messages.
-
-        Returns:
-            The context.
-        """
+        """Return a context whose errors all ranks that share samples raise, to run nothing collective after one."""
         return nullcontext() if self.shared_samples is None else self.shared_samples.refused_together(what)
 
     def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
-        """Return whether something holds on a rank that shares samples with this one; called on all of these.
-
-        Args:
-            holds: Whether it does on this rank.
-
-        Returns:
-            True if so.
-        """
+        """Return whether something holds on a rank that shares samples with this one; called on all of these."""
         return holds if self.shared_samples is None else self.shared_samples.any(holds)
 
     def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Compare, after a forward that was proved, the clipped sums of parameters that ranks should have alike.
-
-        Args:
-            sums: Returns this rank's sums by name, None where there is none.
-        """
+        """Compare, after a forward that was proved, the clipped sums of parameters that should be equal on ranks."""
         proves, self._proves = self._proves, False
         if proves and self.shared_samples is not None:
             self.shared_samples.require_equal_sums(sums())
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context for a backward: a rank that leaves it says why, and the others raise that.
-
-        Returns:
-            The context.
-        """
+        """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
         return self._leaving.backward()
 
     def telling(self) -> AbstractContextManager[None]:
-        """Return a context whose errors the others hear of in `together`, which this rank does not reach.
-
-        Returns:
-            The context.
-        """
+        """Return a context whose errors the others raise in `together`, which this rank does not reach."""
         return telling("proofs of the forward") if world_size() > 1 else nullcontext()
 
     def tell_failure(self) -> None:
-        """Let the others hear in `together` that this rank's forward has raised."""
+        """Let the others raise in `together` that this rank's forward has failed."""
         if self._is_open:
             self._is_open = False
             # A hook that runs while the error is handled.
@@ -298,7 +232,7 @@ class ShardedModel:
             tell_refusal("proofs of the forward", error)
 
     def let_go(self) -> None:
-        """Free what was gathered for a forward that is over."""
+        """Free the gathered parameters of a finished forward."""
         self._is_open = self._is_held = False
         restore, self._restore = self._restore, []
         for put_back in restore:
@@ -307,38 +241,23 @@ class ShardedModel:
             _torch.free_gathered(self.units)
 
     def agree(self, what: str, value: int) -> list[int]:
-        """Return every rank's value; called on all of them.
-
-        Args:
-            what: What is exchanged.
-            value: This rank's.
-
-        Returns:
-            In the order of the ranks.
-        """
+        """Return every rank's value, in the order of the ranks; called on all of them."""
         return gathered(what, value)
 
     def rest(self) -> None:
-        """See to it that the model has the parameters that an optimizer holds."""
+        """Reshard the model, so that it has the parameters that an optimizer refers to."""
         for unit in self.units:
             unit.reshard()  # type: ignore[operator]
 
 
 def sharded_model(model: nn.Module) -> ShardedModel | None:
-    """Return what a clipper has to know of a model that ranks hold in parts, None for any other.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The ranks that hold it, or None.
-    """
+    """Return the sharded model of a module that ranks have in parts, None for any other."""
     in_parts = _torch.gathered_modules(model) or any(map(_torch.is_sharded_tensor, model.parameters()))
     return ShardedModel(model) if in_parts else None
 
 
 def _refuse_empty_parts(name: str, placement: Placement) -> None:
-    """Refuse a table of which some ranks would hold no row, on all of them."""
+    """Refuse, on all ranks, a table of which some ranks would have no row."""
     for axis in placement.axes:
         if axis.same_samples and axis.divides == 0 and leaves_empty(placement.shape[0], axis.size):
             raise UnsupportedModelError(
@@ -366,7 +285,7 @@ def _others(axes: Sequence[str], data: Any) -> list[str]:
 
 
 def _part_of(placement: Placement) -> tuple[int, ...]:
-    """Return the shape of what this rank's share of samples has of a parameter: its part, whole along axes of data."""
+    """Return the shape of a parameter for this rank's share of samples: its part, whole along axes of data."""
     axes = [axis if axis.same_samples else axis._replace(divides=None) for axis in placement.axes]
     return Placement(placement.mesh, tuple(axes), placement.shape).here.sizes
 
@@ -387,7 +306,7 @@ def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
 
 
 def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) -> list[Bucket]:
-    """Divide what is gathered together into what one reduction can bring: of one mesh and one type."""
+    """Split the parameters of one gathering into reductions of one mesh and one dtype."""
     found: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
     for parameter, placement in zip(parameters, placements, strict=True):
         wide = torch.promote_types(parameter.dtype, torch.float32)

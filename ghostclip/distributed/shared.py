@@ -21,19 +21,11 @@ from ghostclip.noise.packs import draws_shares
 
 
 class SharedNoise:
-    """A noise source that adds up the ranks' clipped sums and adds noise once.
-
-    Handed to the private optimizer of every rank it makes their steps equal: each rank's sum becomes the noisy sum over
-    the whole logical batch. Nothing else has to know of the other ranks, and nothing but clipped sums is exchanged.
+    """Noise source that adds up the ranks' clipped sums and adds noise once.
 
     Privacy:
         A step is one mechanism on the whole logical batch, if the ranks share its records (`share_sampler`); ranks that
         drew batches of their own would each move the sum by C for one record. Clipped sums travel without noise.
-
-    Args:
-        source: This rank's source, of the same level on all; takes rank 0's key.
-        group: The ranks that train together.
-        shares: How these ranks share each batch; None where each has samples of its own.
     """
 
     in_parts = False
@@ -41,6 +33,8 @@ class SharedNoise:
     # Ranks that have the same samples.
     _copies = 1
 
+    # Given to the private optimizer of every rank it makes their steps equal: each rank's sum becomes the noisy sum
+    # over the whole logical batch.
     def __init__(self, source: KeyedNoise, group: Group = None, shares: Shares | None = None) -> None:
         require_agreement("noise_generator", "none" if source.generator is None else "given", group)
         share_noise(source, group)
@@ -53,32 +47,15 @@ class SharedNoise:
         self.level = source.level
 
     def adds_up(self, shares: Shares) -> bool:
-        """Return whether sums of what every rank has whole are added up over ranks with samples of their own alone.
-
-        Args:
-            shares: How ranks share each batch.
-
-        Returns:
-            False where copies of one sum would be added up, or parts would not.
-        """
+        """Return whether whole parameters' sums are added up only over ranks with samples of their own."""
         return several_ranks_of(self._groups) == several_ranks_of(shares.groups)
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Replace a partial sum by the sum over all ranks plus N(0, std²); called on all ranks in the same order.
-
-        Args:
-            tensor: This rank's part.
-            std: Standard deviation of the noise; 0 adds up only.
-        """
+        """Replace a partial sum by the sum over all ranks plus N(0, std²); called on all ranks in the same order."""
         self.add_all_([tensor], std)
 
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Replace several partial sums; called on all ranks in the same order.
-
-        Args:
-            tensors: This rank's parts.
-            std: Standard deviation of the noise; 0 adds up only.
-        """
+        """Replace several partial sums as `add_` does; called on all ranks in the same order."""
         self._follow_first()
         if not self._agreed:
             require_agreement("noise", self._fingerprint(), self._group)
@@ -89,17 +66,7 @@ class SharedNoise:
             noisy_sums_(tensors, std, self._source, group=self._group)
 
     def require_one_draw(self, share: Share | None) -> bool:
-        """Refuse a step for which the ranks hold different draws, mechanisms or noise; called on all of them.
-
-        Args:
-            share: What this rank brings to the step; None where it refuses the step itself.
-
-        Returns:
-            Whether a rank asks for proofs in the next forward.
-
-        Raises:
-            InvalidOptionError: On all ranks; see `ghostclip.distributed.require_one_draw`.
-        """
+        """Refuse a step with different draws, mechanisms or noise on the ranks, as `require_one_draw` does."""
         self._follow_first()
         if share is not None:
             share = share._replace(noise=digest_of(self._fingerprint()))
@@ -112,7 +79,7 @@ class SharedNoise:
         return self._source.fingerprint() + ", all on rank 0" * (not draws_shares(self._source))
 
     def _follow_first(self) -> None:
-        """Take rank 0's noise where it follows a generator: whether that was seeded anew, only rank 0 says for all."""
+        """Adopt rank 0's noise where it follows a generator, as only rank 0 decides whether that was seeded anew."""
         if self._source.generator is not None:
             share_noise(self._source, self._group)
 
@@ -122,42 +89,20 @@ class SharedNoise:
         share_noise(self._source, self._group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the source's state, which one rank may save for all.
-
-        Returns:
-            Plain Python values.
-        """
+        """Return the source's state, which one rank may save for all."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state; that ranks have loaded the same is checked in `add_`.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Continue with the noise that follows a saved state; that ranks have loaded the same is checked in `add_`."""
         self._source.load_state_dict(state)
         self._agreed = False
 
 
 def noise_for(replicas: int, module: nn.Module, source: KeyedNoise, *, shares: Shares | None = None) -> NoiseSource:
-    """Return the noise source of a training: shared by all ranks where they share its batches, else the source itself.
-
-    Ranks that share batches must hold equal models. Called on all ranks.
-
-    Args:
-        replicas: How many ranks share each batch.
-        module: The model, as the user gave it.
-        source: This rank's source.
-        shares: How ranks that hold the model, or samples, in parts share each batch; None where each has both whole.
-
-    Returns:
-        What the private optimizer is given.
-
-    Raises:
-        InvalidOptionError: If the ranks that share batches are not those that train, or hold a model in parts whose
-            noise is of level "exact".
-        UnsupportedModelError: If their models differ.
-    """
+    """Return the noise source of a training."""
+    # Shared by all ranks where they share its batches, else the source itself. Called on all ranks; ranks that share
+    # batches must have equal models. `replicas`: ranks that share each batch; `shares`: None where each rank has model
+    # and samples whole.
     ranks = world_size()
     wrappers = (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
     in_parts = shares is not None

@@ -16,21 +16,14 @@ from ghostclip.noise.packs import packs
 
 
 class Size(NamedTuple):
-    """What noise depends on of a clipped sum.
-
-    Attributes:
-        elements: How many values it has.
-        dtype: Their type.
-    """
+    """Number of elements and dtype of a clipped sum, on which its noise depends."""
 
     elements: int
     dtype: torch.dtype
 
 
 class StageNoise(SharedNoise):
-    """Noise for the parameters of some stages, that of one process which holds all stages, to the bit.
-
-    Ranks agree before each release on the noise, its standard deviation and the bound, as those do that share a model.
+    """Noise for the parameters of some stages, equal to the bit to that of one process which has all stages.
 
     Privacy:
         Stages have parameters of their own, and each parameter is given noise by its stage alone. Copies of a stage add
@@ -39,6 +32,7 @@ class StageNoise(SharedNoise):
 
     in_parts = True
 
+    # Ranks agree before each release on the noise, its standard deviation and the bound.
     def __init__(
         self,
         source: KeyedNoise,
@@ -49,40 +43,20 @@ class StageNoise(SharedNoise):
         group: Group = None,
         groups: Sequence[Group] = (),
     ) -> None:
-        """Make the noise of the stages of one rank.
-
-        Args:
-            source: Of the same key on all ranks, and for these stages alone.
-            sizes: Those of all stages' trainable parameters, in order.
-            own: Which of them are of these stages, in the order of the sums.
-            copies: Ranks that work on the same samples.
-            group: The ranks that train together.
-            groups: Over these, one after the other, sums of copies of these stages are added up.
-        """
+        """Begin with the sizes of all stages' trainable parameters, of which ``own`` are this rank's."""
+        # `copies`: ranks that work on the same samples. Sums of copies of these stages are added up over `groups`.
         self._source, self._group, self._agreed = source, group, True
         self.level = source.level
         self._sizes, self._own = sizes, own
         self._copies, self._groups = copies, groups
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`.
-
-        Args:
-            tensor: The sum.
-            std: Standard deviation of the noise.
-        """
+        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
         self.add_all_([tensor], std)
 
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Add noise to this stage's sums; called on all ranks in each step.
-
-        Args:
-            tensors: The sums of all trainable parameters of the stage, in its order.
-            std: Standard deviation of the noise; 0 adds none.
-
-        Raises:
-            InvalidOptionError: They are others.
-        """
+        """Add noise to this stage's sums, of all its trainable parameters in order."""
+        # Called on all ranks in each step.
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
@@ -123,18 +97,11 @@ class StageNoise(SharedNoise):
                 tensor.copy_(part.view_as(tensor))
 
     def renew_key(self) -> None:
-        """Refuse a fresh key, which all stages would have to share.
-
-        Raises:
-            InvalidOptionError: Always.
-        """
+        """Refuse a fresh key, which all stages would have to share."""
         raise InvalidOptionError("renew_key: stages share one key. Make new noise for all of them (noise_sources).")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state; that ranks have loaded the same is checked in `add_all_`.
-
-        Args:
-            state: What `state_dict` returned on any rank.
-        """
+        """Continue with the noise that follows a saved state."""
+        # That ranks have loaded the same is checked in `add_all_`.
         self._source.load_state_dict(state)
         self._agreed = False

@@ -17,7 +17,7 @@ from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 
 def _of_first(name: str) -> Any:
-    """Return a property, or the methods, of `GhostClipper`, which the first stage answers for all."""
+    """Return a property, or the methods, of `GhostClipper` that the first stage answers for all."""
     return property(lambda stages: getattr(stages._first, name), doc=f"See `GhostClipper.{name}`.")
 
 
@@ -33,35 +33,18 @@ def _on_each(name: str) -> Any:
 
 
 class StagesClipper:
-    """What a private optimizer asks of a clipper, answered for several stages.
-
-    All stages see the same samples: counts are those of the first of them, and each parameter's sum is its stage's.
+    """Clipper of several stages, as a private optimizer asks of one.
 
     Privacy:
         The sums of the stages of all ranks together have the sensitivity that this states.
-
-    Attributes:
-        model: The module that has the stages.
-        pipeline: Runs steps of the schedule.
-        strategy: How sums are formed.
-        batch_first: Whether samples lie along axis 0, as pipelines have them.
-        axis: Where they lie.
-        is_sharded: Whether several ranks hold the model in parts, and so run it the same number of times.
-        wants_proof: Whether a rank asks for proofs with others; each stage is proved by itself.
     """
 
     strategy = "bookkeeping"
     batch_first, axis = True, 0
     is_sharded, wants_proof = True, False
 
+    # All stages see the same samples: counts are those of the first, and each parameter's sum is its stage's.
     def __init__(self, model: nn.Module, pipeline: PipelineClipper, shares: Shares) -> None:
-        """Take the clippers of a rank's stages together.
-
-        Args:
-            model: The module that has these stages.
-            pipeline: Attached to them.
-            shares: How the ranks share each batch.
-        """
         self._shares = shares
         self.model = model
         self.pipeline = pipeline
@@ -74,7 +57,7 @@ class StagesClipper:
 
     @property
     def policy(self) -> ClipPolicy:
-        """How samples are clipped: one policy of all stages, whose bound may be set between batches."""
+        """The clip policy of all stages, whose bound may be set between batches."""
         return self.pipeline.policy
 
     @property
@@ -115,37 +98,16 @@ class StagesClipper:
         return [p for one in self.pipeline.clippers for p in one.trainable_parameters()]
 
     def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's clipped sum, None when nothing contributed.
-
-        Args:
-            parameter: One of the trainable parameters.
-
-        Returns:
-            As `GhostClipper.summed_gradient`.
-        """
+        """Return a parameter's clipped sum, None when nothing contributed."""
         return self._of[id(parameter)].summed_gradient(parameter)
 
     def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters to whose sums nothing contributed.
-
-        Args:
-            parameters: Some of the trainable parameters.
-
-        Returns:
-            Those of them.
-        """
+        """Return the parameters to whose sums nothing contributed."""
         found = [(parameter, self._of.get(id(parameter))) for parameter in parameters]
         return [parameter for parameter, one in found if one is None or one.without_sum([parameter])]
 
     def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return the sums, and let go of them.
-
-        Args:
-            parameters: Whose.
-
-        Returns:
-            As `GhostClipper.hand_over_sums`.
-        """
+        """Return the sums and drop them, as `GhostClipper.hand_over_sums`."""
         found: dict[int, Tensor | None] = {}
         for one in self.pipeline.clippers:
             own = [p for p in parameters if self._of[id(p)] is one]
@@ -160,7 +122,7 @@ class StagesClipper:
         """Nothing to leave: sums of stages wait for each other's norms."""
 
     def prove_next(self) -> None:
-        """Nothing to ask together: each stage is proved by itself."""
+        """Do nothing: each stage is proved by itself."""
 
     def rest(self) -> None:
         """Nothing is gathered."""
@@ -170,29 +132,17 @@ class StagesClipper:
         self.pipeline.reset()
 
     def remove(self) -> None:
-        """Detach from the stages."""
         self.pipeline.remove()
 
     def backward(self, loss: Tensor) -> None:
-        """Refuse a backward from outside: the schedule runs it.
-
-        Args:
-            loss: A loss.
-
-        Raises:
-            UnsupportedModelError: Always.
-        """
+        """Refuse a backward from outside: the schedule runs it."""
         del loss
         raise UnsupportedModelError(
             "backward of a pipeline: its schedule runs it. Call pipeline.step(inputs, target=...)."
         )
 
     def savepoint(self) -> NoReturn:
-        """Refuse to try sizes of batches: stages exchange tensors of one shape.
-
-        Raises:
-            InvalidOptionError: Always.
-        """
+        """Refuse to try batch sizes: stages exchange tensors of one shape."""
         raise InvalidOptionError(
             "a pipeline takes batches in parts by itself: leave BatchMemoryManager out, and choose places= of the "
             "Pipeline by what fits in memory."
@@ -200,7 +150,7 @@ class StagesClipper:
 
 
 class _Rosters(Roster):
-    """Parameters of all stages of a rank, of which their own clippers meet some each."""
+    """Parameters of all stages of a rank, some of which each stage's clipper meets."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Roster]) -> None:
         self._parts = parts

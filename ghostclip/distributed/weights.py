@@ -58,15 +58,7 @@ def broadcast_parameters(model: nn.Module, group: Group = None) -> None:
 
 
 def require_equal_weights(model: nn.Module, group: Group = None) -> None:
-    """Refuse a model that the ranks do not have in common; every rank must call this.
-
-    Args:
-        model: Each rank's model.
-        group: The ranks that train together.
-
-    Raises:
-        UnsupportedModelError: On all ranks, if a parameter or buffer has another name, shape, dtype or value on one of
-            them, or is trainable on some only.
+    """Refuse a model whose names, shapes, dtypes, values or trainability differ between ranks; called on all of them.
 
     Cost:
         One pass over the values, on their device, and one exchange of 16 bytes.
@@ -86,14 +78,7 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
 
 @torch.no_grad()
 def digests(model: nn.Module) -> list[int]:
-    """Return a 64-bit digest of each parameter and buffer, equal only for values that are equal to the last bit.
-
-    Args:
-        model: The model, on any device.
-
-    Returns:
-        A number for each, parameters first.
-    """
+    """Return a 64-bit digest of each parameter, then each buffer, equal only for bit-equal values."""
     # All are under way before the first is waited for.
     found = [content_prints([_torch.local(tensor.detach()).contiguous().reshape(-1)]) for _, tensor in _tensors(model)]
     return [number for number, _ in read_prints(found)]
@@ -104,7 +89,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _brief(entries: Sequence[_WeightEntry]) -> tuple[bytes, bytes, bytes]:
-    """Return digests of what all ranks must have in common, of which parts this one holds, and of these."""
+    """Return digests of what all ranks must have in common, of which parts this rank has, and of their values."""
     common = [entry if not entry.part else entry._replace(digest=0, part="") for entry in entries]
     parts = [entry.part for entry in entries]
     own = [entry.digest for entry in entries if entry.part]
@@ -122,15 +107,7 @@ def _part(name: str, tensor: torch.Tensor) -> str:
 
 
 def _complaint(model: str, found: list[list[_WeightEntry]]) -> str:
-    """Say what is the first thing in which ranks differ, and what helps.
-
-    Args:
-        model: Name of the model's class.
-        found: What each rank has, in the order of the ranks.
-
-    Returns:
-        The text of the error.
-    """
+    """Return an error text about the first difference between ranks, and its remedy."""
     for entry in found[0]:
         others = [{other.name: other for other in rank}.get(entry.name) for rank in found]
         ranks = [rank for rank, other in enumerate(others) if other is None or _differs(entry, other)]
@@ -164,16 +141,7 @@ def _differs(entry: _WeightEntry, other: _WeightEntry) -> bool:
 
 
 def _first_difference(rank: int, first: dict[str, str], other: dict[str, str]) -> str:
-    """Say in which name, shape or dtype a rank's model differs from rank 0's.
-
-    Args:
-        rank: Whose model differs.
-        first: Layouts by name on rank 0.
-        other: Layouts by name on that rank.
-
-    Returns:
-        A sentence.
-    """
+    """Return a sentence on the first name, shape or dtype in which a rank's model differs from rank 0's."""
     for name in [*first, *other]:
         if first.get(name) != other.get(name):
             return f"'{name}' is {other.get(name, 'missing')} on rank {rank}, {first.get(name, 'missing')} on rank 0."

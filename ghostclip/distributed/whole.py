@@ -18,30 +18,18 @@ from ghostclip.distributed.placement import local_part, placement_of
 
 
 def is_in_parts(state: Any) -> bool:
-    """Return whether a state holds tensors that ranks have in parts.
-
-    Args:
-        state: Values in tuples, lists and mappings of any depth.
-
-    Returns:
-        True if so.
-    """
+    """Return whether a nested state contains DTensors."""
     return any(map(_torch.is_sharded_tensor, tensors(state)))
 
 
 @torch.no_grad()
 def gathered_whole(state: Any) -> Any:
-    """Return a state whose tensors are whole and in main memory on rank 0; called on all ranks.
-
-    Args:
-        state: Values in tuples, lists and dicts of any depth, of the same structure on all ranks.
-
-    Returns:
-        A copy of the containers; on other ranks than rank 0 None in the place of what is held in parts.
+    """Return a nested state whose tensors are whole and in main memory on rank 0; called on all ranks.
 
     Cost:
         One all-gather a tensor; a device holds one whole tensor at a time.
     """
+    # On other ranks DTensors become None.
     if isinstance(state, Mapping):
         # A model's state is a dict with attributes of its own, which only its own class reads.
         return {name: gathered_whole(value) for name, value in state.items()}
@@ -55,15 +43,7 @@ def gathered_whole(state: Any) -> Any:
 
 
 def parts_for(saved: Any, like: Any) -> Any:
-    """Return this rank's part of what was saved whole.
-
-    Args:
-        saved: A tensor of the whole parameter's shape; whatever else is returned as it is.
-        like: The parameter, or a tensor that lies as it does.
-
-    Returns:
-        A tensor in parts where `like` is one and the shapes are equal.
-    """
+    """Return this rank's part of a saved whole tensor, laid out as ``like``; anything else as it is."""
     fits = isinstance(saved, Tensor) and _torch.is_sharded_tensor(like) and saved.shape == like.shape
     if not fits or _torch.is_sharded_tensor(saved):
         return saved

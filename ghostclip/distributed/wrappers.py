@@ -13,16 +13,8 @@ _log = logging.getLogger(__name__)
 
 
 def copy_inside(module: nn.Module) -> nn.Module:
-    """Return the model inside a DistributedDataParallel, which adds up no gradients from then on.
-
-    Clipped sums meet in the private optimizer's step. The wrapper may be called further on and does nothing of its own.
-
-    Args:
-        module: The model, or its wrapper.
-
-    Returns:
-        The model.
-    """
+    """Return the model inside a DistributedDataParallel, which adds up no gradients from then on."""
+    # Clipped sums meet in the private optimizer's step; the wrapper may still be called.
     while isinstance(module, nn.parallel.DistributedDataParallel):
         _log.info("DistributedDataParallel is set aside: the private optimizer adds up the ranks' clipped sums.")
         # As in its no_sync(): otherwise it would wait for gradients that autograd never makes.
@@ -32,14 +24,8 @@ def copy_inside(module: nn.Module) -> nn.Module:
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a model of which each rank holds a part in a way that hides which layer a value is of.
-
-    Args:
-        module: The model.
-
-    Raises:
-        UnsupportedModelError: If it is divided so; how parameters that are DTensors lie is for `ShardedModel` to say.
-    """
+    """Refuse a model that is sharded in a way that hides which layer a value belongs to."""
+    # DTensors are `ShardedModel`'s.
     kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
     for path, part in module.named_modules():
         if kind is not None and isinstance(part, (kind,)):

@@ -17,43 +17,23 @@ if TYPE_CHECKING:
 
 
 class Defers(Protocol):
-    """What computes losses together with their backward."""
+    """Computes losses and their backward as one graph."""
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PrivateLoss | None:
-        """Note a call of the criterion.
-
-        Args:
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What stands for the loss; None where it is computed at once.
-        """
+        """Record a call of the criterion and return a deferred loss; None where it is computed at once."""
 
     def resolved(self, tree: Any) -> Any:
-        """Return arguments with the values of what was deferred among them.
-
-        Args:
-            tree: Positional and keyword arguments.
-
-        Returns:
-            The same containers.
-        """
+        """Return arguments with deferred outputs replaced by their values."""
 
 
 class PrivateLoss:
-    """The losses of one batch, kept apart by sample until `backward()` has clipped them.
-
-    Numbers may be added and multiplied, losses of the same batch added and subtracted.
+    """Per-sample losses of one batch until `backward()` has clipped them; sums and multiples of losses are allowed.
 
     Privacy:
         `item()` and `detach()` show the exact loss, which is not a private quantity.
-
-    Args:
-        clipper: What runs the two passes.
-        per_sample: The losses, `[B]`.
     """
 
+    # Numbers may be added and multiplied, losses of the same batch added and subtracted.
     def __init__(self, clipper: GhostClipper, per_sample: torch.Tensor) -> None:
         self._clipper = clipper
         self.per_sample = per_sample
@@ -63,20 +43,12 @@ class PrivateLoss:
         self._clipper.backward(self.per_sample)
 
     def detach(self) -> torch.Tensor:
-        """Return the reduced loss, without a graph.
-
-        Returns:
-            Scalar tensor.
-        """
+        """Return the reduced loss as a scalar tensor without a graph."""
         loss_B = self.per_sample.detach()
         return loss_B.mean() if self._clipper.loss_reduction == "mean" else loss_B.sum()
 
     def item(self) -> float:
-        """Return the reduced loss as a number.
-
-        Returns:
-            The number.
-        """
+        """Return the reduced loss as a number."""
         return self.detach().item()
 
     def _with(self, per_sample: torch.Tensor) -> PrivateLoss:
@@ -115,17 +87,7 @@ class PrivateLoss:
 
 
 def number_of(other: object) -> float:
-    """Return a number that a loss may be added to or multiplied with.
-
-    Args:
-        other: The other operand.
-
-    Returns:
-        The number.
-
-    Raises:
-        LossReductionError: It is none.
-    """
+    """Return a number that a loss may be added to or multiplied with; refuse any other operand."""
     if isinstance(other, (int, float)):
         return other
     raise LossReductionError(
@@ -136,27 +98,13 @@ def number_of(other: object) -> float:
 
 
 class PrivateCriterion:
-    """Calls the user's criterion per sample.
+    """Calls the user's criterion per sample."""
 
-    A module with a `reduction` (all of torch's losses) is asked for unreduced values; what it gives for the positions
-    of one sample is averaged or summed as its own reduction says. Positions that equal its `ignore_index` count neither
-    in the sum nor in the number that is divided by, so a sample's loss never depends on another sample. For the same
-    reason class weights multiply, but the batch's total weight does not divide. Any other callable must return one loss
-    per sample itself.
-
-    Attributes:
-        clipper: As given.
-        criterion: As given.
-        deferral: What computes losses together with their backward; None where they are computed as they are called.
-
-    Args:
-        clipper: What runs the two passes.
-        criterion: The user's criterion.
-
-    Raises:
-        LossReductionError: If the criterion's own reduction contradicts the declared one.
-    """
-
+    # A module with a `reduction` (all of torch's losses) is asked for unreduced values, which are averaged or summed
+    # over the positions of one sample as its own reduction says. Positions that equal its `ignore_index` count neither
+    # in the sum nor in the divisor, so that a sample's loss never depends on another sample. For the same reason class
+    # weights multiply, but the batch's total weight does not divide. Any other callable must return one loss per
+    # sample.
     def __init__(self, clipper: GhostClipper, criterion: Callable[..., torch.Tensor]) -> None:
         own = getattr(criterion, "reduction", None)
         if own in ("mean", "sum") and own != clipper.loss_reduction:
@@ -166,19 +114,10 @@ class PrivateCriterion:
             )
         self.clipper = clipper
         self.criterion = criterion
-        self.deferral: Defers | None = None
+        self.deferral: Defers | None = None  # None where losses are computed at once
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> PrivateLoss:
-        """Compute the losses of a batch.
-
-        Args:
-            *args: The criterion's own arguments.
-            shape: Shape of the model's output `[B, T, ...]` before it was flattened to `[B·T, ...]` for the criterion.
-            **kwargs: The criterion's own keyword arguments.
-
-        Returns:
-            A loss with `backward()` and `item()`.
-        """
+        """Return the loss of a batch; ``shape`` is `[B, T, ...]` of an output that was flattened to `[B·T, ...]`."""
         if self.deferral is not None:
             deferred = self.deferral.loss(args, kwargs if shape is None else {**kwargs, "shape": tuple(shape)})
             if deferred is not None:
@@ -187,19 +126,7 @@ class PrivateCriterion:
         return PrivateLoss(self.clipper, self.per_sample(*args, shape=shape, **kwargs))
 
     def per_sample(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> torch.Tensor:
-        """Compute the losses of a batch's samples.
-
-        Args:
-            *args: As for a call.
-            shape: As for a call.
-            **kwargs: As for a call.
-
-        Returns:
-            The losses, `[B]`.
-
-        Raises:
-            LossReductionError: If the criterion does not give a value per sample.
-        """
+        """Return the losses of a batch's samples, `[B]`, from the criterion's arguments."""
         values = self._unreduced(args, kwargs)
         if not isinstance(values, torch.Tensor) or values.dim() == 0:
             raise LossReductionError(
@@ -213,7 +140,7 @@ class PrivateCriterion:
         return self._per_sample(values, keep)
 
     def _unreduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the criterion without its reduction, which is put back afterwards."""
+        """Call the criterion without its reduction, which is restored afterwards."""
         if not hasattr(self.criterion, "reduction"):
             return self.criterion(*args, **kwargs)
         own = self.criterion.reduction
@@ -224,16 +151,7 @@ class PrivateCriterion:
             self.criterion.reduction = own
 
     def _counted(self, values: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Find the positions that count in a mean, where the criterion ignores some.
-
-        Args:
-            values: The unreduced losses.
-            args: The criterion's arguments; the second is the target.
-            kwargs: The criterion's keyword arguments.
-
-        Returns:
-            A mask of the shape of `values`, or None if all count.
-        """
+        """Return a mask of the positions that count in a mean where the criterion ignores some, None if all count."""
         ignored = getattr(self.criterion, "ignore_index", None)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         if ignored is None or not isinstance(target, torch.Tensor) or target.shape != values.shape:
@@ -241,15 +159,7 @@ class PrivateCriterion:
         return target != ignored
 
     def _per_sample(self, values: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-        """Reduce everything but the batch axis.
-
-        Args:
-            values: Unreduced losses, `[B, ...]`.
-            keep: Mask of the positions that count, `[B, ...]`, or None for all.
-
-        Returns:
-            The losses, `[B]`.
-        """
+        """Reduce unreduced losses `[B, ...]` over all axes but the batch."""
         if values.dim() == 1:
             return values
         axes = tuple(range(1, values.dim()))

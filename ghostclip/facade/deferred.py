@@ -32,69 +32,31 @@ _NOTED: Final = frozenset(
 
 
 class Deferral:
-    """Computes what a model and a criterion of a private training note.
-
-    Attributes:
-        step: The compiled step.
-
-    Args:
-        clipper: Attached to the model.
-        criterion: The private criterion.
-    """
+    """Defers calls of a private model and its criterion to one compiled step."""
 
     def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion) -> None:
         self._clipper, self._criterion = clipper, criterion
         self.step = GraphStep(clipper, self._losses)
 
     def defers(self, model: nn.Module) -> bool:
-        """Return whether a call of the model is noted and not run."""
+        """Return whether a call of the model is deferred."""
         return model.training and torch.is_grad_enabled() and self._clipper.attached
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput:
-        """Note a call of the model.
-
-        Args:
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What stands for its output.
-        """
+        """Record a call of the model and return a deferred output."""
         return DeferredOutput(DeferredCall(self._clipper.model, tuple(args), dict(kwargs)))
 
     def resolved(self, tree: Any) -> Any:
-        """Return arguments with the values of what was deferred among them.
-
-        Args:
-            tree: Positional and keyword arguments.
-
-        Returns:
-            The same containers.
-        """
+        """Return arguments with deferred outputs replaced by their values."""
         return resolved(tree)
 
     def per_sample(self, loss: DeferredLoss) -> Tensor:
-        """Compute losses eagerly, with a graph to go back through.
-
-        Args:
-            loss: What stands for them.
-
-        Returns:
-            The losses, ``(B,)``.
-        """
+        """Compute losses ``(B,)`` eagerly, with a graph."""
         args, kwargs = resolved(loss.given)
         return _changed(self._criterion.per_sample(*args, **kwargs), loss.changes)
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
-        """Note a call of the criterion.
-
-        Args:
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What stands for the loss; None where an output among the arguments is known already, or there is none.
-        """
+        """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
         outputs = [leaf for leaf in _tree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, DeferredOutput)]
         calls = {id(output.call): output.call for output in outputs}
         if len(calls) != 1 or any(call.known for call in calls.values()):
@@ -102,14 +64,7 @@ class Deferral:
         return DeferredLoss(self, self._clipper, next(iter(calls.values())), (tuple(args), dict(kwargs)))
 
     def compute(self, loss: DeferredLoss) -> Tensor:
-        """Compute a batch and add its clipped sum.
-
-        Args:
-            loss: Its loss.
-
-        Returns:
-            The losses of its samples, ``(B,)``.
-        """
+        """Compute a batch's losses ``(B,)`` and add its clipped sum."""
         call, paths = loss.call, []
 
         def noted(leaf: Any) -> Any:
@@ -152,36 +107,20 @@ def _from_values(given: Any, value: Callable[[int], Any]) -> Any:
 
 
 class DeferredCall:
-    """A call of the model that is still to be computed.
-
-    Attributes:
-        model: The model.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        known: Whether its output was computed by itself, eagerly.
-
-    Args:
-        model: The model.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-    """
+    """A deferred call of the model."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.known = False
+        self.known = False  # whether its output was computed by itself, eagerly
         self._done = False
         self._value: Any = None
 
     def computed(self, value: Any) -> None:
-        """Note what was computed together with the backward.
-
-        Args:
-            value: The output, without a graph; None where it was not kept.
-        """
+        """Set the output that was computed with the backward, without a graph; None where it was not stored."""
         self._done, self._value = True, value
 
     def value(self) -> Any:
-        """Return the output: computed now where nobody has computed it, without gradients after its backward."""
+        """Return the output: computed now if it is unknown, without gradients after its backward."""
         if self._value is None:
             with torch.set_grad_enabled(not self._done and torch.is_grad_enabled()):
                 self._value = self.model(*self.args, **self.kwargs)
@@ -190,32 +129,21 @@ class DeferredCall:
 
 
 class DeferredOutput:
-    """Stands for the output of a private model until its loss goes backward.
+    """Placeholder for the output of a private model until its loss goes backward."""
 
-    Attributes and items of it, and views of these, stand for theirs. Anything else that is done with it computes it,
-    eagerly if its backward has not run.
-
-    Attributes:
-        call: The call of the model.
-        path: How it follows from the model's output.
-
-    Args:
-        call: The call of the model.
-        path: How it follows from the model's output.
-    """
-
+    # Attributes and items of it, and views of these, are placeholders too. Any other use computes it, eagerly if its
+    # backward has not run. `path`: how it follows from the model's output.
     def __init__(self, call: DeferredCall, path: tuple[Any, ...] = ()) -> None:
         self.call, self.path = call, path
 
     def resolve(self) -> Any:
-        """Return what it stands for."""
+        """Return the value that it stands for."""
         return _followed(self.call.value(), self.path)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch on what is stood for."""
         args, kwargs = _tree.mapped(_resolved, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
@@ -228,15 +156,7 @@ class DeferredOutput:
         return DeferredOutput(self.call, (*self.path, ("item", _resolved(key))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what it stands for; a method that says how a tensor lies is noted.
-
-        Args:
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            The result, or what stands for it.
-        """
+        """Call the value; a method that only changes a tensor's view is recorded."""
         args, kwargs = _tree.mapped(_resolved, (args, kwargs))
         method = self.path[-1] if self.path else ("", "")
         if method[0] == "attribute" and method[1] in _NOTED and not self.call.known:
@@ -303,14 +223,7 @@ def _resolved(item: Any) -> Any:
 
 
 def resolved(tree: Any) -> Any:
-    """Return containers with the values of what was deferred in them.
-
-    Args:
-        tree: Arguments of a function.
-
-    Returns:
-        The same containers.
-    """
+    """Return nested containers with deferred outputs replaced by their values."""
     return _tree.mapped(_resolved, tree)
 
 
@@ -326,27 +239,16 @@ def _followed(value: Any, path: Sequence[Any]) -> Any:
 
 
 class DeferredLoss(PrivateLoss):
-    """The losses of one batch, computed as `backward()` is called, together with it.
-
-    Attributes:
-        call: The call of the model.
-        given: The arguments of the criterion, deferred outputs among them.
-        changes: Arithmetic on the loss: names of operators with numbers.
-
-    Args:
-        deferral: Computes it.
-        clipper: Attached to the model.
-        call: The call of the model.
-        given: Positional and keyword arguments of the criterion.
-        changes: Arithmetic on the loss.
-    """
+    """The losses of one batch, computed with its backward as `backward()` is called."""
 
     def __init__(
         self,
         deferral: Deferral,
         clipper: GhostClipper,
         call: DeferredCall,
+        # arguments of the criterion, deferred outputs among them
         given: Any,
+        # arithmetic on the loss: names of operators with numbers
         changes: tuple[tuple[str, float], ...] = (),
     ) -> None:
         self._deferral, self._clipper = deferral, clipper
@@ -362,11 +264,7 @@ class DeferredLoss(PrivateLoss):
         return self._computed
 
     def backward(self) -> None:
-        """Clip every sample's gradient and add their sum to `p.grad`.
-
-        Raises:
-            GhostClipError: It was called before.
-        """
+        """Clip every sample's gradient and add their sum to `p.grad`; once only."""
         if self._gone_back:
             raise GhostClipError("a second backward() of the same loss: its samples would be clipped twice.")
         self._gone_back = True

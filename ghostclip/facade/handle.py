@@ -24,17 +24,7 @@ _IN_USE: weakref.WeakSet[GhostClipper] = weakref.WeakSet()
 
 
 def clipper_of(parameters: Sequence[nn.Parameter]) -> GhostClipper:
-    """Return the clipper whose facade holds an optimizer's parameters.
-
-    Args:
-        parameters: The optimizer's parameters.
-
-    Returns:
-        The clipper.
-
-    Raises:
-        InvalidOptionError: If no facade holds them.
-    """
+    """Return the clipper whose facade has an optimizer's parameters."""
     wanted = {id(p) for p in parameters if p.requires_grad}
     for clipper in _IN_USE:
         if wanted & {id(p) for p in clipper.trainable_parameters()}:
@@ -211,21 +201,7 @@ class ClipperHandle:
 def attached_clipper(
     m: nn.Module, clipper: GhostClipper | None, *, strict: bool, batch_first: bool, loss_reduction: Any
 ) -> GhostClipper:
-    """Return a facade's clipper: the one that was given, or one that leaves per-sample gradients and clips nothing yet.
-
-    Args:
-        m: The model.
-        clipper: Attached to the model already, or None.
-        strict: Whether to refuse modules that mix samples before a new clipper is attached.
-        batch_first: Whether the leading axis of the model's inputs is the batch.
-        loss_reduction: "mean" or "sum".
-
-    Returns:
-        The clipper.
-
-    Raises:
-        UnsupportedModuleError: With ``strict``, if there are such modules.
-    """
+    """Return the given clipper, or a new one that leaves per-sample gradients and clips nothing yet."""
     if clipper is None:
         if strict:
             ModuleValidator.validate(m, strict=True)

@@ -29,17 +29,7 @@ MODES: Final = tuple(_STRATEGY_OF)
 
 
 def strategy_of(grad_sample_mode: str) -> Strategy:
-    """Return the strategy that a mode stands for.
-
-    Args:
-        grad_sample_mode: One of `MODES`: a strategy, or Opacus's "functorch" and "ew", which stand for "hooks".
-
-    Returns:
-        The strategy.
-
-    Raises:
-        InvalidOptionError: If there is no such mode, or it is refused.
-    """
+    """Return the strategy of a mode; Opacus's "functorch" and "ew" stand for "hooks"."""
     if grad_sample_mode in REFUSED_MODES:
         raise InvalidOptionError(f"grad_sample_mode={grad_sample_mode!r}: {REFUSED_MODES[grad_sample_mode]}.")
     if grad_sample_mode not in _STRATEGY_OF:

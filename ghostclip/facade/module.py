@@ -27,16 +27,7 @@ _TOLD: WeakSet[GradSampleModule] = WeakSet()
 
 
 class GradSampleHooks(ClipperHandle):
-    """Handle that `make_private(wrap_model=False)` returns instead of a model, and that ends the clipping.
-
-    Args:
-        m: The model, which stays as it is for the user.
-        batch_first: As for `GradSampleModule`.
-        loss_reduction: As for `GradSampleModule`.
-        strict: As for `GradSampleModule`.
-        force_functorch: As for `GradSampleModule`.
-        clipper: The clipper attached to it; by default one as `GradSampleModule` makes it.
-    """
+    """Handle that `make_private(wrap_model=False)` returns instead of a model, and that ends the clipping."""
 
     def __init__(
         self,
@@ -125,7 +116,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
             return self._module(*args, **kwargs)
 
     def _around(self) -> AbstractContextManager[None]:
-        """Return what a private forward runs in."""
+        """Return the context that a private forward runs in."""
         around = self.__dict__.get("around")
         clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
         return around() if around is not None and clips else nullcontext()
@@ -189,18 +180,16 @@ class GradSampleModule(ClipperHandle, nn.Module):
         return self._module.load_state_dict(own, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what the facade does not have on the model."""
+        """Look up on the model the attributes that the facade lacks."""
         module = _torch.child_of(self, "_module")
         if module is None:
             raise AttributeError(name)
         return module if name == "_module" else getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign to the model; a layer or parameter set here would neither be run nor clipped.
-
-        What wraps a method of the facade (a `forward` under autocast, a compiled call) stays with the facade: on the
-        model it would call itself.
-        """
+        """Assign to the model; a layer or parameter set here would neither be run nor clipped."""
+        # What wraps a method of the facade (a `forward` under autocast, a compiled call) stays with the facade: on the
+        # model it would call itself.
         if name == "__class__":
             raise UnsupportedModelError(
                 f"{value.__name__} in place of a private model's class: a model is divided (fully_shard) before its "
@@ -213,7 +202,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
             setattr(self._module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete from the model what is the model's."""
+        """Delete an attribute of the model."""
         if name in self.__dict__:
             super().__delattr__(name)
         else:
@@ -243,31 +232,16 @@ def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
 
 
 def defer(module: GradSampleModule, criterion: PrivateCriterion) -> None:
-    """Let a private model and its criterion compute forward, loss and backward together.
-
-    Args:
-        module: The private model.
-        criterion: The criterion that is used with it.
-    """
+    """Let a private model and its criterion compute forward, loss and backward as one graph."""
     assert module.clipper is not None
     module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion)
 
 
 def run_in(module: GradSampleModule, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let every private forward of a model run in a context; its other forwards do not.
-
-    Args:
-        module: The private model.
-        around: Makes the context.
-    """
+    """Let every private forward of a model run in a context; its other forwards do not."""
     module.__dict__["around"] = around
 
 
 def watch_forwards(module: GradSampleModule, watch: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let every forward of a model run in a context that sees its errors.
-
-    Args:
-        module: The private model.
-        watch: Makes the context.
-    """
+    """Let every forward of a model run in a context that sees its errors."""
     module.__dict__["watch"] = watch

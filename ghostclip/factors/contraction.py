@@ -8,15 +8,7 @@ from torch import Tensor
 
 
 def contraction(subscripts: str, *tensors: Tensor) -> Tensor:
-    """Contract tensors as ``einsum`` does, along the cheapest path.
-
-    Args:
-        subscripts: As for ``einsum``, with an explicit output.
-        *tensors: The operands.
-
-    Returns:
-        The contraction, in the operands' dtype.
-    """
+    """Contract tensors as ``einsum`` with an explicit output does, along the cheapest path."""
     expression = _expression(subscripts, tuple(tuple(tensor.shape) for tensor in tensors))
     result: Tensor = expression(*tensors)
     return result

@@ -21,15 +21,7 @@ from ghostclip.kernels.precision import full_convolutions
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the windows of one convolution lie.
-
-    Attributes:
-        shape: The kernel's shape ``(S·O, C, *kernel)``.
-        stride: Step between windows, for every axis of space.
-        padding: Zeros before and behind, for every axis of space.
-        dilation: Step within a window.
-        groups: S.
-    """
+    """Geometry of the windows of one convolution, kernel ``(S·O, C, *kernel)``."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -43,17 +35,9 @@ class Geometry:
         return self.shape[2:]
 
     def fitted(self, x: Tensor, positions: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Cut the input to what the windows at the first so many positions see.
-
-        Args:
-            x: Input, shape ``(..., *space)``.
-            positions: Windows along every axis.
-
-        Returns:
-            The input and the padding that is left on both sides: a convolution of the two has exactly so many
-            positions. A view, unless zeros before and behind differ, or a transposed convolution's output padding left
-            room for windows that it does not have.
-        """
+        """Return the part of the input that the first windows see, and the padding left on both sides."""
+        # A convolution of the two has exactly so many positions. A view, unless zeros before and behind differ, or a
+        # transposed convolution's output padding left room for windows that it does not have.
         amounts, regular = [], True
         for place, (before, behind) in enumerate(self.padding):
             seen = (positions[place] - 1) * self.stride[place] + self.dilation[place] * (self.kernel[place] - 1) + 1
@@ -65,15 +49,7 @@ class Geometry:
         return functional.pad(x, [n for pair in reversed(amounts) for n in pair]), [0] * len(amounts)
 
     def windows(self, x: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return windows, kernel first: ``(..., *kernel, *positions)``, a view of the padded input.
-
-        Args:
-            x: Input, shape ``(..., *space)``.
-            positions: Windows along every axis.
-
-        Returns:
-            The view.
-        """
+        """Return windows ``(..., *kernel, *positions)``, a view of the padded input."""
         lead, dims = x.dim() - len(positions), len(positions)
         x = self._padded(x)
         for place in range(dims):
@@ -85,17 +61,7 @@ class Geometry:
         return functional.pad(x, amounts) if any(amounts) else x
 
     def unfolded_along(self, x: Tensor, axis: int, place: int, count: int) -> Tensor:
-        """Return the first so many windows along one axis of space.
-
-        Args:
-            x: Padded input.
-            axis: Which of its axes.
-            place: Which axis of space that is.
-            count: How many windows.
-
-        Returns:
-            A view, the windows' entries as its last axis.
-        """
+        """Return the first ``count`` windows along one axis of the padded input, their entries as last axis."""
         step = self.dilation[place]
         windows = x.unfold(axis, step * (self.kernel[place] - 1) + 1, self.stride[place])
         if step > 1:
@@ -103,15 +69,7 @@ class Geometry:
         return windows if windows.shape[axis] == count else windows.narrow(axis, 0, count)
 
     def unfolded(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return copies of all windows.
-
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
-            positions: Windows along every axis.
-
-        Returns:
-            Shape ``(B·S, I, K·T)``.
-        """
+        """Return copies of all windows of ``(B, K, S·C, *space)``, shape ``(B·S, I, K·T)``."""
         samples, rows = x_BKC.shape[:2]
         windows = self.windows(x_BKC.unflatten(2, (self.groups, -1)), positions).movedim(1, 3 + len(self.kernel))
         return windows.reshape(samples * self.groups, prod(self.shape[1:]), rows * prod(positions))
@@ -125,14 +83,9 @@ class Geometry:
         return parts.reshape(-1, parts.shape[2], parts.shape[3] * parts.shape[4])
 
     def grouped(self, x_BKC: Tensor, g_BKO: Tensor) -> Tensor:
-        """Return every sample's own gradient as that of one kernel: of a convolution with a group for every sample.
+        """Return every sample's gradient ``(B·S·O, C, *kernel)``, by a convolution with a group for every sample.
 
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the result.
-            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
-
-        Returns:
-            Shape ``(B·S·O, C, *kernel)``. Cost: 2·B·T·I·O.
+        Cost: 2·B·T·I·O.
         """
         samples = x_BKC.shape[0]
         x, pads = self.fitted(x_BKC, g_BKO.shape[3:])
@@ -141,15 +94,9 @@ class Geometry:
         return self._kernel_gradient(*sides, kernel, pads, samples * self.groups)
 
     def weighted(self, x_BKC: Tensor, g_BKO: Tensor, coef_B: Tensor) -> Tensor:
-        """Return ``Σ_b coef_B[b]·g_b`` as an ordinary convolution's backward forms the kernel's gradient.
+        """Return ``Σ_b coef_B[b]·g_b``, ``(S·O, C, *kernel)``, as an ordinary convolution's backward does.
 
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the result.
-            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
-            coef_B: Coefficients, shape ``(B,)``.
-
-        Returns:
-            Shape ``(S·O, C, *kernel)``. Cost: 2·B·T·I·O, and a weighted copy of the smaller tensor.
+        Cost: 2·B·T·I·O, and a weighted copy of the smaller tensor.
         """
         positions = g_BKO.shape[3:]
         coef = coef_B.view(-1, *[1] * (g_BKO.dim() - 1))
@@ -168,33 +115,18 @@ class Geometry:
         return gradient
 
     def window_squares(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return the squared norm of every window.
-
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
-            positions: Windows along every axis.
-
-        Returns:
-            Shape ``(B, S, K, *positions)``.
-        """
+        """Return the squared norm of every window, ``(B, S, K, *positions)``."""
         squares = self._padded(x_BKC.square().unflatten(2, (self.groups, -1)).sum(3).transpose(1, 2))
         for place, count in enumerate(positions):
             squares = self.unfolded_along(squares, 3 + place, place, count).sum(-1)
         return squares
 
     def window_gram(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return dot products of all pairs of windows from those of pixels; only for a stride of 1.
+        """Return dot products of all pairs of windows, ``(B·S, K·T, K·T)``, from those of pixels; for stride 1.
 
-        Two windows' dot product is a sum of dot products of pixels that stand apart alike, so that each pair of pixels
-        is multiplied once and not once for every pair of windows it is in:
-        ``A[s, t] = Σ_k G[s + k, t + k]`` with ``G[u, v] = x_u · x_v``, one axis of space after the other.
-
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
-            positions: Windows along every axis.
-
-        Returns:
-            Shape ``(B·S, K·T, K·T)``. Cost: 2·(K·P)²·C a group, and kernel-many additions an entry and axis.
+        ``A[s, t] = Σ_k G[s + k, t + k]`` with ``G[u, v] = x_u · x_v``, one axis of space after the other: each pair of
+        pixels is multiplied once and not once for every pair of windows it is in.
+        Cost: 2·(K·P)²·C per group, and as many additions per entry and axis as the kernel has entries there.
         """
         x_NCP = self.by_group(x_BKC)
         rows, space, dims = x_BKC.shape[1], x_BKC.shape[3:], len(positions)

@@ -30,13 +30,8 @@ class Dense(Factor):
     _norms: list[Tensor] | None = None
 
     def __init__(self, grad_BP: Tensor | PositionSum) -> None:
-        """Keep the gradients.
-
-        Args:
-            grad_BP: Per-sample gradients, shape ``(B, *P)``, any floating dtype; or what forms them when they are asked
-                for.
-        """
         if isinstance(grad_BP, PositionSum):
+            # `PositionSum` forms the gradients when they are read.
             self._later = grad_BP
         else:
             self.grad_BP = to_accumulation(grad_BP)
@@ -45,7 +40,7 @@ class Dense(Factor):
 
     @cached_property
     def grad_BP(self) -> Tensor:
-        """The gradients, shape ``(B, *P)``; one attribute where they were given."""
+        """Per-sample gradients, shape ``(B, *P)``."""
         assert self._later is not None
         return self._later.value()
 
@@ -59,12 +54,11 @@ class Dense(Factor):
         return block_norms(self._flat_BP()) if norms is None else norms
 
     def measured(self) -> list[Tensor]:
-        """Return `block_norms`, which are not worked out again when they are asked for next."""
+        """Return `block_norms`, computed once."""
         self._norms = self.block_norms()
         return self._norms
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``."""
         return self.grad_BP
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
@@ -78,23 +72,18 @@ class Dense(Factor):
         torch.mm(coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=out.view(1, -1))
 
     def masked(self, keep_B: Tensor) -> "Dense":
-        """Return the factor with dropped samples set to zero."""
         return Dense(where_kept(keep_B, self.grad_BP))
 
     def selected(self, index_D: Tensor) -> "Dense":
-        """Return the factor of a few samples."""
         return Dense(rows_of(self.grad_BP, index_D))
 
     def in_double(self) -> "Dense":
-        """Return the factor in float64."""
         return Dense(doubled(self.grad_BP))
 
     def reshaped(self, shape: Sequence[int]) -> "Dense":
-        """Return the factor of the same values for a parameter of ``shape``."""
         return Dense(self.grad_BP.reshape(self.batch_size, *shape))
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.batch_size * self.shape.numel()
 
     def _flat_BP(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -103,20 +92,12 @@ class Dense(Factor):
 
 
 class Diagonal(Factor):
-    """A tensor with a batch axis of its own, in which sample b touches only its own entries.
+    """Gradients of a tensor with a batch axis of its own, in which sample b touches only its own entries."""
 
-    It arises where something derived from parameters is spread over the batch before data joins it
-    (``cls_token.expand(B, -1, -1)``, an embedding of one label a sample). The per-sample gradient of sample b is zero
-    outside entry b of ``axis``, where it is ``grad_BR[b]``.
-    """
-
+    # It arises where something derived from parameters is spread over the batch before data joins it
+    # (`cls_token.expand(B, -1, -1)`, an embedding of one label per sample): sample b's gradient is zero outside entry b
+    # of `axis`.
     def __init__(self, grad_BR: Tensor, *, axis: int) -> None:
-        """Keep the gradients.
-
-        Args:
-            grad_BR: Gradient of each sample's own entries, batch axis first, shape ``(B, *R)``.
-            axis: Where the batch axis stands in the tensor.
-        """
         self.grad_BR = to_accumulation(grad_BR)
         self.axis = axis
         self.batch_size = grad_BR.shape[0]
@@ -124,7 +105,6 @@ class Diagonal(Factor):
         self.shape = torch.Size([*rest[:axis], self.batch_size, *rest[axis:]])
 
     def sqnorm(self) -> SquaredNorm:
-        """Return the squared norm of every sample's gradient."""
         return Dense(self.grad_BR).sqnorm()
 
     def materialize(self) -> Tensor:
@@ -135,26 +115,21 @@ class Diagonal(Factor):
         return full_BBR.movedim(1, self.axis + 1)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add every sample's weighted entries to ``out``."""
         coef = coef_B.view(-1, *[1] * (self.grad_BR.dim() - 1))
         out.movedim(self.axis, 0).add_(self.grad_BR.to(out.dtype) * coef)
 
     def masked(self, keep_B: Tensor) -> "Diagonal":
-        """Return the factor with dropped samples set to zero."""
         return Diagonal(where_kept(keep_B, self.grad_BR), axis=self.axis)
 
     def selected(self, index_D: Tensor) -> Dense:
-        """Return the factor of a few samples, materialised: the tensor keeps its batch axis of all."""
+        """Return the factor of a few samples, materialised: the tensor's batch axis stays that of all."""
         return Dense(rows_of(self.materialize(), index_D))
 
     def in_double(self) -> "Diagonal":
-        """Return the factor in float64."""
         return Diagonal(doubled(self.grad_BR), axis=self.axis)
 
     def reshaped(self, shape: Sequence[int]) -> Dense:
-        """Return the factor of the same values for a parameter of ``shape``, materialised."""
         return Dense(self.materialize().reshape(self.batch_size, *shape))
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.grad_BR.numel()

@@ -58,40 +58,29 @@ class _Rows(NamedTuple):
 
 @dataclass(eq=False)
 class Shared:
-    """What all factors of one gradient that arrived at a head have in common.
-
-    Attributes:
-        wants_input: Whether the hidden states' gradient is wanted.
-        wants_bias: Whether the bias is trained.
-        norms: Squared norms of all samples, once they are known.
-        input_BTI: The hidden states' gradient, once it is known.
-        bias_BV: Per-sample gradients of the bias, once they are known.
-        met: Rows of the weight that the same forward looked up, whose gradients its norms will ask for.
-        rows: What `Head.rows_at` returns for each of them, once it is known.
-        summed: Whether a clipped sum was asked for: no norm is then asked for any more.
-        versions: How often weight and bias had been changed in place.
-    """
+    """State that all factors of one gradient that arrived at a head share; None until it is known."""
 
     wants_input: bool
     wants_bias: bool
     norms: Bounded | None = None
     input_BTI: Tensor | None = None
     bias_BV: Tensor | None = None
+    # rows of the weight that the same forward looked up, whose gradients its norms will ask for
     met: list[Tensor] = field(default_factory=list)
     rows: list[_Rows] = field(default_factory=list)
-    summed: bool = False
-    versions: list[int] = field(default_factory=list)
+    summed: bool = False  # whether a clipped sum was asked for: no norm is asked for after that
+    versions: list[int] = field(default_factory=list)  # versions of weight and bias, which count changes in place
 
 
 class _Sum(NamedTuple):
-    """Where a clipped sum goes."""
+    """Target of a clipped sum."""
 
     coef_D: Tensor
     out_VI: Tensor
 
 
 class _Chunk(NamedTuple):
-    """Samples whose tiles are formed together, and which of them are meant."""
+    """Samples of one chunk of tiles, and which of them are selected."""
 
     samples: slice
     inside: Tensor | None
@@ -99,11 +88,10 @@ class _Chunk(NamedTuple):
 
 
 class Head(Factor):
-    """The gradient of sample b is ``Σ_t g[b,t] ⊗ x[b,t]``, ``g[b,t]`` the gradient of the logits of a position.
+    """The gradient of sample b is ``Σ_t g[b,t] ⊗ x[b,t]``, ``g[b,t]`` the gradient of the logits of a position."""
 
-    The g are formed again for every use, in the same tiles by the same products, so that all uses see the same numbers.
-    """
-
+    # The g are formed again for every use, in the same tiles by the same products, so that all uses see the same
+    # numbers.
     def __init__(
         self,
         tokens: Tokens,
@@ -113,15 +101,8 @@ class Head(Factor):
         index_D: Tensor | None = None,
         double: bool = False,
     ) -> None:
-        """Keep what tiles are formed of.
-
-        Args:
-            tokens: Positions of all samples of the batch, and what arrived for them.
-            table: The head.
-            shared: What factors of the same gradient have in common; of other data a new one.
-            index_D: Samples that are meant; None for all. Tiles are formed of the whole batch whoever is meant.
-            double: Whether norms and sums are formed in float64, of the same tiles.
-        """
+        # index_D: selected samples, None for all; tiles are formed of the whole batch in any case. `double`: norms and
+        # sums are formed in float64, of the same tiles.
         self.x_BTI, self.label_BT, self.lse_BT, self.grad_BT = tokens
         self.index_D, self.double = index_D, double
         self.shape = table.weight_VI.shape
@@ -132,7 +113,7 @@ class Head(Factor):
 
     @property
     def tokens(self) -> Tokens:
-        """What tiles are formed of."""
+        """Hidden states, labels and gradients that tiles are formed of."""
         return Tokens(self.x_BTI, self.label_BT, self.lse_BT, self.grad_BT)
 
     @property
@@ -146,11 +127,8 @@ class Head(Factor):
         return self.x_BTI.shape[1], self.shape[1], self.shape[0]
 
     def expect(self, met: Sequence[Tensor]) -> None:
-        """Form a few rows beside the norms, as long as tiles are formed for these: they will be asked for.
-
-        Args:
-            met: Ids by which the same forward looks rows of the weight up.
-        """
+        """Form the rows with ids ``met`` beside the norms, as long as tiles are formed for these."""
+        # They will be asked for.
         expected: list[Tensor] = self._shared.met
         for ids_BU in met:
             fits = ids_BU.dim() == 2 and len(ids_BU) == len(self.x_BTI)
@@ -158,12 +136,12 @@ class Head(Factor):
                 expected.append(ids_BU)
 
     def norm_flops(self) -> int:
-        """Return what the squared norm of one sample costs beside its tiles."""
+        """Return the FLOPs of one sample's squared norm without its tiles."""
         return norm_flops(*self.sizes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that norms and sums are formed in."""
+        """The dtype that norms and sums are formed in."""
         return torch.float64 if self.double else accumulation_dtype(self.x_BTI.dtype)
 
     @property
@@ -186,18 +164,8 @@ class Head(Factor):
                 yield _Chunk(samples, (self.index_D[places] - start).to(self.x_BTI.device), places)
 
     def tiles(self, chunk: _Chunk) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the tiles of a chunk's samples that are meant, in `dtype`.
-
-        Args:
-            chunk: One of this factor's.
-
-        Yields:
-            Which entries of the vocabulary, and the gradients of their logits, shape ``(C, T, K)``.
-
-        Raises:
-            TamperedGradientError: The weight or the bias was changed since the gradient arrived.
-            UnsupportedModelError: Their memory was given away.
-        """
+        """Yield slices of the vocabulary and gradients of their logits, ``(C, T, K)``, of a chunk's samples."""
+        # Refuses a weight or bias that was changed in place, or whose memory was freed, since the gradient arrived.
         if self._versions() != self._shared.versions:
             message = "the weight of a vocabulary head was changed in place between its norm and its clipped sum."
             raise TamperedGradientError(message)
@@ -211,15 +179,7 @@ class Head(Factor):
         return (x_CTI if chunk.inside is None else x_CTI[chunk.inside]).to(self.dtype)
 
     def _sweep(self, *, norms: bool = False, into: _Sum | None = None) -> Bounded | None:
-        """Form all tiles once, for all that is wanted and not known yet.
-
-        Args:
-            norms: Whether squared norms are wanted.
-            into: Where a clipped sum goes; None for none.
-
-        Returns:
-            The squared norms where they are wanted.
-        """
+        """Form all tiles once, for all that is wanted and not known yet; return squared norms where they are wanted."""
         shared, whole = self._shared, self.index_D is None and not self.double
         input_BTI = torch.empty_like(self.x_BTI) if whole and shared.wants_input and shared.input_BTI is None else None
         bias_BV = None
@@ -260,9 +220,7 @@ class Head(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, from a Gram matrix or from gradients formed and dropped, whichever is cheaper.
 
-        The hidden states' gradient is formed of the same tiles, where it is wanted.
-
-        Cost: 2·T·I·V a sample for the logits, as much for the hidden states' gradient, and
+        Cost: 2·T·I·V per sample for the logits, as much for the hidden states' gradient from the same tiles, and
         `ghostclip.kernels.head_norms.norm_flops`.
         """
         if not self.x_BTI.numel() or not self.batch_size:
@@ -285,11 +243,7 @@ class Head(Factor):
         return None if self.x_BTI.shape[1] <= 1 else Terms(found.mass_N, found.scale_N, self.x_BTI.shape[1])
 
     def input_gradient(self) -> Tensor:
-        """Return the gradient of the hidden states, with the norms where these are still to be asked for.
-
-        Returns:
-            Shape ``(B, T, I)``, in the hidden states' dtype.
-        """
+        """Return the gradient of the hidden states, ``(B, T, I)``, formed with norms that are still missing."""
         shared = self._shared
         if shared.input_BTI is None:
             found = self._sweep(norms=not shared.summed and self.x_BTI.numel() > 0)
@@ -299,7 +253,7 @@ class Head(Factor):
         return input_BTI
 
     def bias_gradients(self) -> Tensor:
-        """Return every sample's gradient of the bias, shape ``(B, V)``, with whatever else is wanted."""
+        """Return every sample's gradient of the bias, shape ``(B, V)``, formed with whatever else is wanted."""
         if self._shared.bias_BV is None:
             found = self._sweep(norms=not self._shared.summed and self.x_BTI.numel() > 0)
             self._shared.norms = found if self._shared.norms is None else self._shared.norms
@@ -307,16 +261,10 @@ class Head(Factor):
         return self._shared.bias_BV
 
     def rows_at(self, ids_BU: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a few rows of every gradient, from all tiles.
+        """Return a few rows of every gradient, ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``.
 
-        Args:
-            ids_BU: Which rows of each sample's.
-
-        Returns:
-            The rows, shape ``(B, U, I)``, and the sums of their terms' norms, ``(B, U)``, in `dtype`.
-
-        Cost:
-            2·T·U·I a sample where they were expected (`expect`): tiles of the norms serve them too. Else 2·T·I·V more.
+        Cost: 2·T·U·I per sample where they were expected (`expect`), as tiles of the norms serve them too; else 2·T·I·V
+        more.
         """
         if self.index_D is None and not self.double:
             for known in self._shared.rows:
@@ -338,14 +286,7 @@ class Head(Factor):
         return _Rows(ids_BU, row_BUI, row_BUI.new_zeros(ids_BU.shape))
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, V, I)``, in tiles of the logits.
-
-        Returns:
-            float32 or float64.
-
-        Raises:
-            UnsupportedModelError: Those of several samples have more than `LARGEST` elements.
-        """
+        """Return the per-sample gradients ``(B, V, I)``; refuse several samples with more than `LARGEST` elements."""
         features = self.shape[1]
         if self.batch_size > 1 and self.batch_size * self.shape[0] * features > LARGEST:
             raise UnsupportedModelError(
@@ -366,7 +307,6 @@ class Head(Factor):
         self._sweep(into=_Sum(coef_B, out))
 
     def masked(self, keep_B: Tensor) -> Head:
-        """Return the factor with dropped samples set to zero."""
         if self.index_D is not None:
             keep_B = torch.ones(len(self.x_BTI), dtype=torch.bool, device=keep_B.device).index_copy(
                 0, self.index_D.to(keep_B.device), keep_B
@@ -378,7 +318,6 @@ class Head(Factor):
         return Head(tokens, self._table, shared, index_D=self.index_D, double=self.double)
 
     def selected(self, index_D: Tensor) -> Head:
-        """Return the factor of a few samples."""
         index_D = index_D if self.index_D is None else self.index_D.to(index_D.device)[index_D]
         return Head(self.tokens, self._table, self._shared, index_D=index_D, double=self.double)
 
@@ -387,11 +326,9 @@ class Head(Factor):
         return Head(self.tokens, self._table, self._shared, index_D=self.index_D, double=True)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
-        """Return the factor of the same values for a parameter of ``shape``."""
         return self if torch.Size(shape) == self.shape else Dense(self.materialize()).reshaped(shape)
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return sum(part.numel() for part in self.tokens)
 
 
@@ -399,27 +336,21 @@ class HeadBias(Dense):
     """The bias of a head, whose per-sample gradients are formed with its weight's norms."""
 
     def __init__(self, head: Head) -> None:
-        """Keep what forms them.
-
-        Args:
-            head: The factor of the weight, trained or not.
-        """
         self.head = head
         self.shape = head.shape[:1]
         self.batch_size = head.batch_size
 
     @property
     def grad_BP(self) -> Tensor:
-        """The gradients, formed when they are asked for, shape ``(B, V)``."""
+        """Per-sample gradients ``(B, V)``, formed at the first read."""
         return self.head.bias_gradients()
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.batch_size * self.shape[0]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory."""
+    """Return whether two tensors are the same memory."""
     alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
     return alike and one.data_ptr() == other.data_ptr()
 

@@ -26,27 +26,14 @@ from ghostclip.kernels.rows import add_rows_
 
 
 class InnerProducts(NamedTuple):
-    """Inner products of the gradients that two factors stand for.
+    """Inner products of the gradients that two factors stand for."""
 
-    Attributes:
-        value_B: ``⟨first_b, second_b⟩``, shape ``(B,)``, float32 or float64.
-        absolute_B: The products that were added up, their absolute values, same shape: what rounding is a share of.
-    """
-
-    value_B: Tensor
-    absolute_B: Tensor
+    value_B: Tensor  # ``⟨first_b, second_b⟩``
+    absolute_B: Tensor  # sum of the absolute values of the products, of which rounding is a share
 
 
 def inner(first: Factor, second: Factor) -> InnerProducts:
-    """Return ``⟨first_b, second_b⟩`` for every sample.
-
-    Args:
-        first: A factor of some parameter.
-        second: A factor of the same parameter and batch.
-
-    Returns:
-        Inner products.
-    """
+    """Return ``⟨first_b, second_b⟩`` for every sample, of two factors of one parameter and batch."""
     for (kind, other), pair in _PAIRS.items():
         if isinstance(first, kind) and isinstance(second, other) and _same_form(first, second):
             return pair(first, second)
@@ -60,7 +47,8 @@ def _dots(first_BP: Tensor, second_BP: Tensor) -> InnerProducts:
 
 
 def _added(products_BP: Tensor) -> InnerProducts:
-    """Return products added up (in place), pairwise: a BLAS dot product of a million float32 values drifts by 1e-3."""
+    """Return the sum of products, pairwise and in place."""
+    # A BLAS dot product of a million float32 values drifts by 1e-3.
     value_B = products_BP.sum(1)
     return InnerProducts(value_B, products_BP.abs_().sum(1))
 

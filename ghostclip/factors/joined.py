@@ -24,14 +24,7 @@ _FEW: Final = 3
 
 
 def joined(factors: Sequence[Factor]) -> list[Factor]:
-    """Return fewer factors with the same sum.
-
-    Args:
-        factors: Factors of one parameter and batch.
-
-    Returns:
-        One factor for each form among them. Cost: a copy of what is put side by side.
-    """
+    """Return fewer factors with the same sum: one for each form, concatenated in a copy."""
     groups: dict[Any, list[Factor]] = {}
     for factor in factors:
         groups.setdefault(_form(factor), []).append(factor)

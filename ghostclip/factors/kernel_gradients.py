@@ -38,21 +38,9 @@ _Layout: TypeAlias = Callable[[Geometry, Tensor, torch.Size], Tensor]
 
 
 class KernelGradients:
-    """Gradients of a kernel, sample by sample.
-
-    Attributes:
-        channels_last: Whether a gradient's axes stand as ``(S·O, *kernel, C)`` and not as the kernel's do: to bring one
-            sum in order is cheaper than to bring every sample's gradient in order.
-    """
+    """Per-sample gradients of a convolution's kernel, in the layout that is cheapest for its sizes."""
 
     def __init__(self, x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> None:
-        """Choose the form.
-
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, in the dtype of the gradients, or in 16 bits for matrix units.
-            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
-            geometry: Where the windows lie.
-        """
         self._x_BKC, self._g_BKO, self._geometry = x_BKC, g_BKO, geometry
         self._layout: _Layout = unfolded
         # Not bound to itself: the tensors go with the last name for them, not when cycles are collected.
@@ -75,10 +63,11 @@ class KernelGradients:
             if x_BKC.numel() <= CHUNK_ELEMENTS:
                 # A copy of so few pixels takes no more than a chunk of windows does, and its views are made once.
                 self._views = self._layout(geometry, x_BKC, g_BKO.shape[3:])
+        # gradients are (S·O, *kernel, C) then: permuting one sum is cheaper than permuting every sample's gradient
         self.channels_last = self._layout is unfolded_channels_last
 
     def together(self) -> Tensor:
-        """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O a sample."""
+        """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O per sample."""
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
             return self._form(self, slice(0, samples), None).reshape(samples, -1)
@@ -90,25 +79,14 @@ class KernelGradients:
         return full_BP
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the gradients of a few samples at a time.
-
-        Yields:
-            Which samples, and their gradients, shape ``(b, S·O·I)``. Cost: 2·T·I·O a sample.
-        """
+        """Yield slices of samples with their gradients, ``(b, S·O·I)``. Cost: 2·T·I·O per sample."""
         chunk = self._chunk(self._dropped)
         for start in range(0, self._x_BKC.shape[0], chunk):
             piece = slice(start, start + chunk)
             yield piece, self._form(self, piece, None).reshape(-1, self._geometry.shape.numel())
 
     def in_order(self, grads_BP: Tensor) -> Tensor:
-        """Return gradients with their axes in the kernel's order.
-
-        Args:
-            grads_BP: Gradients as they are formed, shape ``(b, S·O·I)``.
-
-        Returns:
-            Shape ``(b, S·O, C, *kernel)``, a view.
-        """
+        """Return a view ``(b, S·O, C, *kernel)`` of gradients as they are formed."""
         shape = self._geometry.shape
         if not self.channels_last:
             return grads_BP.view(-1, *shape)
@@ -154,34 +132,16 @@ class KernelGradients:
 
 
 def unfolded(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
-    """Return all windows, position after position as in the output.
-
-    Args:
-        geometry: Where the windows lie.
-        x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
-        positions: Windows along every axis.
-
-    Returns:
-        Shape ``(B, S, C, *kernel, K, *positions)``, a view of the padded input.
-    """
+    """Return all windows ``(B, S, C, *kernel, K, *positions)``, a view of the padded input."""
     windows = geometry.windows(x_BKC.unflatten(2, (geometry.groups, -1)), positions)
     return windows.movedim(1, 3 + len(geometry.kernel))
 
 
 def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
-    """Return what `unfolded` does, from an input whose pixels that stand a stride apart are brought together first.
-
-    Along the last axis entry ``q·stride + r`` of window t is pixel ``t + q`` of phase r: a convolution without stride.
-
-    Args:
-        geometry: Where the windows lie; the last axis without dilation, its kernel a multiple of its stride.
-        x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
-        positions: Windows along every axis.
-
-    Returns:
-        Shape ``(B, S, C, *kernel, K, *positions)``, the kernel's last axis in two and positions' first of the last two
-        of size 1: a view of a copy of the padded input.
-    """
+    """Return what `unfolded` does, from an input whose pixels one stride apart are made contiguous first."""
+    # Along the last axis entry q·stride + r of window t is pixel t + q of phase r: a convolution without stride. It has
+    # no dilation there, and its kernel is a multiple of its stride. In the result the kernel's last axis is in two, and
+    # the first of positions' last two has size 1: a view of a copy of the padded input.
     stride, (before, _) = geometry.stride[-1], geometry.padding[-1]
     taps, last = geometry.kernel[-1] // stride, len(geometry.kernel) - 1
     width = stride * (positions[-1] + taps - 1)
@@ -199,16 +159,7 @@ def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size)
 
 
 def unfolded_channels_last(geometry: Geometry, x_BKC: Tensor, positions: torch.Size) -> Tensor:
-    """Return all windows, each pixel's channels side by side.
-
-    Args:
-        geometry: Where the windows lie.
-        x_BKC: Inputs, shape ``(B, K, S·C, *space)``.
-        positions: Windows along every axis.
-
-    Returns:
-        Shape ``(B, S, K, *positions, *kernel, C)``, a view of a copy of the padded input.
-    """
+    """Return all windows ``(B, S, K, *positions, *kernel, C)``, a view of a channels-last copy of the padded input."""
     x_BSK = x_BKC.unflatten(2, (geometry.groups, -1)).movedim((2, 3), (1, -1))
     amounts = [n for pair in reversed(geometry.padding) for n in pair]
     windows = (functional.pad(x_BSK, [0, 0, *amounts]) if any(amounts) else x_BSK).contiguous()
@@ -218,7 +169,7 @@ def unfolded_channels_last(geometry: Geometry, x_BKC: Tensor, positions: torch.S
 
 
 def _cheapest(x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> _Layout:
-    """Return the layout whose copies cost least; elsewhere than on a CPU the one that needs no second copy."""
+    """Return the layout whose copies cost least; on other devices than a CPU the one that needs no second copy."""
     if x_BKC.device.type != "cpu":
         return unfolded
     positions, stride, dilation = g_BKO.shape[-1], geometry.stride[-1], geometry.dilation[-1]

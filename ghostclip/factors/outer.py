@@ -51,14 +51,6 @@ class Outer(Factor):
     """
 
     def __init__(self, a_NTI: Tensor, g_NTO: Tensor, *, shape: Sequence[int], slots: int = 1) -> None:
-        """Keep the two factors.
-
-        Args:
-            a_NTI: Layer inputs, shape ``(B·S, T, I)``, sample-major.
-            g_NTO: Gradients of the layer outputs, shape ``(B·S, T, O)``.
-            shape: The parameter's shape; S·O·I elements, row-major in (S, O, I).
-            slots: S.
-        """
         self.a_NTI = a_NTI
         self.g_NTO = g_NTO
         self.shape = torch.Size(shape)
@@ -71,15 +63,15 @@ class Outer(Factor):
         return self.a_NTI.shape[1], self.a_NTI.shape[2], self.g_NTO.shape[2]
 
     def keeps_gradient(self) -> bool:
-        """Return whether the per-sample gradient is no larger than the two factors, so that it takes their place."""
+        """Return whether the per-sample gradient is no larger than the two factors, so that it replaces them."""
         return self.batch_size > 0 and self.sizes[0] > 0 and self._keeps()
 
     def keeps_in_any_batch(self) -> bool:
-        """Return whether `keeps_gradient` would be so however many samples there were."""
+        """Return whether `keeps_gradient` holds for any number of samples."""
         return self.keeps_gradient()
 
     def norm_plan(self) -> tuple[str, int]:
-        """Return how the squared norm of one sample and slot is formed, in a few words, and its cost (FLOPs)."""
+        """Return how the squared norm of one sample and slot is formed, in a few words, and its FLOPs."""
         positions, inputs, outputs = self.sizes
         if positions <= 1:
             return PRODUCT_OF_NORMS, 0
@@ -100,7 +92,7 @@ class Outer(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
 
-        Cost: little more than min(T²·(I+O), 2·T·I·O) a sample.
+        Cost: little more than min(T²·(I+O), 2·T·I·O) per sample.
         """
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] == 0:
             return no_error(self._per_sample(to_accumulation(self.a_NTI).sum((1, 2))))
@@ -110,7 +102,8 @@ class Outer(Factor):
         return self.gram_sqnorm() if self._prefers_gram() else self.instantiated_sqnorm()
 
     def block_norms(self) -> list[Tensor] | None:
-        """Return norms of blocks of the gradients: at one position products of those of input and output gradient."""
+        """Return norms of blocks of the gradients."""
+        # At one position, products of the norms of input and output gradient.
         if self.a_NTI.shape[0] == 0 or self.a_NTI.shape[1] != 1:
             return None
         return [norm_NK.reshape(self.batch_size, -1) for norm_NK in product_norms([self._product()])]
@@ -128,7 +121,7 @@ class Outer(Factor):
         return self.gram_sums() if self._prefers_gram() else self.instantiated_sums()
 
     def gram_sums(self) -> Unfinished | Reduced | None:
-        """Return what `gram_sqnorm` is worked out from; None where there is nothing."""
+        """Return the sums that `gram_sqnorm` is worked out from; None where there is nothing."""
         workspace = planner.workspace(self.a_NTI.device)
         return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=workspace, also=self.also)
 
@@ -140,10 +133,7 @@ class Outer(Factor):
 
         The double sum cancels when positions oppose each other; ``error_B`` bounds what rounding may have hidden.
 
-        Cost: little more than T²·(I+O) a sample, see `ghostclip.kernels.gram_entries`.
-
-        Returns:
-            Squared norms of at least zero, shape ``(B,)``, with their errors and terms.
+        Cost: little more than T²·(I+O) per sample, see `ghostclip.kernels.gram_entries`.
         """
         workspace = planner.workspace(self.a_NTI.device)
         return self._summed(kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace))
@@ -151,16 +141,13 @@ class Outer(Factor):
     def instantiated_sqnorm(self) -> SquaredNorm:
         """Return squared norms of the gradients, formed a few samples at a time.
 
-        Cost: 2·T·I·O a sample.
-
-        Returns:
-            Squared norms, shape ``(B,)``, with their errors and terms.
+        Cost: 2·T·I·O per sample.
         """
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
 
     def instantiated_sums(self) -> Unfinished | Reduced | None:
-        """Return what `instantiated_sqnorm` is worked out from, in one slot; None where there is nothing."""
+        """Return the sums that `instantiated_sqnorm` is worked out from, in one slot; None where there is nothing."""
         if self.slots > 1 or self.sizes[0] <= 1:
             return None
         chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
@@ -194,19 +181,19 @@ class Outer(Factor):
         return weighting(self.a_NTI, self.g_NTO) if self.slots == 1 else 1
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample."""
+        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O per sample."""
         grad_NOI = products.pair_by_pair(self.g_NTO.mT, self.a_NTI)
         return grad_NOI.reshape(self.batch_size, *self.shape)
 
     def aligned(self) -> "Outer":
-        """Return the factor as matrix units read it, which is copied once then and not for norm and sum each."""
+        """Return the factor as matrix units read it, copied once for norm and sum."""
         a_NTI, g_NTO = self.a_NTI, self.g_NTO
         if not products.takes(a_NTI, g_NTO) or (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
             return self
         return Outer(products.aligned(a_NTI), products.aligned(g_NTO), shape=self.shape, slots=self.slots)
 
     def instantiated(self) -> Factor:
-        """Return the factor that holds the per-sample gradients themselves, in the order in which they are formed."""
+        """Return the factor of the materialised per-sample gradients, in the order in which they are formed."""
         return Dense(self.materialize())
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
@@ -234,20 +221,17 @@ class Outer(Factor):
         kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs), fresh=True)
 
     def masked(self, keep_B: Tensor) -> "Outer":
-        """Return the factor with dropped samples set to zero."""
         keep_N = keep_B.repeat_interleave(self.slots)
         a_NTI, g_NTO = where_kept(keep_N, self.a_NTI), where_kept(keep_N, self.g_NTO)
         return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
 
     def selected(self, index_D: Tensor) -> "Outer":
-        """Return the factor of a few samples."""
         a_NTI, g_NTO = (
             rows_of(x.unflatten(0, (-1, self.slots)), index_D).flatten(0, 1) for x in (self.a_NTI, self.g_NTO)
         )
         return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
 
     def in_double(self) -> "Outer":
-        """Return the factor in float64."""
         return Outer(doubled(self.a_NTI), doubled(self.g_NTO), shape=self.shape, slots=self.slots)
 
     def transposed(self) -> "Outer":
@@ -255,11 +239,9 @@ class Outer(Factor):
         return Outer(self.g_NTO, self.a_NTI, shape=(self.shape[1], self.shape[0]))
 
     def reshaped(self, shape: Sequence[int]) -> "Outer":
-        """Return the factor of the same values for a parameter of ``shape``."""
         return Outer(self.a_NTI, self.g_NTO, shape=shape, slots=self.slots)
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.a_NTI.numel() + self.g_NTO.numel()
 
     def _per_sample(self, values_N: Tensor) -> Tensor:

@@ -15,13 +15,6 @@ class Placed(Factor):
     """The gradient is ``inner``'s inside ``parameter[index]`` and zero elsewhere."""
 
     def __init__(self, inner: Factor, index: tuple[Any, ...], *, shape: Sequence[int]) -> None:
-        """Keep the inner factor and where it lies.
-
-        Args:
-            inner: Factor of the slice.
-            index: Integers and slices, as in ``parameter[index]`` (a view, no repeated entry).
-            shape: The whole parameter's shape.
-        """
         self.inner = inner
         self.index = index
         self.shape = torch.Size(shape)
@@ -32,15 +25,12 @@ class Placed(Factor):
         return self.inner.sqnorm()
 
     def unfinished(self) -> Unfinished | Reduced | Product | None:
-        """Return the squared norms of the inner factor."""
         return self.inner.unfinished()
 
     def block_norms(self) -> list[Tensor] | None:
-        """Return the inner factor's norms."""
         return self.inner.block_norms()
 
     def terms(self) -> Terms | None:
-        """Return the inner factor's terms."""
         return self.inner.terms()
 
     def materialize(self) -> Tensor:
@@ -62,29 +52,25 @@ class Placed(Factor):
         target += part
 
     def masked(self, keep_B: Tensor) -> "Placed":
-        """Return the factor with dropped samples set to zero."""
         return Placed(self.inner.masked(keep_B), self.index, shape=self.shape)
 
     def selected(self, index_D: Tensor) -> "Placed":
-        """Return the factor of a few samples."""
         return Placed(self.inner.selected(index_D), self.index, shape=self.shape)
 
     def in_double(self) -> "Placed":
-        """Return the factor in float64."""
         return Placed(self.inner.in_double(), self.index, shape=self.shape)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
-        """Return the factor of the same values for a parameter of ``shape``."""
         if torch.Size(shape) == self.shape:
             return self
         return Dense(self.materialize()).reshaped(shape)
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.inner.element_count()
 
     def disjoint_from(self, other: "Placed") -> bool:
-        """Return whether the two slices certainly share no entry (different integers, or ranges apart, on an axis)."""
+        """Return whether the two slices certainly share no entry."""
+        # Different integers, or disjoint ranges, on an axis.
         pairs = zip(self.index, other.index, self.shape, strict=False)
         return any(_apart(mine, theirs, size) for mine, theirs, size in pairs)
 

@@ -32,48 +32,21 @@ def workspace(device: torch.device) -> int:
 
 
 def keeps_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 4) -> bool:
-    """Return whether the per-sample gradient is no larger than the two tensors it replaces.
-
-    Args:
-        positions: T.
-        inputs: I.
-        outputs: O.
-        itemsize: Bytes of a number of the two tensors; of the gradient 4 at least.
-
-    Returns:
-        True when max(itemsize, 4)·I·O <= itemsize·T·(I+O): keeping it then costs no memory and saves the second
-        contraction. Never for one position, whose norm is the product of two norms and costs nothing.
-    """
+    """Return whether the per-sample gradient is no larger than the two tensors it replaces, in bytes."""
+    # Storing it then costs no memory and saves the second contraction. Never for one position, whose norm is the
+    # product of two norms and costs nothing.
     return positions > 1 and max(itemsize, 4) * inputs * outputs <= itemsize * positions * (inputs + outputs)
 
 
 def formed_by(a_NTI: Tensor, g_NTO: Tensor) -> dict[str, bool]:
-    """Return what forms the norms of outer products, as the other functions here take it.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-
-    Returns:
-        Whether matrix units do, and whether kernels do that store nothing.
-    """
+    """Return whether matrix units, and fused kernels, form the norms of outer products, as keywords for this module."""
     by_units = products.takes(a_NTI, g_NTO)
     return {"by_units": by_units, "fused": by_units and gram.is_fused(a_NTI, g_NTO) and outer.is_fused(a_NTI, g_NTO)}
 
 
 def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> bool:
-    """Return whether the symmetric Gram norm needs fewer FLOPs than instantiating the gradient.
-
-    Args:
-        positions: T.
-        inputs: I.
-        outputs: O.
-        by_units: Whether matrix units form the products; what entries cost in memory then counts as well.
-        fused: Whether kernels do that store no entry, so that FLOPs alone count.
-
-    Returns:
-        True when the Gram's entries · (I+O) < T·I·O.
-    """
+    """Return whether the symmetric Gram norm needs fewer FLOPs than instantiating the gradient."""
+    # On matrix units, what entries cost in memory counts as well, unless a fused kernel stores none.
     if fused and positions > 1:
         return gram.fused_entries(positions) * (inputs + outputs) < positions * inputs * outputs
     if by_units and positions > 1:
@@ -87,18 +60,7 @@ def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = 
 
 
 def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> int:
-    """Return what the symmetric Gram of one sample costs.
-
-    Args:
-        positions: T.
-        inputs: I.
-        outputs: O.
-        by_units: Whether matrix units form it.
-        fused: Whether a kernel does that stores no entry.
-
-    Returns:
-        FLOPs of its products; none for one position.
-    """
+    """Return the FLOPs of one sample's symmetric Gram; none for one position."""
     if positions <= 1:
         return 0
     if fused:
@@ -107,27 +69,10 @@ def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = Fa
 
 
 def block_rows(positions: int, samples: int, device: torch.device) -> int:
-    """Return how many rows of a T×T product are formed at a time where it is not symmetric.
-
-    Args:
-        positions: T, of both sides.
-        samples: Samples handled together.
-        device: Where it is formed.
-
-    Returns:
-        As many as the workspace holds, one at least.
-    """
+    """Return how many rows of an unsymmetric T×T product are formed at a time, as the workspace allows."""
     return max(1, min(positions, workspace(device) // max(1, samples * positions)))
 
 
 def chunk_of_samples(elements_per_sample: int, device: torch.device) -> int:
-    """Return how many samples may be instantiated at a time within the workspace.
-
-    Args:
-        elements_per_sample: Elements of one.
-        device: Where they are formed.
-
-    Returns:
-        One at least.
-    """
+    """Return how many samples may be instantiated at a time within the workspace, one at least."""
     return max(1, workspace(device) // max(1, elements_per_sample))

@@ -45,13 +45,6 @@ class Rows(Factor):
     """In the gradient of sample b, row ``ids[b,t]`` receives ``g[b,t]``; repeated rows add up."""
 
     def __init__(self, ids_BT: Tensor, g_BTI: Tensor, *, shape: Sequence[int]) -> None:
-        """Keep the row numbers and the gradients.
-
-        Args:
-            ids_BT: Row numbers, shape ``(B, T)``, integer.
-            g_BTI: Gradient of every looked-up row, shape ``(B, T, I)``.
-            shape: The parameter's shape; V·I elements, row-major in (V, I).
-        """
         self.ids_BT = ids_BT.long()
         self.g_BTI = g_BTI
         self.shape = torch.Size(shape)
@@ -62,12 +55,12 @@ class Rows(Factor):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms: of each gradient alone, or of their sum where a sample looked a row up again.
 
-        On a CPU such sums are formed in float64, here and for the clipped sum alike: what is added is what was
-        measured. On a GPU a clipped sum adds the gradients one by one, and their terms say what that may round.
-
         Cost: one sort of B·T keys (none for one position), 2·B·T·I, and a copy of the repeated rows' gradients alone;
         never a T×T mask, never a B×V×I tensor.
         """
+        # Of each gradient alone, or of their sum where a sample looked a row up again. On a CPU such sums are formed in
+        # float64, here and for the clipped sum alike. On a GPU a clipped sum adds the gradients one by one, and their
+        # terms say what that may round.
         if reads.wait(self.g_BTI):
             measured = kernels.row_square(self.ids_BT, self.g_BTI)
             terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
@@ -118,12 +111,8 @@ class Rows(Factor):
         return add_rows_(sums_KI, found.segment_R, self.g_BTI[found.place].double())
 
     def segments(self) -> tuple[Tensor, Tensor]:
-        """Return the distinct pairs and the gradient added up over each.
-
-        Returns:
-            ``pairs_K`` (``sample · V + row``, sorted) and ``sums_KI`` in the accumulation dtype. Where counting the
-            pairs would wait for a device, there are as many as positions, the last ones of no sample.
-        """
+        """Return sorted pairs ``sample · V + row``, ``(K,)``, and the gradient added up over each, ``(K, I)``."""
+        # Where counting the pairs would wait for a device, there are as many as positions, the last ones of no sample.
         if reads.wait(self.g_BTI):
             return self._padded_segments()
         pairs_K, segment = torch.unique(self.pairs().flatten(), return_inverse=True)
@@ -149,17 +138,14 @@ class Rows(Factor):
         return sample_B1 * self.matrix[0] + self.ids_BT
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``."""
         g_BTI = to_accumulation(self.g_BTI)
         full = g_BTI.new_zeros(self.batch_size * self.matrix[0], g_BTI.shape[-1])
         add_rows_(full, self.pairs().flatten(), g_BTI.reshape(-1, g_BTI.shape[-1]))
         return full.view(self.batch_size, *self.shape)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add the weighted rows to those of ``out``, never by a one-hot product. Cost: 2·B·T·I.
-
-        On a CPU what a sample adds to one row is added up before.
-        """
+        """Add the weighted rows to those of ``out``, never by a one-hot product; Cost: 2·B·T·I."""
+        # On a CPU what a sample adds to one row is added up before.
         matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
         found = None if reads.wait(self.g_BTI) else self._repeated
@@ -170,21 +156,16 @@ class Rows(Factor):
         add_rows_(matrix, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
     def masked(self, keep_B: Tensor) -> "Rows":
-        """Return the factor with dropped samples set to zero."""
         return Rows(self.ids_BT, where_kept(keep_B, self.g_BTI), shape=self.shape)
 
     def selected(self, index_D: Tensor) -> "Rows":
-        """Return the factor of a few samples."""
         return Rows(rows_of(self.ids_BT, index_D), rows_of(self.g_BTI, index_D), shape=self.shape)
 
     def in_double(self) -> "Rows":
-        """Return the factor in float64."""
         return Rows(self.ids_BT, doubled(self.g_BTI), shape=self.shape)
 
     def reshaped(self, shape: Sequence[int]) -> "Rows":
-        """Return the factor of the same values for a parameter of ``shape``."""
         return Rows(self.ids_BT, self.g_BTI, shape=shape)
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.g_BTI.numel() + self.ids_BT.numel()

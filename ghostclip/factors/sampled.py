@@ -14,28 +14,13 @@ from ghostclip.factors.dense import Dense
 
 
 class ParameterGradients(Protocol):
-    """What forms gradients of one parameter."""
+    """Source of the gradients of one parameter."""
 
     def gradients(self, keep_B: Tensor) -> Tensor:
-        """Form per-sample gradients.
-
-        Args:
-            keep_B: Which samples take part, shape ``(B,)``, bool.
-
-        Returns:
-            Shape ``(B, *P)``, zero for the others whatever their data.
-        """
+        """Return per-sample gradients ``(B, *P)``, zero where ``keep_B`` is False, whatever the data there."""
 
     def weighted_sum(self, coef_B: Tensor, keep_B: Tensor) -> Tensor:
-        """Form ``Σ_b coef_B[b]·g_b`` over the samples that take part.
-
-        Args:
-            coef_B: Coefficients, shape ``(B,)``.
-            keep_B: Which samples take part, shape ``(B,)``, bool.
-
-        Returns:
-            Shape ``*P``.
-        """
+        """Return ``Σ_b coef_B[b]·g_b`` over the samples where ``keep_B`` is True."""
 
 
 class Sampled(Factor):
@@ -44,14 +29,6 @@ class Sampled(Factor):
     def __init__(
         self, norm_B: Tensor, source: ParameterGradients, *, shape: Sequence[int], keep_B: Tensor | None = None
     ) -> None:
-        """Keep the norms.
-
-        Args:
-            norm_B: Norms, shape ``(B,)``, any floating dtype.
-            source: Forms gradients.
-            shape: The parameter's shape.
-            keep_B: Which samples take part; None for all.
-        """
         self.norm_B = to_accumulation(norm_B)
         self.source = source
         self.shape = torch.Size(shape)
@@ -63,15 +40,12 @@ class Sampled(Factor):
         return no_error(self.norm_B.square())
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``."""
         return to_accumulation(self.source.gradients(self.keep_B)).reshape(self.batch_size, *self.shape)
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add the source's weighted sum to ``out``."""
         out += self.source.weighted_sum(coef_B, self.keep_B).to(out.dtype).reshape(out.shape)
 
     def masked(self, keep_B: Tensor) -> "Sampled":
-        """Return the factor with dropped samples set to zero."""
         keep_B = keep_B.to(self.keep_B.device) & self.keep_B
         return Sampled(where_kept(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
 
@@ -86,9 +60,7 @@ class Sampled(Factor):
         return Dense(self.materialize()).in_double()
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
-        """Return the factor of the same values for a parameter of ``shape``."""
         return Dense(self.materialize()).reshaped(shape) if torch.Size(shape) != self.shape else self
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.norm_B.numel()

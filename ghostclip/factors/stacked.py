@@ -13,13 +13,8 @@ class Stacked(Factor):
     """The gradient of ``parameter[e]`` is ``parts[e]``'s; slices without a part receive nothing."""
 
     def __init__(self, parts: Mapping[int, Factor], *, shape: Sequence[int], like: Tensor) -> None:
-        """Keep the parts.
-
-        Args:
-            parts: Factor of each slice that was used, by its number.
-            shape: The whole parameter's shape; slices lie along the first axis.
-            like: A tensor with the batch as first axis, for device and dtype.
-        """
+        # `parts`: factor of each used slice along the first axis. `like` has the batch as first axis, and device and
+        # dtype.
         self.parts = dict(parts)
         self.shape = torch.Size(shape)
         self.batch_size = like.shape[0]
@@ -35,59 +30,43 @@ class Stacked(Factor):
         return SquaredNorm(value_B, sum_tensors(errors) if errors else None, self._together([n.terms for n in norms]))
 
     def terms(self) -> Terms | None:
-        """Return the parts' terms."""
         return self._together([part.terms() for part in self.parts.values()])
 
     def _together(self, found: Sequence[Terms | None]) -> Terms | None:
         return terms_side_by_side([terms for terms in found if terms is not None], self._zero_B.device)
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``."""
         full = self._zero_B.new_zeros(self.batch_size, *self.shape)
         for number, part in self.parts.items():
             full[:, number] = part.materialize()
         return full
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add every part's clipped sum to its slice of ``out``."""
         for number, part in self.parts.items():
             part.add_clipped_sum_(coef_B, out[number])
 
     def masked(self, keep_B: Tensor) -> "Stacked":
-        """Return the factor with dropped samples set to zero."""
         parts = {number: part.masked(keep_B) for number, part in self.parts.items()}
         return Stacked(parts, shape=self.shape, like=self._zero_B)
 
     def selected(self, index_D: Tensor) -> "Stacked":
-        """Return the factor of a few samples."""
         parts = {number: part.selected(index_D) for number, part in self.parts.items()}
         return Stacked(parts, shape=self.shape, like=rows_of(self._zero_B, index_D))
 
     def in_double(self) -> "Stacked":
-        """Return the factor in float64."""
         parts = {number: part.in_double() for number, part in self.parts.items()}
         return Stacked(parts, shape=self.shape, like=self._zero_B.double())
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
-        """Return the factor of the same values for a parameter of ``shape``."""
         if torch.Size(shape) == self.shape:
             return self
         return Dense(self.materialize()).reshaped(shape)
 
     def with_parts(self, parts: Mapping[int, Factor], shape: Sequence[int]) -> "Stacked":
-        """Return a stack of other parts for the same batch.
-
-        Args:
-            parts: Factor of each slice that was used, by its number.
-            shape: The whole parameter's shape.
-
-        Returns:
-            A stack with this one's batch size, device and dtype.
-        """
+        """Return a stack of other parts with this one's batch size, device and dtype."""
         return Stacked(parts, shape=shape, like=self._zero_B)
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return sum(part.element_count() for part in self.parts.values())
 
 

@@ -43,14 +43,6 @@ class Windows(Outer):
     """The gradient of sample b, group s, is ``sum_t g[b,s,t] ⊗ (window t of x[b,s])``, a matrix (O, I)."""
 
     def __init__(self, x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry, *, shape: Sequence[int] | None = None) -> None:
-        """Keep input and output gradient.
-
-        Args:
-            x_BKC: Inputs, shape ``(B, K, S·C, *space)``, real.
-            g_BKO: Output gradients, shape ``(B, K, S·O, *positions)``.
-            geometry: Where the windows lie.
-            shape: The parameter's shape, of as many elements as the kernel; None for the kernel's.
-        """
         self.x_BKC, self.g_BKO, self.geometry = x_BKC, g_BKO, geometry
         self.shape = geometry.shape if shape is None else torch.Size(shape)
         self.slots = geometry.groups
@@ -64,7 +56,7 @@ class Windows(Outer):
 
     @property
     def a_NTI(self) -> Tensor:  # type: ignore[override]
-        """All windows, unfolded when asked for, shape ``(B·S, T, I)``."""
+        """All windows, shape ``(B·S, T, I)``, unfolded at every read."""
         return self.geometry.unfolded(self.x_BKC, self.g_BKO.shape[3:]).mT
 
     @property
@@ -77,16 +69,14 @@ class Windows(Outer):
         return Outer(self.a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
 
     def keeps_gradient(self) -> bool:
-        """Return whether book-keeping holds the per-sample gradient in the place of input and output gradient.
-
-        It does where it is no larger than they are. It also does where it is small, or no larger than unfolded windows
-        and output gradients would be, if a Gram would cost more than half of what forming the gradients costs.
-        """
+        """Return whether book-keeping stores the per-sample gradient instead of input and output gradient."""
+        # It does where it is no larger than they are, and where it is small, or no larger than unfolded windows and
+        # output gradients would be, if a Gram would cost more than half of what forming the gradients costs.
         small = 0 < self.slots * prod(self.sizes[1:]) * self.batch_size <= SMALL
         return self.keeps_in_any_batch() or (small and self._is_formed_for_norm())
 
     def keeps_in_any_batch(self) -> bool:
-        """Return whether `keeps_gradient` would be so however many samples there were."""
+        """Return whether `keeps_gradient` holds for any number of samples."""
         positions, inputs, outputs = self.sizes
         if positions == 0 or self.batch_size == 0:
             return False
@@ -102,7 +92,7 @@ class Windows(Outer):
         return self.norm_plan()[1] > prod(self.sizes) > 0
 
     def norm_plan(self) -> tuple[str, int]:
-        """Return how the squared norm of one sample and group is formed, in a few words, and its cost (FLOPs)."""
+        """Return how the squared norm of one sample and group is formed, in a few words, and its FLOPs."""
         costs = self._costs()
         form = min(costs, key=lambda name: costs[name])
         return form, costs[form]
@@ -120,7 +110,7 @@ class Windows(Outer):
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms: from a Gram of pixels or of windows, or from the gradients formed and dropped.
 
-        Cost: min(2·P²·C + 2·T²·O (stride 1), about T²·(I+O), 2·T·I·O) a sample and group.
+        Cost: min(2·P²·C + 2·T²·O (stride 1), about T²·(I+O), 2·T·I·O) per sample and group.
         """
         if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return no_error(to_accumulation(self.x_BKC.new_zeros(self.batch_size)))
@@ -142,11 +132,7 @@ class Windows(Outer):
         return self._by_windows().gram_sums() if self.batch_size <= self._at_once() else None
 
     def pixel_sqnorm(self) -> SquaredNorm:
-        """Return squared norms from dot products of pixels and of output gradients; only for a stride of 1.
-
-        Returns:
-            Squared norms of at least zero, shape ``(B,)``, with the error bound of a Gram.
-        """
+        """Return squared norms from dot products of pixels and of output gradients; only for a stride of 1."""
         return self._summed(finished_one(self._pixel_sums()))
 
     def _pixel_sums(self) -> Unfinished | Reduced:
@@ -183,11 +169,7 @@ class Windows(Outer):
         return Outer(a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
 
     def instantiated_sqnorm(self) -> SquaredNorm:
-        """Return squared norms of the gradients, formed a few samples at a time.
-
-        Returns:
-            Squared norms, shape ``(B,)``, with the error bound of a gradient that is formed twice.
-        """
+        """Return squared norms of the gradients, formed a few samples at a time, with the error of two formings."""
         if self.sizes[0] <= 1 or self.x_BKC.numel() == 0:
             return no_error(self._formed_squares())
         if self.slots == 1:
@@ -200,7 +182,7 @@ class Windows(Outer):
         return SquaredNorm(value_B, error_B, terms)
 
     def instantiated_sums(self) -> Unfinished | None:
-        """Return what `instantiated_sqnorm` is worked out from; None for several groups, or one position."""
+        """Return the sums that `instantiated_sqnorm` is worked out from; None for several groups, or one position."""
         return None if self._is_of_few() else self._formed_sums()
 
     def _is_of_few(self) -> bool:
@@ -243,7 +225,7 @@ class Windows(Outer):
         return 1
 
     def materialize(self) -> Tensor:
-        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O a sample and group."""
+        """Return the per-sample gradients, shape ``(B, *P)``. Cost: 2·T·I·O per sample and group."""
         formed = self._formed()
         if formed is None:
             return to_accumulation(self.x_BKC).new_zeros(self.batch_size, *self.shape)
@@ -257,7 +239,7 @@ class Windows(Outer):
         return full_BP.view(self.batch_size, *self.shape)
 
     def instantiated(self) -> Factor:
-        """Return the factor that holds the gradients themselves, their axes in the order in which they are formed."""
+        """Return the factor of the materialised gradients, their axes in the order in which they are formed."""
         formed = self._formed()
         if formed is None or not formed.channels_last or self.shape != self.geometry.shape:
             return super().instantiated()
@@ -266,7 +248,7 @@ class Windows(Outer):
         return Permuted(inner, (0, len(shape) - 1, *range(1, len(shape) - 1)))
 
     def _formed(self) -> KernelGradients | None:
-        """Return what forms the gradients; None where there is nothing to sum."""
+        """Return the gradients of the kernel; None where there is nothing to sum."""
         if self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0:
             return None
         return KernelGradients(*self._operands(), self.geometry)
@@ -284,17 +266,16 @@ class Windows(Outer):
             out.copy_(self._weighted(coef_B, out))
 
     def _adds_formed(self, out: Tensor) -> bool:
-        """Return whether a sum is one of gradients that are formed: by matrix units, and by a CPU where they are small.
-
-        A CPU's backward of a convolution adds one position after the other to a sum that grows with the batch: of 256
-        equal images, leaving one out moved the sum by 1.006 times its gradient.
-        """
+        """Return whether the clipped sum is one of formed gradients."""
+        # By matrix units, and by a CPU where they are small. A CPU's backward of a convolution adds one position after
+        # the other to a sum that grows with the batch: of 256 equal images, leaving one out moved the sum by 1.006
+        # times its gradient.
         if self._by_units():
             return out.dtype == torch.float32
         return out.device.type == "cpu" and self.sizes[0] > 1 and self.keeps_in_any_batch()
 
     def _add_formed(self, coef_B: Tensor, out: Tensor) -> bool:
-        """Add what is formed sample by sample, weighted in the type of the sum; return whether it was."""
+        """Add per-sample gradients in pieces, weighted in the dtype of the sum; return whether that was possible."""
         if not self._adds_formed(out):
             return False
         operands = self._operands() if self._by_units() else (self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype))
@@ -310,17 +291,14 @@ class Windows(Outer):
         return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)
 
     def masked(self, keep_B: Tensor) -> "Windows":
-        """Return the factor with dropped samples set to zero."""
         x_BKC, g_BKO = where_kept(keep_B, self.x_BKC), where_kept(keep_B, self.g_BKO)
         return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
 
     def selected(self, index_D: Tensor) -> "Windows":
-        """Return the factor of a few samples."""
         x_BKC, g_BKO = rows_of(self.x_BKC, index_D), rows_of(self.g_BKO, index_D)
         return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
 
     def in_double(self) -> "Windows":
-        """Return the factor in float64."""
         return Windows(doubled(self.x_BKC), doubled(self.g_BKO), self.geometry, shape=self.shape)
 
     def transposed(self) -> Outer:
@@ -328,11 +306,9 @@ class Windows(Outer):
         return self.unfolded().transposed()
 
     def reshaped(self, shape: Sequence[int]) -> "Windows":
-        """Return the factor of the same values for a parameter of ``shape``."""
         return Windows(self.x_BKC, self.g_BKO, self.geometry, shape=shape)
 
     def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
         return self.x_BKC.numel() + self.g_BKO.numel()
 
     def _in_parts(self, chunk: int) -> "list[Windows]":

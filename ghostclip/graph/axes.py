@@ -24,20 +24,12 @@ from ghostclip.graph.trace import Inputs, Traced, operation, outputs_of
 
 
 class SampleLayout(NamedTuple):
-    """Where samples lie in a value.
-
-    Row ``(o · B + b) · inner + i`` along the axis belongs to sample b.
-
-    Attributes:
-        axis: The axis.
-        outer: Rows of a sample that lie B·inner apart; 0 where how its rows lie is all the same so far: no entry
-            depends on a sample.
-        inner: Rows of a sample that lie side by side.
-    """
+    """The rows of samples in a value: row ``(o · B + b) · inner + i`` along the axis belongs to sample b."""
 
     axis: int
+    # rows of a sample that lie B·inner apart; 0 while no entry depends on a sample, so that their order is all the same
     outer: int = 1
-    inner: int = 1
+    inner: int = 1  # rows of a sample that are neighbours
 
     @property
     def rows(self) -> int:
@@ -47,19 +39,12 @@ class SampleLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """What is known of the values of a graph.
+    """Sample axes and dependence on samples of the values of a graph."""
 
-    Attributes:
-        batch_size: B.
-        layouts: Of every node with one value, where its samples lie; None where it has no sample axis.
-        depends: The nodes that depend on samples.
-        summed: Those among them without a sample axis that lead to a gradient: sums over samples.
-    """
-
-    batch_size: int
-    layouts: dict[fx.Node, SampleLayout | None]
-    depends: frozenset[fx.Node]
-    summed: frozenset[fx.Node]
+    batch_size: int  # B
+    layouts: dict[fx.Node, SampleLayout | None]  # by node with one value; None where it has no sample axis
+    depends: frozenset[fx.Node]  # the nodes that depend on samples
+    summed: frozenset[fx.Node]  # those among them without a sample axis that lead to a gradient: sums over samples
 
 
 # Operations that keep the order of elements: an axis in the result is found by it.
@@ -85,20 +70,7 @@ _TAKES: Final = frozenset({"index", "index_select"})
 
 
 def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> Axes:
-    """Compare the graph of a batch with that of one sample more.
-
-    Args:
-        traced: The graph of the batch.
-        grown: The graph of the batch with one sample repeated.
-        inputs: What the first was traced on.
-        batch_size: B.
-
-    Returns:
-        The sample axis of every value.
-
-    Raises:
-        NoGraphError: Samples mix, or where they lie cannot be told.
-    """
+    """Compare the graph of a batch with that of one sample more, and return the sample axis of every value."""
     pairs = _paired(traced.graph, grown.graph)
     reader = _Reader(batch_size, pairs, inputs)
     for node in pairs:
@@ -108,7 +80,7 @@ def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> 
 
 
 def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """Return the nodes of a graph with their counterparts."""
+    """Yield the nodes of a graph with their counterparts."""
     own, other = list(graph.graph.nodes), list(grown.graph.nodes)
     alike = len(own) == len(other) and all(
         (one.op, str(one.target)) == (two.op, str(two.target)) or one.op in ("placeholder", "get_attr")
@@ -120,7 +92,7 @@ def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.No
 
 
 def values_of(node: fx.Node) -> list[Tensor]:
-    """Return the tensors that a node stands for, without memory."""
+    """Return the fake tensors of a node's values."""
     return [leaf for leaf in _torch.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
 
 
@@ -136,7 +108,8 @@ def first_of(node: fx.Node) -> fx.Node:
 
 
 def named(node: fx.Node) -> str:
-    """Return what an error calls a node: its operation, its shapes, and the module it runs in where that is known."""
+    """Return the name of a node for errors."""
+    # Its operation, its shapes, and the module it runs in where that is known.
     shapes = ", ".join(str(tuple(value.shape)) for value in values_of(node))
     stack = node.meta.get("nn_module_stack")
     place = "" if not stack else f" in {next(reversed(stack.values()))[0]}"
@@ -144,7 +117,7 @@ def named(node: fx.Node) -> str:
 
 
 class _Reader:
-    """Reads the nodes of a graph in order."""
+    """Reader of the nodes of a graph, in order."""
 
     def __init__(self, batch_size: int, pairs: dict[fx.Node, fx.Node], inputs: Inputs) -> None:
         self.layouts: dict[fx.Node, SampleLayout | None] = {}
@@ -182,7 +155,7 @@ class _Reader:
         return any(parent in self.depends for parent in node.all_input_nodes)
 
     def _compare_numbers(self, node: fx.Node) -> None:
-        """Refuse numbers that follow the batch: a sample's loss would depend on how many others there are."""
+        """Refuse numbers that follow the batch size: a sample's loss would depend on the number of samples."""
         name = operation(node)
         for own, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
             if own != other and name not in _PLACES:
@@ -228,7 +201,7 @@ class _Reader:
         return SampleLayout(axis, *found.pop())
 
     def _refuse_taken(self, node: fx.Node, name: str) -> None:
-        """Refuse rows that are picked along the sample axis by what depends on samples."""
+        """Refuse rows that are picked along the sample axis by values that depend on samples."""
         source = self.layouts.get(first_of(node))
         if source is None:
             return
@@ -257,7 +230,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 def _seen_through(
     node: fx.Node, axis: int, rows: int, source: fx.Node, layout: SampleLayout, *, batch_size: int
 ) -> SampleLayout:
-    """Return the layout of a view from that of what it views: no element moves."""
+    """Return the layout of a view from that of its base: no element moves."""
     before, after = shape_of(source), shape_of(node)
     outer = prod(before[: layout.axis]) * layout.outer
     lead = prod(after[:axis])
@@ -298,14 +271,14 @@ def _sums_above(ends: Sequence[Any], reader: _Reader) -> Iterator[fx.Node]:
 
 
 def _has_axis(node: fx.Node, reader: _Reader) -> bool:
-    """Return whether a value has a sample axis; of several results, whether what they are made of has one."""
+    """Return whether a value has a sample axis; of several results, whether the operands have one."""
     if node in reader.layouts:
         return reader.layouts[node] is not None
     return any(_has_axis(parent, reader) for parent in node.all_input_nodes if parent in reader.layouts)
 
 
 def _ancestors(ends: Sequence[Any]) -> Iterator[fx.Node]:
-    """Yield all that leads to the ends, once each, the ends among them."""
+    """Yield the nodes that lead to the ends, once each, the ends among them."""
     pending, seen = [end for end in ends if end is not None], set[fx.Node]()
     while pending:
         node = pending.pop()

@@ -40,36 +40,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a graph computed of one physical batch, padding left out.
+    """Results of a graph for one physical batch, without padding."""
 
-    Attributes:
-        certain_B: Which samples' norms are finite and certain.
-        losses_B: The losses.
-        norm_GB: Norms, group by group.
-        coef_GB: Coefficients.
-        sums: The clipped sum of every trainable parameter, by name.
-        extra: What the loss function returned beside the losses, in a list; empty for nothing.
-    """
-
-    certain_B: Tensor
+    certain_B: Tensor  # samples whose norms are finite and certain
     losses_B: Tensor
     norm_GB: list[Tensor]
     coef_GB: list[Tensor]
-    sums: dict[str, Tensor]
-    extra: list[Any]
+    sums: dict[str, Tensor]  # the clipped sum of every trainable parameter, by name
+    extra: list[Any]  # what the loss function returned beside the losses, in a list; empty for nothing
 
 
 class CompiledStep:
-    """A private step as one graph.
-
-    Attributes:
-        random: Whether it draws random numbers.
-        graph: The graph of the private step: functional aten operations; None where its compiled form was on disk.
-        joint: The graph of forward, loss and backward that it was made of.
-        size: Samples of a physical batch, padding included.
-        verified: Whether it was held against the eager engine.
-        runs: How often it has run.
-    """
+    """A private step as one graph."""
 
     def __init__(
         self,
@@ -80,36 +62,28 @@ class CompiledStep:
         clipping: Clipping,
         options: GraphOptions,
     ) -> None:
-        """Trace, rewrite and compile.
-
-        Args:
-            model: The model; nobody may listen to its forwards.
-            loss: The loss function.
-            tree: A batch of the size, ``(args, kwargs)``.
-            axis_of: Says along which axis a tensor of it holds samples.
-            clipping: How samples are clipped.
-            options: How it is compiled.
-
-        Raises:
-            NoGraphError: Not all of it is known to be exact.
-        """
+        # Nobody may listen to the model's forwards. `tree` is a batch (args, kwargs) of the size; `axis_of` returns the
+        # sample axis of a tensor of it.
         inputs = inputs_of(model, tree, axis_of)
+        # samples of a physical batch, padding included
         self.size = next(
             x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None
         )
         more = repeated(tree, axis_of)
         grown = trace(model, loss, inputs_of(model, more, _of_size(self.size + 1, inputs)))
-        self.joint = trace(model, loss, inputs)
+        self.joint = trace(model, loss, inputs)  # the graph of forward, loss and backward that it was made of
         axes = analysed(self.joint, grown, inputs, self.size)
         self._extra_axes = _extra_axes(self.joint, axes, len(inputs.trainable))
         self._trainable, self._extra = inputs.trainable, self.joint.extra
         self._groups = len(clipping.layout.bounds)
         self._watched = Watched(model, (*inputs.trainable, *inputs.held))
-        self.random = draws(self.joint.graph)
+        self.random = draws(self.joint.graph)  # whether it draws random numbers
         flat = inputs.flat(model)
         valid_B = torch.ones(self.size, dtype=torch.bool, device=flat[0].device)
+        # the graph of the private step: functional aten operations; None where its compiled form was on disk
         self.graph: fx.GraphModule | None = None
         self._run = self._compiled([valid_B, *flat], axes, inputs, clipping, options)
+        # whether it was compared with the eager engine
         self.verified, self.runs = False, 0
         # Its policy is told from others by its identity, which must not be given anew.
         self._clipping = clipping
@@ -133,7 +107,7 @@ class CompiledStep:
     def _made(
         self, flat: list[Tensor], axes: Axes, inputs: Inputs, clipping: Clipping, options: GraphOptions
     ) -> Callable[..., Any]:
-        """Rewrite and compile; with all operations in one graph where that fails with graphs inside."""
+        """Rewrite and compile; with all operations in one graph where nested graphs fail."""
 
         def made(regions: Regions | None) -> Callable[..., Any]:
             self.graph = rewritten(private_step(self.joint, axes, inputs, clipping, regions), flat, regions)
@@ -153,15 +127,8 @@ class CompiledStep:
             raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
-        """Compute a physical batch.
-
-        Args:
-            tensors: The tensors of the batch, padded to the size.
-            count: How many of its samples count; the others come last.
-
-        Returns:
-            What was computed; None where the model is not what the graph was traced on.
-        """
+        """Compute a padded physical batch of which the first ``count`` samples count."""
+        # None where the model is no longer what the graph was traced on.
         own = self._watched.tensors()
         if own is None:
             return None
@@ -191,13 +158,13 @@ class CompiledStep:
 
 
 def _of_size(size: int, inputs: Inputs) -> Callable[[Any], int | None]:
-    """Return what finds the axes of a batch that was grown: those of the batch itself, in order."""
+    """Return a function that finds the axes of a batch that was grown: those of the batch itself, in order."""
     axes = iter(inputs.in_batch)
     return lambda tensor: next(axes)
 
 
 def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
-    """Return the sample axes of what the loss function returned beside the losses."""
+    """Return the sample axes of the loss function's other results."""
     found: list[int | None] = []
     for node in outputs_of(traced.graph)[1 + trainable :]:
         layout = axes.layouts.get(node)

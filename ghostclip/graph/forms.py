@@ -46,15 +46,8 @@ Joint = dict[tuple[str, ...], list[Factor]]
 
 
 def kept(found: Kept, room: int) -> Kept:
-    """Return factors in the form in which they are kept until the clipped sum.
-
-    Args:
-        found: Factors by parameter.
-        room: Bytes that all of them together may take where larger forms are quicker.
-
-    Returns:
-        Factors of the same gradients by parameter, several of one form as one.
-    """
+    """Return factors in the form in which they are stored until the clipped sum, several of one form as one."""
+    # `room`: bytes that all of them may take where larger forms are quicker.
     forms = {
         name: [_formed(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()
     }
@@ -69,15 +62,8 @@ def kept(found: Kept, room: int) -> Kept:
 
 
 def side_by_side(found: Kept, alike: Callable[[str], Hashable]) -> Joint:
-    """Return factors with the gradients of small parameters side by side.
-
-    Args:
-        found: Factors by parameter.
-        alike: Returns of a parameter's name what must be equal for all that are joined.
-
-    Returns:
-        Factors by parameters: of several the gradients of each sample as one row, one parameter after the other.
-    """
+    """Return factors in which small parameters' gradients are concatenated, one row for each sample."""
+    # `alike` returns, by name, what must be equal for all that are joined.
     small: defaultdict[Hashable, list[str]] = defaultdict(list)
     rest: Joint = {}
     for name, own in found.items():
@@ -102,7 +88,7 @@ def _formed(factor: Factor, *, always: bool = False) -> Factor:
 
 
 def _growth(factor: Factor) -> float:
-    """Return how many times larger than its factors a gradient is; infinite for what is not formed so."""
+    """Return how many times larger than its factors a gradient is; infinite for other factors."""
     factor = factor.inner if isinstance(factor, Permuted) else factor
     if type(factor) is not Outer or factor.batch_size == 0 or factor.sizes[0] <= 1:
         return float("inf")
@@ -111,7 +97,7 @@ def _growth(factor: Factor) -> float:
 
 
 def _bytes_of(factors: Iterable[Factor]) -> int:
-    """Return what factors keep, memory that several share counted once."""
+    """Return the bytes of factors, shared memory counted once."""
     memory: dict[int, int] = {}
     pending: list[object] = list(factors)
     while pending:
@@ -124,12 +110,9 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
 
 
 def have_freed_kept(most: int) -> None:
-    """Have the allocator of a CPU keep memory that a step frees for the next one, which clears every page otherwise.
-
-    Args:
-        most: Bytes that an ordinary step takes: twice as much may be free and is not given back to the system, 64 MiB
-            at least. Nothing is done where the environment says how much, nor without glibc.
-    """
+    """Let the CPU's allocator reuse memory that a step frees, instead of clearing new pages."""
+    # At most twice what an ordinary step takes, `most`, may be free, 64 MiB at least. Nothing is done where the
+    # environment sets a threshold, nor without glibc.
     said = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
     if said or platform.libc_ver()[0] != "glibc" or most <= _kept_free[-1]:
         return
@@ -140,14 +123,7 @@ def have_freed_kept(most: int) -> None:
 
 
 def most_held(graph: fx.GraphModule) -> int:
-    """Return what the intermediate results of a graph take at most, run in order.
-
-    Args:
-        graph: Functional operations, their values known without memory.
-
-    Returns:
-        Bytes; inputs and outputs are not counted.
-    """
+    """Return the peak bytes of a graph's intermediate results, run in order; inputs and outputs are not counted."""
     nodes = list(graph.graph.nodes)
     sizes: dict[int, int] = {}
     begin: dict[int, int] = {}

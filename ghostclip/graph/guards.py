@@ -31,15 +31,9 @@ _MISSING: Final = object()
 
 
 class Watched:
-    """A model as a graph was traced on it."""
+    """A model in the state in which a graph was traced."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Note what the model is like.
-
-        Args:
-            model: The model.
-            names: Its parameters and buffers in the order of the graph's inputs.
-        """
         self._slots = [_slot(model, name) for name in names]
         self._about = [_about(owner[key]) for owner, key in self._slots]
         self._sizes: list[tuple[Any, int]] = []
@@ -53,7 +47,7 @@ class Watched:
             self._note(own, seen, _DEPTH)
 
     def _note(self, own: Any, seen: set[int], depth: int) -> None:
-        """Note the values of a list or a dict, and of what they hold."""
+        """Note the values of a list or a dict, nested ones included."""
         if id(own) in seen:
             return
         seen.add(id(own))
@@ -72,7 +66,7 @@ class Watched:
                 self._note(vars(value), seen, depth - 1)
 
     def tensors(self) -> list[Tensor] | None:
-        """Return the parameters and buffers as they are now; None where the model was changed."""
+        """Return the current parameters and buffers; None where the model was changed."""
         if any(len(own) != size for own, size in self._sizes):
             return None
         for own, key, value in self._plain:
@@ -88,12 +82,12 @@ class Watched:
 
 
 def _is_weak(value: Any) -> bool:
-    """Return whether a list only refers to what another one holds, as torch's recurrent layers have one."""
+    """Return whether a list only refers to tensors weakly, as torch's recurrent layers have one."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, ReferenceType) for one in value)
 
 
 def _differs(found: Any, value: Any) -> bool:
-    """Return whether another object stands where there was one, and is not its equal."""
+    """Return whether an object was replaced by another that is not its equal."""
     if type(found) is not type(value):
         return True
     try:
@@ -116,14 +110,9 @@ def _about(tensor: Any) -> tuple[Any, ...]:
 
 
 def form_of(tree: Any) -> Hashable | None:
-    """Return the form of a batch: containers, plain values, and of tensors shape (apart from samples), dtype, device.
-
-    Args:
-        tree: The batch.
-
-    Returns:
-        The form; None where a value in it cannot be compared.
-    """
+    """Return the form of a batch."""
+    # Containers, plain values, and of tensors shape (apart from samples), dtype, device. None where a value in it
+    # cannot be compared.
     leaves, structure = _torch.tree_flatten(tree)
     found: list[Any] = []
     for leaf in leaves:
@@ -137,14 +126,7 @@ def form_of(tree: Any) -> Hashable | None:
 
 
 def surroundings(kind: str) -> Hashable:
-    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes.
-
-    Args:
-        kind: The type of the model's device.
-
-    Returns:
-        What is equal where these are.
-    """
+    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes."""
     autocast = tuple(
         (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         for device in sorted({"cpu", kind})

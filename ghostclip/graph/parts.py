@@ -20,13 +20,7 @@ _SMALLER = 4
 
 
 class Part(NamedTuple):
-    """A part of a batch.
-
-    Attributes:
-        start: Its first sample.
-        samples: How many it has.
-        size: Its size with padding.
-    """
+    """Part of a batch: its first sample, number of samples, and size with padding."""
 
     start: int
     samples: int
@@ -37,23 +31,11 @@ class Sizes:
     """The sizes of physical batches."""
 
     def __init__(self, given: Sequence[int] | None) -> None:
-        """Take the sizes that were given.
-
-        Args:
-            given: Sizes; None to take that of the first batch and a quarter of it.
-        """
         self._fixed = given is not None
         self._sizes = sorted(set(given or ()), reverse=True)
 
     def parts(self, samples: int) -> list[Part]:
-        """Cut a batch.
-
-        Args:
-            samples: B, at least 1.
-
-        Returns:
-            Its parts, the largest first; only the last one is padded.
-        """
+        """Return the parts of a batch, the largest first; only the last one is padded."""
         if not self._fixed and (not self._sizes or samples >= 2 * self._sizes[0]):
             self._sizes = sorted({max(2, samples), max(2, -(-samples // _SMALLER))}, reverse=True)
         found: list[Part] = []
@@ -66,25 +48,14 @@ class Sizes:
         return found
 
     def _next(self, left: int) -> int:
-        """Return the largest size that is filled, or the smallest one that takes all that is left as cheaply."""
+        """Return the largest size that is filled, or the smallest one that takes all remaining samples as cheaply."""
         filled = next((size for size in self._sizes if size <= left), self._sizes[-1])
         in_several = -(-left // filled) * filled
         return next((size for size in reversed(self._sizes) if left <= size <= in_several), filled)
 
 
 def part_of(tree: Any, part: Part, whole: int, axis_of: Callable[[Any], int | None], *, padded: bool) -> Any:
-    """Return a part of a batch.
-
-    Args:
-        tree: The batch.
-        part: Which part.
-        whole: Samples of the batch.
-        axis_of: Says along which axis a tensor holds samples; None for one that all share.
-        padded: Whether to pad it to its size.
-
-    Returns:
-        The same containers, tensors contiguous where padded.
-    """
+    """Return a part of a batch in the same containers, contiguous where padded to its size."""
     size = part.size if padded else part.samples
 
     def taken(leaf: Any) -> Any:
@@ -108,15 +79,7 @@ def _sizes(tensor: Tensor, axis: int, size: int) -> Iterator[int]:
 
 
 def repeated(tree: Any, axis_of: Callable[[Any], int | None]) -> Any:
-    """Return a batch with its last sample once more.
-
-    Args:
-        tree: The batch.
-        axis_of: As for `part_of`.
-
-    Returns:
-        The same containers.
-    """
+    """Return a batch with its last sample once more."""
 
     def more(leaf: Any) -> Any:
         axis = axis_of(leaf) if isinstance(leaf, Tensor) else None

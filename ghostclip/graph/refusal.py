@@ -4,4 +4,4 @@ from ghostclip.errors import UnsupportedModelError
 
 
 class NoGraphError(UnsupportedModelError):
-    """A step cannot be written as one graph whose per-sample gradients are known to be exact."""
+    """A step cannot be traced into one graph whose per-sample gradients are known to be exact."""

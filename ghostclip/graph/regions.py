@@ -23,22 +23,13 @@ _numbers: Final = count()
 
 
 class _Region:
-    """A function of tensors of one form.
-
-    Attributes:
-        number: Which region.
-    """
+    """A function of tensors of one form."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Give a function a number.
-
-        Args:
-            function: From tensors to a result with tensors in it.
-        """
         self._function, self.number = function, next(_numbers)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors of the result, and note what else there is."""
+        """Return the tensors of the result, and note its other values."""
         self._leaves, self._spec = _torch.tree_flatten(self._function(*tensors))
         # Of a tuple, and no list, a compiler keeps what is known of its tensors.
         return tuple(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
@@ -63,31 +54,18 @@ class Regions:
     """The regions of one step."""
 
     def __init__(self) -> None:
-        """Know of none."""
         self._regions: dict[Hashable, _Region] = {}
 
     def call(self, what: Hashable, function: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Call a region; only where operations are written down.
-
-        Args:
-            what: The same for calls of functions that do the same, with tensors of the same sizes, strides and dtypes.
-            function: From tensors to a result whose tensors share no memory, with each other or with what is given.
-            *tensors: What it is given.
-
-        Returns:
-            Its result.
-        """
+        """Call a region, while tracing."""
+        # `what` is equal for functions that do the same with tensors of equal sizes, strides and dtypes. Tensors of the
+        # result share no memory, with each other or with the arguments.
         region = self._regions.setdefault(what, _Region(function))
         _known[region.number] = region
         return region.result(_CALL(list(tensors), region.number))
 
     def placed(self, graph: fx.GraphModule, final: Callable[..., fx.GraphModule]) -> None:
-        """Put the graphs of regions in the places where they are called.
-
-        Args:
-            graph: The step; changed in place.
-            final: From a traced graph and tensors of the shapes it is for to the graph as it is compiled.
-        """
+        """Insert the graphs of regions where they are called, in place; ``final`` lowers a traced graph."""
         names: dict[int, str] = {}
         for node in [node for node in graph.graph.nodes if node.target is _CALL]:
             given, number = node.args

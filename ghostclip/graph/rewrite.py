@@ -36,21 +36,15 @@ FEWEST: Final = 4
 
 @dataclass(frozen=True)
 class Clipping:
-    """How samples are clipped.
-
-    Attributes:
-        policy: The policy.
-        layout: Its clip groups.
-        masks: Whether samples that are not certain are taken out of factors, where no value may be read afterwards.
-    """
+    """How samples are clipped."""
 
     policy: ClipPolicy
-    layout: Layout
-    masks: bool
+    layout: Layout  # its clip groups
+    masks: bool  # whether uncertain samples are masked out of factors, where no value may be read afterwards
 
 
 class _Factored(fx.Interpreter):
-    """Runs a traced graph and keeps factors where sums over samples would be."""
+    """Interpreter of a traced graph that stores factors in the place of sums over samples."""
 
     def __init__(self, graph: fx.GraphModule, axes: Axes) -> None:
         super().__init__(graph, garbage_collect_values=True)
@@ -86,7 +80,7 @@ class _Factored(fx.Interpreter):
         return linear(n.target, args, kwargs, value.shape if isinstance(value, Tensor) else None)
 
     def _reduces(self, n: fx.Node) -> bool:
-        """Return whether a node has a sample axis before it and none behind it."""
+        """Return whether a node has a sample axis before it and none after it."""
         if n in self._axes.summed:
             return True
         return any(user in self._axes.summed and user.target is operator.getitem for user in n.users)
@@ -106,7 +100,7 @@ _INTO = (
 
 
 def _is_zero(node: Any) -> bool:
-    """Return whether a value is zeros, whatever else is put in its place: a sum over samples may stand there."""
+    """Return whether a value is zeros, so that a sum over samples may replace it."""
     name = operation(node) if isinstance(node, fx.Node) else ""
     if name in ("full", "new_full", "full_like"):
         return node.args[1] == 0 if name == "full" else node.args[-1] == 0
@@ -114,20 +108,7 @@ def _is_zero(node: Any) -> bool:
 
 
 def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor]) -> tuple[Any, Kept, Any]:
-    """Run a traced graph up to the factors of every gradient.
-
-    Args:
-        traced: The graph.
-        axes: The sample axes of its values.
-        inputs: What it was traced on.
-        flat: Its inputs.
-
-    Returns:
-        The losses; factors by parameter, none for one that is not used; and what else is returned.
-
-    Raises:
-        NoGraphError: A gradient is no sum over samples.
-    """
+    """Return the losses, the factors of every gradient by parameter, and the loss function's other results."""
     losses_B, *rest = _Factored(traced.graph, axes).run(*flat)
     count = len(inputs.trainable)
     found: Kept = {}
@@ -139,7 +120,7 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
 
 
 def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the clipped sums of parameters whose gradients lie side by side, their factors dropped one by one."""
+    """Return the clipped sums of parameters whose gradients are concatenated, their factors dropped one by one."""
     dtype, entries = torch.promote_types(like[0].dtype, torch.float32), [tensor.numel() for tensor in like]
     shape = like[0].shape if len(like) == 1 else (sum(entries),)
     total = torch.zeros(shape, dtype=dtype, device=like[0].device)
@@ -160,20 +141,9 @@ def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, lik
 def private_step(
     traced: Traced, axes: Axes, inputs: Inputs, clipping: Clipping, regions: Regions | None = None
 ) -> Callable[..., list[Tensor]]:
-    """Return the private step of a batch as a function of tensors.
-
-    Args:
-        traced: The graph of forward, loss and backward.
-        axes: The sample axes of its values.
-        inputs: What it was traced on.
-        clipping: How samples are clipped.
-        regions: Takes what recurs from layer to layer; None where nothing is to be compiled apart.
-
-    Returns:
-        A function of which samples count, ``(B,)`` bool, and of the graph's inputs. It returns which samples are
-        certain, ``(B,)`` bool, the losses ``(B,)``, norms and coefficients of each group, ``(B,)`` each, the clipped
-        sum of every trainable parameter, and the tensors of what else the loss function returned.
-    """
+    """Return the private step of a batch as a function of ``(B,)`` which samples count, and of the graph's inputs."""
+    # It returns which samples are certain, (B,) bool, the losses (B,), norms and coefficients of each group, (B,) each,
+    # the clipped sum of every trainable parameter, and the tensors of the loss function's other results.
     room = most_held(traced.graph)
     have_freed_kept(room)
 
@@ -221,14 +191,9 @@ def _norms(factors: Joint, layout: Layout, regions: Regions | None) -> GroupNorm
 
 
 class _Form(NamedTuple):
-    """What is equal for gradients whose norms are formed by the same operations.
+    """Strides, shapes, dtypes and slots that are equal for gradients whose norms are formed by the same operations."""
 
-    Attributes:
-        sides: Of inputs and output gradients shape, strides, dtype and device.
-        slots: As `Outer` has them.
-    """
-
-    sides: tuple[Hashable, ...]
+    sides: tuple[Hashable, ...]  # of inputs and output gradients
     slots: int
 
 
@@ -254,19 +219,7 @@ def _squared_norm(slots: int, a_NTI: Tensor, g_NTO: Tensor) -> SquaredNorm:
 def rewritten(
     step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], regions: Regions | None = None
 ) -> fx.GraphModule:
-    """Trace a private step into one functional graph.
-
-    Args:
-        step: As `private_step` returns it.
-        inputs: Tensors of the shapes it is traced for.
-        regions: What the step was made with.
-
-    Returns:
-        The graph.
-
-    Raises:
-        NoGraphError: It cannot be written as one.
-    """
+    """Trace a private step into one functional graph."""
     try:
         with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
             # Operations made of others are taken apart first: some change in place what has no other form.

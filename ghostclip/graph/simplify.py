@@ -23,14 +23,7 @@ _VIEWS: Final = _SAME | _RESHAPES | _TURNS | {"slice", "select", "expand", "spli
 
 
 def simplified(graph: fx.GraphModule) -> fx.GraphModule:
-    """Simplify a graph.
-
-    Args:
-        graph: Functional aten operations; changed in place.
-
-    Returns:
-        The same graph, as it is compiled.
-    """
+    """Return the graph simplified in place, as it is compiled."""
     for node in list(graph.graph.nodes):
         if operation(node) == "addmm":
             _bias_apart(graph.graph, node)
@@ -50,7 +43,7 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _from_what_was_computed(node: fx.Node) -> None:
-    """Have a view start from what was computed: a compiler follows each step of a chain several times."""
+    """Let each view start from the computed value: a compiler follows each step of a chain several times."""
     name = operation(node)
     if name in _SAME:
         _replaced(node, first_of(node))
@@ -75,7 +68,7 @@ def _from_what_was_computed(node: fx.Node) -> None:
 
 
 def _in_one_copy(node: fx.Node) -> None:
-    """Have pieces be put side by side as they are wanted, and not first in another order: the steps of a sequence."""
+    """Let the steps of a sequence be concatenated in the order that is read, instead of a permuted copy afterwards."""
     name = operation(node)
     if name == "cat" and len(pieces := cast("list[fx.Node]", node.args[0])) > 1:
         axis = cast("int", node.args[1]) % len(shape_of(node)) if len(node.args) > 1 else 0
@@ -110,10 +103,8 @@ def _axes_of(node: fx.Node) -> list[int]:
 
 
 def _once_each(graph: fx.Graph) -> None:
-    """Have what is computed of the same values computed once: layers that share an input, or an output's gradient.
-
-    What is returned is left as it is: each sum has memory of its own.
-    """
+    """Merge operations on the same values: layers that share an input, or an output's gradient."""
+    # Outputs are left as they are: each sum has memory of its own.
     returned = set(graph.output_node().all_input_nodes)
     for node in reversed(graph.nodes):
         if node in returned and (operation(node) in _VIEWS or node.target is operator.getitem):
@@ -130,12 +121,12 @@ def _once_each(graph: fx.Graph) -> None:
 
 
 def _replaced(node: fx.Node, source: fx.Node) -> None:
-    """Have all but the outputs take another node: an input that is returned is returned as a tensor of its own."""
+    """Replace a node in all but the outputs: an input that is returned is returned as a tensor of its own."""
     node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
 
 
 def _bias_apart(graph: fx.Graph, node: fx.Node) -> None:
-    """Have a bias added where a product is read: by itself, a product on a CPU would be written once more for it."""
+    """Add a bias where a product is read: by itself, a product on a CPU would be written once more for it."""
     bias, *factors = cast("tuple[fx.Node, ...]", node.args)
     shape, value = shape_of(node), node.meta["val"]
     # Of 16 bits the product would be rounded before the bias is added.
@@ -157,7 +148,7 @@ sum of equal numbers comes out a thousand roundings too small, which error bound
 
 
 def _widened(graph: fx.Graph, node: fx.Node) -> None:
-    """Have a long sum on a CPU run in float64."""
+    """Let a long sum on a CPU run in float64."""
     values = first_of(node).meta["val"], node.meta["val"]
     if any(value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
         return

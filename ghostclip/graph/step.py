@@ -93,15 +93,7 @@ class GraphStep:
         return [step for step in self._steps.values() if isinstance(step, CompiledStep)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a batch and add its clipped sum to the clipper's.
-
-        Args:
-            *args: Given to the loss function after the model.
-            **kwargs: Given to it as well.
-
-        Returns:
-            What the loss function returned, detached.
-        """
+        """Compute a batch, add its clipped sum to the clipper's, and return the loss function's result, detached."""
         tree = (args, kwargs)
         samples, axis = batch_size_of(args, kwargs, self.clipper.axis), self.clipper.axis
         reason = self._eager_alone(samples)
@@ -175,7 +167,7 @@ class GraphStep:
         )
 
     def _compared(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:
-        """Compute a physical batch by its graph and by the eager engine, whose result is kept, and compare them."""
+        """Compute a physical batch by its graph and by the eager engine, compare them, and use the eager result."""
         states = Randomness(self.clipper.model.parameters())
         try:
             found = step.run(_tree.tensors(padded), count)
@@ -290,7 +282,7 @@ def _narrowest(model: nn.Module) -> torch.dtype:
 
 
 def _together(results: list[Any], counts: list[int], axis: int) -> Any:
-    """Put what parts returned together, along the axes of as many entries as samples."""
+    """Concatenate the results of parts, along the axes of as many entries as samples."""
     flat = [_torch.tree_flatten(result) for result in results]
 
     def joined(*leaves: Any) -> Any:

@@ -41,18 +41,18 @@ _NAMESPACES: Final = ("aten", "prims", "prim")
 
 
 class NoKeyError(Exception):
-    """Something may be another thing elsewhere under the same description."""
+    """One description may stand for different things in other processes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a compiled graph is kept: a folder, and the hash of all that the graph follows from."""
+    """Where a compiled graph is stored: a folder, and the hash of all that the graph follows from."""
 
     folder: Path
     key: str
 
     def found(self) -> Callable[..., Any] | None:
-        """Return what an earlier process compiled, None where there is nothing that can be used."""
+        """Return what an earlier process compiled, None where there is nothing usable."""
         try:
             whole = (p for p in self.folder.glob(f"{self.key}-*") if p.name.endswith("-" + _hash(p.read_bytes())))
             path = next(whole, None)
@@ -74,16 +74,8 @@ class Place:
 
 
 def place_of(graph: fx.GraphModule, axes: Axes, *others: object) -> Place | None:
-    """Return where the compiled form of a graph is kept.
-
-    Args:
-        graph: Forward, loss and backward.
-        axes: Where samples lie in its values.
-        *others: What else the compiled form follows from, in plain values and objects of this package.
-
-    Returns:
-        The place; None where torch keeps no compiled code, or not all can be described.
-    """
+    """Return where the compiled form of a graph is stored; ``others`` are plain values and objects of this package."""
+    # None where torch stores no compiled code, or not all can be described.
     folder = _torch.compiler_cache()
     if folder is None:
         return None
@@ -96,7 +88,7 @@ def place_of(graph: fx.GraphModule, axes: Axes, *others: object) -> Place | None
 
 
 def _plain(item: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
-    """Describe a value, nodes by their numbers, by what is written alike for equal values in every process."""
+    """Describe a value, nodes by their numbers, by text that is the same for equal values in every process."""
     kind = type(item)
     if kind in _PLAIN or kind is torch.memory_format:
         return f"{kind.__name__} {item!r}"
@@ -126,7 +118,7 @@ def _nodes(graph: fx.GraphModule, axes: Axes) -> Iterator[object]:
 
 
 def _target(node: fx.Node, graph: fx.GraphModule) -> object:
-    """Describe what a node computes: an operation of torch's own, or a constant by its content."""
+    """Describe the operation of a node: one of torch's own, or a constant by its content."""
     target: Any = node.target
     if node.op in ("placeholder", "output"):
         return node.op

@@ -23,34 +23,17 @@ from ghostclip.graph.trace import name_of
 
 
 class Sum:
-    """A value that is a sum over samples, held as factors whose sum over samples it is.
-
-    Attributes:
-        factors: Per-sample values, added up; all of one shape.
-    """
+    """A value that is a sum over samples, as factors of one shape that are added up."""
 
     def __init__(self, *factors: Factor) -> None:
-        """Hold factors.
-
-        Args:
-            *factors: At least one.
-        """
         self.factors = list(factors)
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the value."""
         return self.factors[0].shape
 
     def each(self, change: Callable[[Factor], Factor]) -> Sum:
-        """Return the sum of what a linear map makes of each factor.
-
-        Args:
-            change: The map.
-
-        Returns:
-            Another sum.
-        """
+        """Return the sum with a linear map applied to each factor."""
         return Sum(*(change(factor) for factor in self.factors))
 
     def per_sample(self) -> Tensor:
@@ -60,31 +43,14 @@ class Sum:
 
 
 class Value:
-    """A tensor with its sample axis.
-
-    Attributes:
-        tensor: The tensor.
-        layout: Where its samples lie; None where it has no sample axis.
-    """
+    """A tensor with its sample axis, None where it has none."""
 
     def __init__(self, tensor: Tensor, layout: SampleLayout | None) -> None:
-        """Hold both.
-
-        Args:
-            tensor: The tensor.
-            layout: Where its samples lie.
-        """
         self.tensor, self.layout = tensor, layout
 
     def apart(self, batch_size: int) -> Tensor:
-        """Return the tensor with samples first, ``(B, *shape)``, the axis that held them being as long as K.
-
-        Args:
-            batch_size: B.
-
-        Returns:
-            A view where strides allow.
-        """
+        """Return the tensor with samples first, ``(B, *shape)``, a view where strides allow."""
+        # Its sample axis has length K then.
         assert self.layout is not None
         axis, outer, inner = self.layout
         outer = max(1, outer)
@@ -103,52 +69,20 @@ _HANDLERS: Final[dict[str, Handler]] = {}
 
 
 class SampleSum:
-    """One operation that sums over samples.
-
-    Attributes:
-        args: Its arguments, tensors as `Value`.
-        kwargs: Its keyword arguments, likewise.
-        batch_size: B.
-    """
+    """One operation that sums over samples; tensors among its arguments are `Value`."""
 
     def __init__(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int) -> None:
-        """Hold one call.
-
-        Args:
-            target: The operation.
-            args: Its arguments, tensors as `Value`.
-            kwargs: Its keyword arguments, likewise.
-            batch_size: B.
-        """
         self.target, self.args, self.kwargs, self.batch_size = target, list(args), dict(kwargs), batch_size
 
     def apart(self, place: int, axis: int | None = None) -> Tensor:
-        """Return an argument with samples first.
-
-        Args:
-            place: Which argument.
-            axis: Where its samples must lie; None for anywhere.
-
-        Returns:
-            Shape ``(B, *shape)``, K along the axis.
-
-        Raises:
-            NoGraphError: They lie elsewhere.
-        """
+        """Return argument number ``place`` with samples first, ``(B, *shape)``, from the given axis if there is one."""
         value = self.args[place]
         if value.layout is None or axis not in (None, value.layout.axis):
             raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {place}")
         return value.apart(self.batch_size)
 
     def run(self) -> Any:
-        """Return what stands for the operation's result: a `Sum`, or several with tensors among them.
-
-        Returns:
-            In the form of the operation's result.
-
-        Raises:
-            NoGraphError: No pattern explains it, and it cannot be run for each sample.
-        """
+        """Return the operation's result with `Sum` in the place of sums over samples."""
         handler = _HANDLERS.get(name_of(self.target))
         found = None if handler is None else handler(self)
         return self._one_by_one() if found is None else found
@@ -194,7 +128,8 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def _alike(one: Value, two: Value) -> bool:
-    """Return whether two values have their samples' rows in the same order; of a free one, give it the other's."""
+    """Return whether two values have their samples' rows in the same order."""
+    # A value without an order adopts the other's.
     first, second = one.layout, two.layout
     if first is None or second is None or first.rows != second.rows:
         return False
@@ -343,20 +278,7 @@ _RESHAPES: Final = ("view", "unsafe_view", "reshape", "squeeze", "unsqueeze")
 
 
 def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int] | None) -> Any:
-    """Apply a linear operation to sums over samples.
-
-    Args:
-        target: The operation.
-        args: Its arguments, one `Sum` or more among them; no tensor among them depends on samples.
-        kwargs: Its keyword arguments.
-        shape: Shape of its result; None for several results.
-
-    Returns:
-        A `Sum`, or several.
-
-    Raises:
-        NoGraphError: The result is not known to be a sum over samples.
-    """
+    """Apply a linear operation to sums over samples; no tensor among the arguments depends on samples."""
     name = name_of(target)
     first = args[0]
     if name in _AS_IT_IS:

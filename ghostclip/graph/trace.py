@@ -31,36 +31,21 @@ _WRITES = ("copy_", "set_", "resize_")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a graph is given, in order: trainable parameters, frozen ones, buffers, tensors of the batch.
-
-    Attributes:
-        trainable: Names of the trainable parameters.
-        held: Names of frozen parameters and of buffers.
-        tensors: The tensors of the batch.
-        in_batch: For each of these whether it holds samples, and along which axis.
-        tree: The batch, ``(args, kwargs)``.
-    """
+    """Inputs of a graph, in order: trainable parameters, frozen ones, buffers, tensors of the batch."""
 
     trainable: tuple[str, ...]
-    held: tuple[str, ...]
+    held: tuple[str, ...]  # names of frozen parameters and of buffers
     tensors: tuple[Tensor, ...]
-    in_batch: tuple[int | None, ...]
-    tree: Any
+    in_batch: tuple[int | None, ...]  # by tensor, whether it has samples, and along which axis
+    tree: Any  # the batch, (args, kwargs)
 
     @property
     def fixed(self) -> int:
-        """How many are no tensors of the batch."""
+        """Number of inputs that are no tensors of the batch."""
         return len(self.trainable) + len(self.held)
 
     def flat(self, model: nn.Module) -> list[Tensor]:
-        """Return all tensors as they are now.
-
-        Args:
-            model: The model.
-
-        Returns:
-            Detached, in order.
-        """
+        """Return all current tensors, detached, in order."""
         own = named_tensors(model)
         return [own[name].detach() for name in (*self.trainable, *self.held)] + [x.detach() for x in self.tensors]
 
@@ -71,16 +56,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def inputs_of(model: nn.Module, tree: Any, axes: Callable[[Tensor], int | None]) -> Inputs:
-    """Return what the graph of a batch is given.
-
-    Args:
-        model: The model.
-        tree: The batch, ``(args, kwargs)``.
-        axes: Says of a tensor of the batch along which axis it holds samples; None for one that all share.
-
-    Returns:
-        The inputs.
-    """
+    """Return the inputs of a batch's graph; ``axes`` returns a tensor's sample axis, None for a shared tensor."""
     own = named_tensors(model)
     trainable = tuple(name for name, value in own.items() if isinstance(value, nn.Parameter) and value.requires_grad)
     held = tuple(name for name in own if name not in trainable)
@@ -90,18 +66,12 @@ def inputs_of(model: nn.Module, tree: Any, axes: Callable[[Tensor], int | None])
 
 @dataclass(frozen=True)
 class Traced:
-    """The graph of a batch: functional aten operations alone.
+    """The graph of a batch, functional aten operations alone."""
 
-    Its outputs are the losses ``(B,)``, the gradient of their sum for every trainable parameter (None for an unused
-    one), and what else the loss function returned.
-
-    Attributes:
-        graph: The graph.
-        extra: What else the loss function returned, in a list, its tensors replaced by their numbers.
-    """
-
+    # outputs: the losses (B,), the gradient of their sum for every trainable parameter (None for an unused one), and
+    # the loss function's other results
     graph: fx.GraphModule
-    extra: Any
+    extra: Any  # the loss function's other results, tensors replaced by their numbers
 
 
 class _Loss(nn.Module):
@@ -116,19 +86,8 @@ class _Loss(nn.Module):
 
 
 def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
-    """Trace forward, loss and the gradient of every trainable parameter.
-
-    Args:
-        model: The model; nobody may listen to its forwards.
-        loss: The loss function.
-        inputs: The batch.
-
-    Returns:
-        The graph.
-
-    Raises:
-        NoGraphError: It reads values, draws from other generators than torch's, changes what the model keeps, or fails.
-    """
+    """Trace forward, loss and the gradient of every trainable parameter."""
+    # Refused: reading values, drawing from other generators than torch's, changing what the model stores.
     whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
     extras: list[Any] = []
 
@@ -170,7 +129,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
 
 
 def first_line(problem: BaseException) -> str:
-    """Return the beginning of what an exception says."""
+    """Return the first line of an exception's message."""
     lines = str(problem).strip().splitlines()
     return lines[0][:200] if lines else ""
 
@@ -184,21 +143,13 @@ def _numbered(leaf: Any, found: list[Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands for a tensor of what a loss function returned beside the losses."""
+    """Stands for a tensor of the loss function's other results."""
 
     number: int
 
 
 def restored(extra: Any, tensors: Sequence[Tensor]) -> Any:
-    """Put tensors back into what the loss function returned.
-
-    Args:
-        extra: As `Traced` has it, tensors replaced by their numbers.
-        tensors: Its tensors, in order.
-
-    Returns:
-        What the loss function returns.
-    """
+    """Return the loss function's result with its tensors in the place of numbers."""
     return _tree.mapped(lambda leaf: tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf, extra)
 
 
@@ -208,7 +159,7 @@ def outputs_of(graph: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def name_of(target: Any) -> str:
-    """Return the name of an operation, such as ``mm``, without what marks it as internal; else the empty string."""
+    """Return the name of an operation, such as ``mm``, without marks of internal ones; else the empty string."""
     packet = getattr(target, "overloadpacket", None)
     return "" if packet is None else str(packet).rpartition(".")[2].lstrip("_")
 
@@ -242,7 +193,7 @@ def _refuse_sizes(graph: fx.GraphModule) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back afterwards what a forward leaves on its modules: values without memory, hooks that it adds once."""
+    """Restore afterwards what a forward leaves on its modules: values without memory, hooks that it adds once."""
     own_of = [(own, *(part for part in own.values() if isinstance(part, dict))) for own in map(vars, model.modules())]
     before = [(own, dict(own)) for parts in own_of for own in parts]
     try:

@@ -18,60 +18,28 @@ MAX_FEATURES: Final = 1 << 13
 
 
 class NormAffine(NamedTuple):
-    """Gradients of weight and bias, which are what is measured, clipped and summed.
+    """Per-sample gradients of weight and bias, which are measured, clipped and summed."""
 
-    Attributes:
-        weight_BF: ``Σ_t g·x̂``, float32 or float64.
-        bias_BF: ``Σ_t g``, likewise.
-    """
-
-    weight_BF: Tensor
-    bias_BF: Tensor
+    weight_BF: Tensor  # ``Σ_t g·x̂``, float32 or float64
+    bias_BF: Tensor  # ``Σ_t g``, likewise
 
 
 def layer_norm_affine(x_BTF: Tensor, g_BTF: Tensor, *, eps: float) -> NormAffine:
-    """Return what layer norm's weight and bias receive from each sample.
+    """Return each sample's gradients of layer norm's weight and bias; the kernel reads each tensor once.
 
     Cost: the kernel reads each tensor once and stores neither the normalised input nor a product.
-
-    Args:
-        x_BTF: The layer's input, floating-point, shape ``(B, T, F)``.
-        g_BTF: Gradient of its output, same shape.
-        eps: Added to the variance.
-
-    Returns:
-        Gradients.
     """
     return _either(x_BTF, g_BTF, eps, centred=1)
 
 
 def rms_norm_affine(x_BTF: Tensor, g_BTF: Tensor, *, eps: float) -> NormAffine:
-    """Return what RMS norm's weight (and a bias, where there is one) receives from each sample.
-
-    Args:
-        x_BTF: The layer's input, floating-point, shape ``(B, T, F)``.
-        g_BTF: Gradient of its output, same shape.
-        eps: Added to the mean square.
-
-    Returns:
-        Gradients.
-    """
+    """Return each sample's gradients of RMS norm's weight and bias."""
     return _either(x_BTF, g_BTF, eps, centred=0)
 
 
 def is_fused(x_BTF: Tensor, g_BTF: Tensor) -> bool:
-    """Return whether the kernel would form the gradients, which reads each tensor once.
-
-    Without it what was normalised, and its product with the gradient, are written and read again: 40 bytes for each
-    value of 16 bits in the place of 4, in six operations in the place of one.
-
-    Args:
-        x_BTF: The layer's input, shape ``(B, T, F)``.
-        g_BTF: Gradient of its output, same shape.
-
-    Returns:
-        False on a CPU.
-    """
+    """Return whether the kernel would form the gradients."""
+    # Without it, a 16-bit value costs 40 bytes of traffic instead of 4.
     return x_BTF.shape[2] <= MAX_FEATURES and TWINS.pick(x_BTF, g_BTF) is not _naive
 
 

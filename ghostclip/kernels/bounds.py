@@ -72,48 +72,28 @@ _MORE_BLOCKS: Final = 8
 
 
 class Bounded(NamedTuple):
-    """Squared norms of sums of terms, with what bounds their rounding and that of the sums.
+    """Squared norms of sums of terms, with what bounds their rounding and that of the sums."""
 
-    Attributes:
-        value_N: Squared norms, shape ``(N,)``; a Gram sum that cancels may come out slightly negative.
-        error_N: How far ``value_N`` may lie below the true value, same shape.
-        mass_N: Sum of the terms' norms, ``Σ_t |a_t|·|g_t|`` for outer products, same shape.
-        scale_N: Sum of the terms' squared norms, ``Σ_t |a_t|²·|g_t|²`` for outer products, same shape.
-    """
-
-    value_N: Tensor
-    error_N: Tensor
-    mass_N: Tensor
-    scale_N: Tensor
+    value_N: Tensor  # squared norms, shape ``(N,)``; a Gram sum that cancels may come out slightly negative
+    error_N: Tensor  # how far ``value_N`` may lie below the true value, same shape
+    mass_N: Tensor  # sum of the terms' norms, ``Σ_t |a_t|·|g_t|`` for outer products, same shape
+    scale_N: Tensor  # sum of the terms' squared norms, ``Σ_t |a_t|²·|g_t|²`` for outer products, same shape
 
 
 class Unfinished(NamedTuple):
-    """Squared norms of sums of outer products, and what their errors and the masses of their terms are worked out from.
+    """Squared norms of sums of outer products, and the values from which `finished` works out errors and masses."""
 
-    That takes some thirty operations on a few numbers, which are the same thirty for many layers of one size.
-
-    Attributes:
-        value_N: Squared norms, shape ``(N,)``; a Gram sum that cancels may come out slightly negative.
-        a_NT: ``|a_t|``, shape ``(N, T)``.
-        g_NT: ``|g_t|``, same shape.
-        sizes: I and O.
-        absolute_N: ``Σ_{s,t} |(a_s·a_t)(g_s·g_t)|``, shape ``(N,)``; None where gradients were formed, not their Gram.
-        square_KNT: ``a_t·a_t`` and ``g_t·g_t`` as products left them, shape ``(2, N, T)``; None where no diagonal is
-            read.
-        drift: What is taken for the relative error of dot products where no diagonal is read.
-        by_units: Whether matrix units formed products.
-        weighting: Roundings of a term when it is weighted for the clipped sum.
-    """
-
-    value_N: Tensor
+    value_N: Tensor  # may be slightly negative
     a_NT: Tensor
     g_NT: Tensor
-    sizes: tuple[int, int]
+    sizes: tuple[int, int]  # I and O
+    # ``Σ_{s,t} |(a_s·a_t)(g_s·g_t)|``; None where gradients were formed instead of their Gram matrix
     absolute_N: Tensor | None = None
+    # ``a_t·a_t`` and ``g_t·g_t`` as the products left them, (2, N, T); None where no diagonal is read
     square_KNT: Tensor | None = None
-    drift: float | None = None
-    by_units: bool = False
-    weighting: int = 1
+    drift: float | None = None  # relative error assumed of dot products where no diagonal is read
+    by_units: bool = False  # whether matrix units formed products
+    weighting: int = 1  # roundings of a term when it is weighted for the clipped sum
 
     @property
     def positions(self) -> int:
@@ -122,35 +102,23 @@ class Unfinished(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for those that can be finished together."""
+        """Key that is equal for results that can be finished in one operation."""
         alike = self.a_NT.shape, self.a_NT.dtype, self.a_NT.device, self.by_units, self.weighting
         return *alike, self.value_N.dtype, self.absolute_N is None, self.square_KNT is None, self.drift
 
 
 class Reduced(NamedTuple):
-    """What a kernel has added up of the squared norms of sums of outer products, in the place of `Unfinished`.
+    """A kernel's sums for squared norms of sums of outer products, one row per program."""
 
-    A kernel leaves one row of sums for each of its programs, so that nothing but the kernel runs for a layer: rows of
-    many layers are added up together.
-
-    Attributes:
-        part_NPK: Sums of each program, float64, shape ``(N, P, K)``, in the order of `COLUMNS`; of gradients that were
-            formed, and not their Gram, only the first `FORMED_COLUMNS`.
-        positions: T.
-        sizes: I and O.
-        by_units: Whether matrix units formed products.
-        weighting: Roundings of a term when it is weighted for the clipped sum.
-    """
-
-    part_NPK: Tensor
+    part_NPK: Tensor  # float64, in the order of `COLUMNS`; only the first `FORMED_COLUMNS` where gradients were formed
     positions: int
-    sizes: tuple[int, int]
-    by_units: bool = False
-    weighting: int = 1
+    sizes: tuple[int, int]  # I and O
+    by_units: bool = False  # whether matrix units formed products
+    weighting: int = 1  # roundings of a term when it is weighted for the clipped sum
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for those that can be finished together."""
+        """Key that is equal for results that can be finished in one operation."""
         return "reduced", self.part_NPK.shape, self.part_NPK.device, self.positions, self.by_units, self.weighting
 
 
@@ -172,29 +140,16 @@ FORMED_COLUMNS: Final = 5
 
 
 class Product(NamedTuple):
-    """Norms of one outer product a sample, in two factors.
+    """Norms of the two factors of one outer product per sample."""
 
-    Attributes:
-        a_NK: Norms of blocks of the layer inputs, shapes ``(N, K)``.
-        g_N1: Norms of the output gradients, shape ``(N, 1)``.
-        sizes: I and O.
-    """
-
-    a_NK: list[Tensor]
+    a_NK: list[Tensor]  # norms of blocks of the layer inputs
     g_N1: Tensor
-    sizes: tuple[int, int]
+    sizes: tuple[int, int]  # I and O
 
 
 def product_norms(found: Sequence[Product]) -> list[Tensor]:
-    """Return norms whose squares add up to those of outer products that do not overlap.
-
-    Args:
-        found: One at least, all of one dtype and device; the largest of their sizes stand for those of each.
-
-    Returns:
-        Norms, each of shape ``(N, K)``: products of two norms, rounded up, for both may be low and the margin is that
-        of one; and what may have vanished, of all together.
-    """
+    """Return tensors of norms ``(N, K)`` whose squares add up to those of the outer products, rounded up."""
+    # All of one dtype and device; the largest sizes stand for all. The last tensor is what may have underflowed.
     inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
     a_NK, g_NK = _side_by_side([part for one in found for part in one.a_NK]), _side_by_side([one.g_N1 for one in found])
     a_N1, g_N1 = (torch.linalg.vector_norm(norms_NK, dim=1, keepdim=True) for norms_NK in (a_NK, g_NK))
@@ -203,26 +158,13 @@ def product_norms(found: Sequence[Product]) -> list[Tensor]:
 
 
 def rounded_up_(norms: Tensor) -> Tensor:
-    """Make norms larger in place, by more than their rounding.
-
-    Args:
-        norms: float32 or float64, any shape.
-
-    Returns:
-        The tensor itself.
-    """
+    """Increase norms in place by more than their rounding error."""
     return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
 
 
 def finished(found: Sequence[Unfinished | Reduced]) -> Bounded:
-    """Return squared norms with their errors, measured on the diagonals of both Gram matrices where there are such.
-
-    Args:
-        found: L of one kind, one at least; the largest of their sizes stand for those of each.
-
-    Returns:
-        Each of shape ``(L, N)``.
-    """
+    """Return squared norms with errors, ``(L, N)``, of L results of one kind."""
+    # The largest of their sizes stand for all.
     reduced = [one for one in found if isinstance(one, Reduced)]
     if reduced:
         return _finished_reduced(reduced)
@@ -264,26 +206,12 @@ def _finished_unfinished(found: Sequence[Unfinished]) -> Bounded:
 
 
 def finished_one(found: Unfinished | Reduced) -> Bounded:
-    """Return what `finished` does, of one.
-
-    Args:
-        found: The squared norms.
-
-    Returns:
-        Each of shape ``(N,)``.
-    """
+    """Return `finished` of one result, shape ``(N,)``."""
     return Bounded(*(part.squeeze(0) for part in finished([found])))
 
 
 def samples_joined(found: Sequence[Unfinished | Reduced]) -> Unfinished | Reduced:
-    """Return the squared norms of all samples from those of a few at a time, all formed in one way.
-
-    Args:
-        found: One at least.
-
-    Returns:
-        Their entries end to end.
-    """
+    """Concatenate the squared norms of slices of samples that were formed in the same way."""
     first = found[0]
     if len(found) == 1:
         return first
@@ -309,16 +237,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def formed_error(value_N: Tensor, found: Masses, by_units: int = 0) -> Tensor:
-    """Return how much of the squared norm of a sum of outer products that was formed rounding may have hidden.
-
-    Args:
-        value_N: Squared norms of the sums.
-        found: Norms of the positions' outer products, added up, same shapes.
-        by_units: Positions, where matrix units added them up; 0 where nothing did that cuts off.
-
-    Returns:
-        A bound on the error, same shape.
-    """
+    """Return a bound on the rounding error of the squared norm of a formed gradient."""
+    # `by_units`: positions that matrix units added up, which cut off; 0 where nothing did.
     delta_N = sum_rounding(found.lost_N, found.scale_N, unit_roundoff(value_N.dtype))
     if by_units:
         # Partial sums of terms that do not conspire are no larger than the sum or the root of the terms' squares.
@@ -335,23 +255,10 @@ def unit_steps(products: int) -> int:
 def gram_error(
     absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width: int, *, by_units: bool = False
 ) -> Tensor:
-    """Return how much of a Gram sum rounding may have hidden.
-
-    Errors of dot products are of two kinds. Those that depend on what the products have in common (their positions
-    share a part, or are constant) are alike for all pairs of positions, and are bounded by a share of the sum of
-    absolute values: the share is measured, where the norms of positions are known otherwise. The others are
-    independent from pair to pair, and behave like a random walk over the pairs.
-
-    Args:
-        absolute_N: ``Σ_{s,t} |(a_s·a_t)(g_s·g_t)|``, shape ``(N,)``.
-        drift_N: Relative error of the dot products ``a_t·a_t`` and ``g_t·g_t`` together, shape ``(N,)`` or one number.
-        found: Norms of the positions' outer products, added up.
-        width: I + O.
-        by_units: Whether matrix units formed the products, which round by `UNIT_LOSS` and not by u.
-
-    Returns:
-        A bound on the error of the squared norm, same shape.
-    """
+    """Return a bound on the rounding error of a squared norm from a Gram matrix."""
+    # Errors of dot products are of two kinds. Those from what the positions have in common are alike for all pairs, and
+    # are bounded by a share of the sum of absolute values, `drift_N`, which is measured where the norms of positions
+    # are known. The others are independent from pair to pair and behave like a random walk over the pairs.
     unit = UNIT_LOSS if by_units else unit_roundoff(absolute_N.dtype)
     share_N = drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit
     error_N = (absolute_N * share_N).add_(found.scale_N, alpha=unit * (4 + sqrt(width) / 4))
@@ -359,16 +266,8 @@ def gram_error(
 
 
 def drift(formed_LKNT: Tensor, norm_LKNT: Tensor) -> Tensor:
-    """Return the relative error of squared norms that matrix products formed, over a sample's positions.
-
-    Args:
-        formed_LKNT: ``x_t·x_t`` of each factor as products left it, shape ``(L, 2, N, T)``.
-        norm_LKNT: ``|x_t|``, formed in short sums, same shape.
-
-    Returns:
-        Root of the mean square over positions, each weighed by the norm of its outer product, added up over both
-        factors, shape ``(L, N)``; zero where nothing weighs.
-    """
+    """Return the relative error, ``(L, N)``, of squared norms ``x_t·x_t`` that matrix products formed."""
+    # Root of the mean square over positions, weighted by the norm of their outer product, summed over both factors.
     weight_LKNT = norm_LKNT.prod(1, keepdim=True)
     square_LKNT = norm_LKNT.square()
     off_LKN = torch.linalg.vector_norm((formed_LKNT - square_LKNT).mul_(weight_LKNT), dim=3)
@@ -377,44 +276,18 @@ def drift(formed_LKNT: Tensor, norm_LKNT: Tensor) -> Tensor:
 
 
 def sum_rounding(mass: Tensor, scale: Tensor, unit: float) -> Tensor:
-    """Return by how much a weighted sum of terms may differ from what it stands for, apart from the weight.
-
-    Every term is rounded once when it is weighted, whatever the others are: at most ``u·Σ|term|`` in all. The rounding
-    of the sum itself behaves like a random walk.
-
-    Args:
-        mass: ``Σ_t |a_t|·|g_t|``, float32 or float64, any shape.
-        scale: ``Σ_t |a_t|²·|g_t|²``, same shape.
-        unit: u of the dtype that is summed in.
-
-    Returns:
-        A bound on the norm of the difference, same shape.
-    """
+    """Return a bound on the rounding error of a weighted sum of terms, beyond that of the weights."""
+    # Every term is rounded once when it is weighted: at most u·Σ|term| in all. The sum's own rounding is a random walk.
     return unit * (mass + SUM_ROUNDINGS * scale.sqrt())
 
 
 def raised(value: Tensor, delta: Tensor) -> Tensor:
-    """Return ``(√value + δ)² - value``: the error of a squared norm whose root may be δ too small.
-
-    Args:
-        value: Squared norms, any shape.
-        delta: δ, same shape.
-
-    Returns:
-        Same shape.
-    """
+    """Return ``(√value + δ)² - value``: the error of a squared norm whose root may be δ too small."""
     return delta * (2 * value.clamp(min=0).sqrt() + delta)
 
 
 def position_norms(x_NTF: Tensor) -> Tensor:
-    """Return the norm of every position, added up in blocks: short sums, whose rounding is known.
-
-    Args:
-        x_NTF: Shape ``(N, T, F)``, any floating or complex dtype.
-
-    Returns:
-        Shape ``(N, T)``, float64 for float64, float32 otherwise.
-    """
+    """Return the norm of every position, ``(N, T)``, added up in short blocks whose rounding is known."""
     x_NTF = _along_memory(x_NTF)
     if x_NTF.shape[2] <= _block(x_NTF.device):
         # Widened as they are read: no copy in float32 is made.
@@ -430,68 +303,33 @@ def _block(device: torch.device) -> int:
 
 
 def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Return what squares too small for their type may have taken from the norm of an outer product.
-
-    Of O numbers whose squares underflow, a norm may miss ``√(O · tiny)``, 1e-19 of one in float32: nothing, unless what
-    they are multiplied by is as large as they are small.
-
-    Args:
-        a: ``|a_t|``, or the sum over positions, float32 or float64, any shape.
-        g: ``|g_t|``, likewise.
-        inputs: I.
-        outputs: O.
-
-    Returns:
-        ``√(O·tiny)·|a| + √(I·tiny)·|g|``; exactly zero below `LEAST`.
-    """
+    """Return what underflow may have taken from the norm of an outer product: ``√(O·tiny)·|a| + √(I·tiny)·|g|``."""
+    # Of O numbers whose squares underflow, a norm may miss √(O·tiny), 1e-19 in float32: it matters only beside a factor
+    # that is as large as they are small. Below `LEAST` the result is exactly zero.
     tiny = torch.finfo(a.dtype).tiny
     lost = torch.add(a * sqrt(outputs * tiny), g, alpha=sqrt(inputs * tiny))
     return torch.nn.functional.threshold(lost, LEAST, 0.0)
 
 
 class Masses(NamedTuple):
-    """Norms of outer products, added up over positions.
+    """Norms of outer products, added up over positions."""
 
-    Attributes:
-        mass_N: ``Σ_t |a_t|·|g_t|``, and what underflow may have taken from it, shape ``(N,)``.
-        scale_N: ``Σ_t |a_t|²·|g_t|²``, shape ``(N,)``.
-        lost_N: What underflow may have taken, see `vanished`, shape ``(N,)``.
-    """
-
-    mass_N: Tensor
-    scale_N: Tensor
-    lost_N: Tensor
+    mass_N: Tensor  # ``Σ_t |a_t|·|g_t|``, and what underflow may have taken from it, shape ``(N,)``
+    scale_N: Tensor  # ``Σ_t |a_t|²·|g_t|²``, shape ``(N,)``
+    lost_N: Tensor  # what underflow may have taken, see `vanished`, shape ``(N,)``
 
 
 def masses(a_NT: Tensor, g_NT: Tensor, inputs: int, outputs: int) -> Masses:
-    """Return what rounding of a sum of outer products is in proportion to.
-
-    Args:
-        a_NT: ``|a_t|``, shape ``(..., N, T)``.
-        g_NT: ``|g_t|``, same shape.
-        inputs: I.
-        outputs: O.
-
-    Returns:
-        Three tensors of shape ``(..., N)``.
-    """
+    """Return the sums over positions that rounding of a sum of outer products is in proportion to."""
     product_NT = a_NT * g_NT
     lost_N = vanished(a_NT.sum(-1), g_NT.sum(-1), inputs, outputs)
     return Masses(product_NT.sum(-1).add_(lost_N), product_NT.square_().sum(-1), lost_N)
 
 
 def block_norms(flat_BP: Tensor) -> list[Tensor]:
-    """Return norms of blocks of values, whose squares add up to ``Σ_p x[b,p]²``, without a squared copy.
-
-    Torch's float32 norm on a CPU comes out 2e-5 too small for a million random values and 4e-6 for 4096 equal ones,
-    which would let a sample through above the bound; over blocks of 16 squares in each lane the error stays below 5e-7.
-
-    Args:
-        flat_BP: Values, shape ``(B, P)``, floating-point, real or complex.
-
-    Returns:
-        Norms, each of shape ``(B, K)``, same dtype (real for complex values, float32 for 16-bit ones).
-    """
+    """Return norms of blocks of values, ``(B, K)``, whose squares add up to ``Σ_p x[b,p]²``, without a squared copy."""
+    # Torch's float32 norm on a CPU comes out 2e-5 too small for a million random values and 4e-6 for 4096 equal ones,
+    # which would let a sample through above the bound; over blocks of 16 squares a lane it stays below 5e-7.
     flat_BP = _along_memory(flat_BP)
     size, values = _block(flat_BP.device), flat_BP.shape[1]
     wide = torch.float32 if flat_BP.element_size() == 2 else None
@@ -509,11 +347,8 @@ def block_norms(flat_BP: Tensor) -> list[Tensor]:
 
 
 def _along_memory(x: Tensor) -> Tensor:
-    """Return a tensor whose last axis lies side by side in memory.
-
-    Lanes share the squares of a norm only then; along another axis each norm is one sum, and 256 equal values come out
-    33 roundings too small.
-    """
+    """Return a tensor whose last axis is contiguous."""
+    # Lanes share the squares of a norm only then; else 256 equal values come out 33 roundings too small.
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -525,14 +360,7 @@ def _even_blocks(values: int, size: int) -> int:
 
 
 def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return ``Σ_k n[b,k]²`` over several norms, added up in float64: hundreds of squares drift in float32.
-
-    Args:
-        norms: At least one tensor, each of shape ``(B, K)``, float32 or float64, all of one device.
-
-    Returns:
-        Sums of squares, shape ``(B,)``; float64 if one of them is.
-    """
+    """Return ``Σ_k n[b,k]²`` over several norms, added up in float64: hundreds of squares drift in float32."""
     norms_BK = _side_by_side(norms)
     if norms_BK.shape[1] == 1:
         return norms_BK.squeeze(1).square()
@@ -540,14 +368,7 @@ def sum_of_squares(norms: Sequence[Tensor]) -> Tensor:
 
 
 def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return ``√(Σ_k n[b,k]²)`` over several norms, see `sum_of_squares`; of `FEW` at most in their own type.
-
-    Args:
-        norms: As for `sum_of_squares`.
-
-    Returns:
-        Roots, shape ``(B,)``, in memory of their own; float64 if one of the norms is.
-    """
+    """Return ``√(Σ_k n[b,k]²)`` over several norms, shape ``(B,)``; up to `FEW` norms are added in their own dtype."""
     norms_BK = _side_by_side(norms)
     if norms_BK.shape[1] == 1:
         return norms_BK.squeeze(1).clone()
@@ -561,15 +382,7 @@ def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
 
 
 def dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
-    """Return all dot products of positions, ``x_t·y_u``, in sums of `CHAIN` products where a CPU forms them.
-
-    Args:
-        left_NTF: Shape ``(N, T, F)``.
-        right_NUF: Shape ``(N, U, F)``, the same dtype.
-
-    Returns:
-        Shape ``(N, T, U)``.
-    """
+    """Return all dot products of positions ``x_t·y_u``, shape ``(N, T, U)``; on a CPU in sums of `CHAIN` products."""
     features = left_NTF.shape[2]
     if features <= CHAIN or left_NTF.device.type != "cpu":
         return torch.bmm(left_NTF, right_NUF.mT)

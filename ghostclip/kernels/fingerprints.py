@@ -35,21 +35,13 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def row_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the fingerprints of the rows of some tensors: Σ_v w_v·x_v·(x_v + c) modulo 2^64, x_v a value's bits.
-
-    The weights add up to zero, so that a row of one value repeated (zeros, a single number) has fingerprint 0: it says
-    nothing about where it comes from. Two other rows share one with probability about 2^-64, if what is read of them
-    differs. Integer arithmetic is exact, so neither device, memory layout nor the other rows matter.
-
-    Args:
-        tensors: Strided, of one shape ``(B, ...)``, dtype and device.
-
-    Returns:
-        Shape ``(K, B)``, int64, on the tensors' device.
+    """Return fingerprints of rows, int64, ``(K, B)``: ``Σ_v w_v·x_v·(x_v + c)`` modulo 2^64, x_v a value's bits.
 
     Cost:
         Reads at most `MAX_VALUES` values a row; no device wait.
     """
+    # The weights add up to zero, so that a row of one repeated value has fingerprint 0: it does not tell where it comes
+    # from. Two other rows share one with probability about 2^-64 if the values read differ.
     selected = [_selected(tensor.detach()) for tensor in tensors]
     bits_KBV = (torch.stack(selected) if len(selected) > 1 else selected[0].unsqueeze(0)).to(torch.int64)
     weight_V = _weights(bits_KBV.shape[2], bits_KBV.device)
@@ -57,21 +49,13 @@ def row_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def content_prints(flats: Sequence[Tensor]) -> Tensor:
-    """Return two numbers that tell the content of tensors: Σ_m mix(Σ_v w_v·x_mv + (m + 1)·c) modulo 2^64 for two c.
-
-    x_mv are the bits of value v of row m; each tensor is cut into rows of `WIDTH` values, the last one shorter, and
-    rows are counted over all of them. Contents that differ by chance share both numbers with probability about 2^-64
-    or less; nothing keeps somebody from making up two that do.
-
-    Args:
-        flats: Contiguous tensors of one axis, on one device, at least one.
-
-    Returns:
-        Shape ``(2,)``, int64, on their device.
+    """Return two fingerprints of the tensors' content: ``Σ_m mix(Σ_v w_v·x_mv + (m + 1)·c)`` modulo 2^64 for two c.
 
     Cost:
         One pass, two operations and 20 bytes of traffic a 32-bit value; bounded temporary memory; no device wait.
     """
+    # x_mv are the bits of value v of row m; rows are `WIDTH` values and are counted over all tensors. Contents that
+    # differ by chance agree with probability about 2^-64; an adversary can construct two that agree.
     parts = [part for flat_N in flats for part in _row_sums(flat_N.detach())]
     if not parts:
         return torch.zeros(2, dtype=torch.int64).to(flats[0].device)
@@ -103,14 +87,7 @@ def _row_sums(flat_N: Tensor) -> list[Tensor]:
 
 
 def read_prints(prints: Sequence[Tensor]) -> list[list[int]]:
-    """Read what `content_prints` returned, once for each device.
-
-    Args:
-        prints: Shape ``(2,)`` each.
-
-    Returns:
-        Two numbers for each, in the same order.
-    """
+    """Copy the results of `content_prints` to the host, once for each device."""
     of_device: dict[torch.device, list[int]] = {}
     for place, found in enumerate(prints):
         of_device.setdefault(found.device, []).append(place)
@@ -121,14 +98,7 @@ def read_prints(prints: Sequence[Tensor]) -> list[list[int]]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether rows of a tensor can have fingerprints other than 0.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        True for strided ones with several values a row.
-    """
+    """Return whether rows can have fingerprints other than 0: strided tensors with several values per row."""
     strided = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return strided and tensor.dim() > 1 and tensor.shape[0] > 0 and tensor.numel() > tensor.shape[0]
 

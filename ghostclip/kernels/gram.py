@@ -85,17 +85,8 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
 
     The double sum cancels when positions oppose each other; ``error_N`` bounds what rounding may have hidden.
 
-    Cost: `gram_entries` · 2·(I+O) a sample, little more than T²·(I+O). The kernel stores no part of the Gram matrix
+    Cost: `gram_entries` · 2·(I+O) per sample, little more than T²·(I+O). The kernel stores no part of the Gram matrix
     and takes 16-bit tensors as they are; the twin stores at most ``workspace`` elements of it.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-        workspace: Elements that the twin may hold at a time, of Gram matrices and of widened copies each.
-
-    Returns:
-        Squared norms, which may be slightly negative, their error bounds and the masses of their terms; float64 for
-        float64, else float32.
 
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
@@ -109,19 +100,7 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
 
 @lru_cache(maxsize=4096)
 def gram_levels(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
-    """Return how often the twin halves the Gram matrix.
-
-    Args:
-        positions: T.
-        inputs: I.
-        outputs: O.
-        by_units: Whether matrix units form its products.
-
-    Returns:
-        Three times or more for long sequences, so that at most an eighth of the lower triangle is formed; twice for
-        shorter ones, as often as possible for the shortest. Less often where products are a small part of what the
-        layer costs, and few of them are quicker. On matrix units as often as there is much to be saved.
-    """
+    """Return how often the twin halves the Gram matrix, as far as saved products outweigh the extra calls."""
     width = inputs + outputs
     if by_units:
         wanted = (positions * positions * width).bit_length() - UNDIVIDED
@@ -140,18 +119,7 @@ def gram_levels(positions: int, inputs: int, outputs: int, *, by_units: bool = F
 
 @lru_cache(maxsize=4096)
 def gram_entries(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
-    """Return how many entries of one T×T Gram matrix the twin forms.
-
-    Args:
-        positions: T.
-        inputs: I.
-        outputs: O.
-        by_units: As for `gram_levels`.
-
-    Returns:
-        The blocks above the diagonal, those on it, and the last rows where T cannot be halved evenly; about
-        T²/2·(1 + 2^-levels). A diagonal of single entries needs no product.
-    """
+    """Return how many entries of one T×T Gram matrix the twin forms, about T²/2·(1 + 2^-levels)."""
     levels = gram_levels(positions, inputs, outputs, by_units=by_units)
     leaf = positions >> levels
     whole = leaf << levels
@@ -160,75 +128,38 @@ def gram_entries(positions: int, inputs: int, outputs: int, *, by_units: bool = 
 
 
 def fused_tile(positions: int, *, half: bool = True) -> int:
-    """Return the rows and columns of a tile of the kernel.
-
-    Args:
-        positions: T.
-        half: Whether both factors are of 16 bits.
-
-    Returns:
-        A power of two.
-    """
+    """Return the rows and columns of the kernel's tile, a power of two."""
     if positions >= LARGE and half:
         return LARGE
     return next(size for size in (16, 32, SMALL) if positions <= size or size == SMALL)
 
 
 def fused_entries(positions: int) -> int:
-    """Return how many entries of one T×T Gram matrix the kernel forms.
-
-    Args:
-        positions: T.
-
-    Returns:
-        Those of whole tiles, on the diagonal and above it.
-    """
+    """Return how many entries of one T×T Gram matrix the kernel forms: whole tiles on and above the diagonal."""
     tile = fused_tile(positions)
     tiles = -(-positions // tile)
     return tile**2 * tiles * (tiles + 1) // 2
 
 
 class _Sums(NamedTuple):
-    """Sums over blocks of a Gram matrix, and what products left on its diagonal.
+    """Sums over blocks of a Gram matrix, and what products left on its diagonal."""
 
-    Attributes:
-        value: Sums of ``(a·a)(g·g)``.
-        absolute: Sums of their absolute values.
-        squares: ``a_t·a_t`` and ``g_t·g_t``, its first axis; None off the diagonal.
-    """
-
-    value: Tensor
-    absolute: Tensor
-    squares: Tensor | None = None
+    value: Tensor  # sums of ``(a·a)(g·g)``
+    absolute: Tensor  # sums of their absolute values
+    squares: Tensor | None = None  # ``a_t·a_t`` and ``g_t·g_t``, its first axis; None off the diagonal
 
 
 def is_fused(a_NTI: Tensor, g_NTO: Tensor) -> bool:
-    """Return whether the kernel would form the norms, so that no block of the Gram matrix is stored.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-
-    Returns:
-        False on a CPU.
-    """
+    """Return whether the kernel would form the norms, so that no block of the Gram matrix is stored."""
     return TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO)) is not _naive
 
 
 def gram_sums(
     a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE, also: PositionSum | None = None
 ) -> Unfinished | Reduced | None:
-    """Return squared norms as `symmetric_gram` does, their errors to be worked out with those of other layers.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-        workspace: As for `symmetric_gram`.
-        also: Sum over the positions of one of the two, which the kernel leaves there; without it nobody does.
-
-    Returns:
-        Squared norms, which may be slightly negative; None where nothing is to be formed.
-    """
+    """Return squared norms as `symmetric_gram` does, with errors to be worked out for many layers at once."""
+    # None if empty. `also` is a sum over the positions of one factor, which the kernel forms on the way and the twin
+    # does not.
     if a_NTI.shape[1] <= 1 or not len(a_NTI):
         return None
     return _reduced(a_NTI, g_NTO, also) if is_fused(a_NTI, g_NTO) else _unfinished(a_NTI, g_NTO, workspace)
@@ -278,11 +209,9 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
 
 
 def _halved(factors: Factors, norms: Factors, levels: int, workspace: int) -> _Sums:
-    """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(2, N, T)``.
-
-    Where blocks on the diagonal are single entries, no product forms these: they are ``|a_t|²·|g_t|²``. Of float64
-    no diagonal is read, as nothing more precise shows how it was rounded.
-    """
+    """Return sums over the Gram matrices, ``(N,)``, and their diagonals, ``(2, N, T)``."""
+    # Where blocks on the diagonal are single entries, these are |a_t|²·|g_t|² without a product. Of float64 no diagonal
+    # is read, as nothing more precise shows how it was rounded.
     (a_NTI, g_NTO), (a_NT, g_NT) = factors, norms
     samples, positions = a_NTI.shape[:2]
     leaf = positions >> levels
@@ -334,7 +263,7 @@ def _front(a_NTI: Tensor, g_NTO: Tensor, whole: int, workspace: int) -> Factors:
 
 
 def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
-    """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all together where views allow."""
+    """Yield the factors in pieces of ``size`` positions, ``(M, size, ...)``, all at once where views allow."""
     if _in_one_piece(a_NTI) and _in_one_piece(g_NTO):
         yield a_NTI.view(-1, size, a_NTI.shape[2]), g_NTO.view(-1, size, g_NTO.shape[2])
         return
@@ -352,19 +281,9 @@ def _in_one_piece(x_NTF: Tensor) -> bool:
 def _products(
     rows: Factors, columns: Factors, workspace: int, samples: int, *, seen: bool, diagonal: bool = False
 ) -> _Sums:
-    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(N,)``, and diagonals, ``(2, M, L)``.
-
-    Args:
-        rows: Blocks of both factors, M of them, those of one sample side by side.
-        columns: Likewise.
-        workspace: Products that are formed at a time.
-        samples: N.
-        seen: Whether a diagonal shows how products are rounded; where none does, sums are short.
-        diagonal: Whether the diagonals are wanted.
-
-    Returns:
-        The sums.
-    """
+    """Return sums of ``(a·a)(g·g)`` over all pairs of a row and a column, ``(N,)``, and diagonals, ``(2, M, L)``."""
+    # Rows and columns are M blocks of both factors, a sample's own side by side. `seen`: a diagonal shows how products
+    # are rounded; otherwise sums are short.
     count, height = rows[0].shape[:2]
     width = columns[0].shape[1]
     at_once = max(1, workspace // (height * width))
@@ -403,7 +322,7 @@ def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
 
 
 def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offset: int | None) -> _Sums:
-    """Return sums over the blocks of each sample, and the diagonals that begin at a column where it is given."""
+    """Return sums over the blocks of each sample, and diagonals from a column on where one is set."""
     form = _dots if seen else dots
     product, other = form(rows[0], columns[0]), form(rows[1], columns[1])
     square_KML = None
@@ -417,17 +336,8 @@ def _product(rows: Factors, columns: Factors, samples: int, *, seen: bool, offse
 
 
 def _in_halves(block: Factors, samples: int) -> tuple[_Sums, _Sums]:
-    """Return sums over blocks on the diagonal: of their lower left quarters, and of both quarters on the diagonal.
-
-    The left half is one product, which takes less time than one for each of its quarters.
-
-    Args:
-        block: Positions of both factors, ``(M, L, ...)``, those of one sample side by side.
-        samples: N.
-
-    Returns:
-        Sums of shape ``(N,)``, and with the second one the diagonals, ``(2, M, L)``.
-    """
+    """Return sums over diagonal blocks: of their lower left quarters, and of both quarters on the diagonal."""
+    # The left half is one product, which takes less time than one for each of its quarters.
     half = block[0].shape[1] // 2
     left = [_dots(x_MLF, x_MLF[:, :half]) for x_MLF in block]
     right = [_dots(x_MLF[:, half:], x_MLF[:, half:]) for x_MLF in block]

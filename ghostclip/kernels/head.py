@@ -34,25 +34,17 @@ NARROWEST: Final = 64
 
 
 class Form(NamedTuple):
-    """What is computed from the logits ``y = x·w + b``: ``z = cap·tanh(scale·y/cap)``, and a loss of z.
+    """The function of the logits ``y = x·w + b``: ``z = cap·tanh(scale·y/cap)``, and a loss of z."""
 
-    Attributes:
-        ignore_index: The label of positions that do not count.
-        smoothing: ε, as for ``torch.nn.functional.cross_entropy``.
-        cap: What logits are softly capped at; None for no cap.
-        scale: Factor of the logits.
-        z_loss: Factor of ``lse²``, which is added to the loss.
-    """
-
-    ignore_index: int = -100
-    smoothing: float = 0.0
-    cap: float | None = None
-    scale: float = 1.0
-    z_loss: float = 0.0
+    ignore_index: int = -100  # the label of positions that do not count
+    smoothing: float = 0.0  # ε, as for ``torch.nn.functional.cross_entropy``
+    cap: float | None = None  # what logits are softly capped at; None for no cap
+    scale: float = 1.0  # factor of the logits
+    z_loss: float = 0.0  # factor of ``lse²``, which is added to the loss
 
 
 class Table(NamedTuple):
-    """The head's parameters, and what is computed from its logits."""
+    """The head's parameters, and the form of its logits and loss."""
 
     weight_VI: Tensor
     bias_V: Tensor | None
@@ -60,19 +52,12 @@ class Table(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Positions of samples, and what arrived for them.
-
-    Attributes:
-        x_BTI: Hidden states.
-        label_BT: Labels, int64.
-        lse_BT: The log-sum-exp of every position's logits, as the forward found it.
-        grad_BT: Gradient of every position's loss, float32 or float64.
-    """
+    """Hidden states and labels of positions, with the gradients of their losses."""
 
     x_BTI: Tensor
     label_BT: Tensor
-    lse_BT: Tensor
-    grad_BT: Tensor
+    lse_BT: Tensor  # log-sum-exp of every position's logits, from the forward
+    grad_BT: Tensor  # gradient of every position's loss, float32 or float64
 
     def of(self, samples: slice) -> Tokens:
         """Return the positions of a few samples."""
@@ -87,16 +72,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(samples: int, positions: int, vocabulary: int) -> Tiling:
-    """Choose chunks and tiles; they follow from sizes alone, so that each tile is formed again as it was before.
-
-    Args:
-        samples: B.
-        positions: T.
-        vocabulary: V.
-
-    Returns:
-        Chunks of about `ROWS` positions, one sample at least, and tiles of at most `TILE` logits, of equal widths.
-    """
+    """Choose chunks of about `ROWS` positions and tiles of at most `TILE` logits."""
+    # Sizes alone decide, so that both passes agree.
     at_once = max(1, min(samples, ROWS // max(1, positions)))
     widest = max(NARROWEST, TILE // max(1, at_once * positions))
     tiles = max(1, -(-vocabulary // widest))
@@ -104,29 +81,13 @@ def tiling(samples: int, positions: int, vocabulary: int) -> Tiling:
 
 
 def columns_of(vocabulary: int, width: int) -> Iterator[slice]:
-    """Yield the tiles of a vocabulary.
-
-    Args:
-        vocabulary: V.
-        width: Of a tile.
-
-    Yields:
-        Slices, the last one perhaps narrower.
-    """
+    """Yield the tiles of a vocabulary as slices, the last one perhaps narrower."""
     for start in range(0, vocabulary, max(1, width)):
         yield slice(start, min(start + width, vocabulary))
 
 
 def product(left_RI: Tensor, right_IK: Tensor) -> Tensor:
-    """Return a product of matrices that is added up, and left, in 32 bits at least.
-
-    Args:
-        left_RI: Shape ``(R, I)``.
-        right_IK: Shape ``(I, K)``, the same dtype.
-
-    Returns:
-        Shape ``(R, K)``, float64 for float64, else float32.
-    """
+    """Return a matrix product that is accumulated and returned in float32 at least."""
     if left_RI.is_cuda and left_RI.dtype.itemsize < 4:
         return torch.mm(left_RI, right_IK, out_dtype=torch.float32)
     return torch.mm(widened(left_RI), widened(right_IK))
@@ -144,17 +105,9 @@ def _scores(x_RI: Tensor, table: Table, columns: slice) -> tuple[Tensor, Tensor 
 
 
 def losses(x_NI: Tensor, label_N: Tensor, table: Table) -> tuple[Tensor, Tensor]:
-    """Return the loss of every position, and the log-sum-exp of its logits.
+    """Return the loss of every position and the log-sum-exp of its logits, each ``(N,)``, float32 at least.
 
     Cost: 2·N·I·V.
-
-    Args:
-        x_NI: Hidden states.
-        label_N: Labels, int64.
-        table: The head.
-
-    Returns:
-        Two tensors of shape ``(N,)``, float64 for float64, else float32.
     """
     plan = tiling(len(x_NI), 1, len(table.weight_VI))
     chunks = zip(x_NI.split(plan.samples), label_N.split(plan.samples), strict=True)
@@ -184,24 +137,16 @@ def _losses(x_RI: Tensor, label_R: Tensor, table: Table, plan: Tiling) -> tuple[
 
 
 def _places(label_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return where in a tile labels stand, ``(R, 1)``, and whether they do, ``(R,)``."""
+    """Return the column of each label in a tile, ``(R, 1)``, and whether it is in the tile, ``(R,)``."""
     place_R = label_R - columns.start
     inside_R = (place_R >= 0) & (label_R < columns.stop)
     return place_R.where(inside_R, 0).unsqueeze(1), inside_R
 
 
 def gradient_tiles(tokens: Tokens, table: Table, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the gradient of the logits y of a chunk in tiles, each of which may be used until the next is asked for.
+    """Yield the gradient of a chunk's logits in tiles ``(C, T, K)``, each valid until the next is requested.
 
     Cost: 2·C·T·I·V.
-
-    Args:
-        tokens: Positions of C samples.
-        table: The head.
-        columns: Width of the tiles.
-
-    Yields:
-        Which entries of the vocabulary, and a tensor of shape ``(C, T, K)``, float64 for float64, else float32.
     """
     form, vocabulary = table.form, len(table.weight_VI)
     x_RI, label_R = tokens.x_BTI.flatten(0, 1), tokens.label_BT.flatten()
@@ -220,17 +165,11 @@ def gradient_tiles(tokens: Tokens, table: Table, columns: int) -> Iterator[tuple
 
 
 class _Weights(NamedTuple):
-    """What every logit of a position has in common, each with one axis of size one more.
+    """The values that all logits of a position share, each with a trailing axis of size 1."""
 
-    Attributes:
-        lse: Log-sum-exp; infinite where nothing depends on a position, whose logits may have any size.
-        share: Factor of the probabilities; None for one.
-        grad: Gradient of the loss, times the scale of the logits.
-    """
-
-    lse: Tensor
-    share: Tensor | None
-    grad: Tensor
+    lse: Tensor  # log-sum-exp; infinite where nothing depends on a position, whose logits may have any size
+    share: Tensor | None  # factor of the probabilities; None for one
+    grad: Tensor  # gradient of the loss, times the scale of the logits
 
 
 def _weights(tokens: Tokens, form: Form) -> _Weights:
@@ -251,24 +190,13 @@ class Collector(ABC):
 
     @abstractmethod
     def take(self, tile: slice, g_CTK: Tensor) -> None:
-        """Take one tile, which must not be changed.
-
-        Args:
-            tile: Which entries of the vocabulary.
-            g_CTK: Gradient of their logits.
-        """
+        """Take one tile, which must not be changed."""
 
 
 class InputGradient(Collector):
     """The hidden states' gradient, ``Σ_v g_v·w_v``. Cost: 2·C·T·I·V."""
 
     def __init__(self, table: Table, out_CTI: Tensor) -> None:
-        """Begin with nothing.
-
-        Args:
-            table: The head.
-            out_CTI: Where the gradient goes, in the hidden states' dtype, contiguous.
-        """
         self._table, self._out_CTI = table, out_CTI
         kind = torch.promote_types(out_CTI.dtype, torch.float32)
         rows_RI = out_CTI.flatten(0, 1)
@@ -290,11 +218,6 @@ class BiasGradients(Collector):
     """Every sample's gradient of the bias, ``Σ_t g_t``."""
 
     def __init__(self, out_CV: Tensor) -> None:
-        """Begin.
-
-        Args:
-            out_CV: Where they go.
-        """
         self._out_CV = out_CV
 
     def take(self, tile: slice, g_CTK: Tensor) -> None:
@@ -306,13 +229,6 @@ class WeightSum(Collector):
     """The weighted sum of the weight's gradients. Cost: 2·C·T·I·V."""
 
     def __init__(self, a_CTI: Tensor, coef_C: Tensor, out_VI: Tensor) -> None:
-        """Begin.
-
-        Args:
-            a_CTI: Hidden states.
-            coef_C: Coefficients, in ``out_VI``'s dtype.
-            out_VI: What is added to.
-        """
         self._a_CTI, self._coef_C, self._out_VI = a_CTI, coef_C, out_VI
 
     def take(self, tile: slice, g_CTK: Tensor) -> None:
@@ -324,14 +240,7 @@ class RowsAt(Collector):
     """A few rows of every sample's gradient of the weight, ``Σ_t g[t, ids_u]·x_t``. Cost: 2·C·T·U·I."""
 
     def __init__(self, a_CTI: Tensor, ids_CU: Tensor, row_CUI: Tensor, mass_CU: Tensor) -> None:
-        """Begin.
-
-        Args:
-            a_CTI: Hidden states, in the type of the tiles that will be taken.
-            ids_CU: Which rows of each sample's.
-            row_CUI: Where the rows go.
-            mass_CU: Where the sums of their terms' norms go.
-        """
+        # ids_CU: rows of each sample. row_CUI: output, the rows. mass_CU: output, sums of their terms' norms.
         self._a_CTI, self._norm_CT = a_CTI, position_norms(a_CTI)
         self._ids_CU, self._order_CU = ids_CU.sort(dim=1)
         self._row_CUI, self._mass_CU = row_CUI, mass_CU
@@ -354,33 +263,17 @@ class RowsAt(Collector):
 
 
 class HeadCall:
-    """What one run of the head shares with its backward and with whoever clips it.
-
-    Attributes:
-        form: What is computed from the logits.
-        lse: The log-sum-exp of every position's logits, once the forward has run.
-        arrived: A gradient of the losses that arrived, and what gives the hidden states' gradient for it.
-    """
+    """The state that one forward of the head shares with its backward and with the clipper."""
 
     def __init__(self, form: Form) -> None:
-        """Begin.
-
-        Args:
-            form: What is computed from the logits.
-        """
         self.form = form
-        self.lse: Tensor | None = None
+        self.lse: Tensor | None = None  # log-sum-exp of every position's logits, once the forward has run
+        # a gradient of the losses that arrived, and a function that returns the hidden states' gradient for it
         self.arrived: tuple[Tensor, Callable[[], Tensor]] | None = None
 
     def known_gradient(self, grad: Tensor) -> Tensor | None:
-        """Return the hidden states' gradient where whoever clips has seen, or will see, the same tiles.
-
-        Args:
-            grad: The gradient of the losses.
-
-        Returns:
-            The gradient; None where nobody has asked for tiles, or for those of another gradient.
-        """
+        """Return the hidden states' gradient where the clipper forms the same tiles anyway."""
+        # None for another gradient.
         arrived, self.arrived = self.arrived, None
         if arrived is None or arrived[0].data_ptr() != grad.data_ptr() or arrived[0].shape != grad.shape:
             return None
@@ -388,18 +281,7 @@ class HeadCall:
 
 
 def vocabulary_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: HeadCall) -> Tensor:
-    """Return the loss of every position: one operation, which whoever clips intercepts.
-
-    Args:
-        hidden: Hidden states, shape ``(*L, I)``.
-        weight: Shape ``(V, I)``.
-        bias: Shape ``(V,)``, or None.
-        labels: Shape ``L``, int64.
-        call: What this run shares; made for it alone.
-
-    Returns:
-        Shape ``L``, float64 for float64, else float32.
-    """
+    """Return the loss of every position, shape ``L`` of the labels: one operation, which the clipper intercepts."""
     if has_torch_function_variadic(hidden, weight, bias):
         result: Tensor = handle_torch_function(
             vocabulary_losses, (hidden, weight, bias), hidden, weight, bias, labels, call

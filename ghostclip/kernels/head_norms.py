@@ -48,46 +48,22 @@ _SEEN: Final = 8
 
 @lru_cache(maxsize=4096)
 def bands(positions: int) -> tuple[slice, ...]:
-    """Return the rows of a symmetric matrix in bands, each of which is formed up to its own diagonal block.
-
-    Args:
-        positions: T.
-
-    Returns:
-        More bands the longer the sequence, up to 16: products thinner than 32 rows cost more than they save.
-    """
+    """Return slices of the rows of a symmetric matrix, each of which is formed up to its own diagonal block."""
+    # More bands for longer sequences, up to 16: products thinner than 32 rows cost more than they save.
     count = max(1, min(16, positions // 32))
     height = -(-positions // count)
     return tuple(slice(start, min(start + height, positions)) for start in range(0, positions, height))
 
 
 def norm_flops(positions: int, inputs: int, vocabulary: int) -> int:
-    """Return what the squared norm of one sample costs.
-
-    Args:
-        positions: T.
-        inputs: I.
-        vocabulary: V.
-
-    Returns:
-        FLOPs of its products; none for one position.
-    """
+    """Return the FLOPs of one sample's squared norm."""
     if positions <= 1:
         return 0
     return min(_gram_flops(positions, inputs, vocabulary), 2 * positions * inputs * vocabulary)
 
 
 def prefers_gram(positions: int, inputs: int, vocabulary: int) -> bool:
-    """Return whether the Gram matrix is the cheaper form.
-
-    Args:
-        positions: T.
-        inputs: I.
-        vocabulary: V.
-
-    Returns:
-        True where its entries cost less than the gradient and fit `LARGEST`.
-    """
+    """Return whether the Gram matrix costs less than the gradient and fits `LARGEST`."""
     return _gram_flops(positions, inputs, vocabulary) < 2 * positions * inputs * vocabulary
 
 
@@ -98,7 +74,7 @@ def _gram_flops(positions: int, inputs: int, vocabulary: int) -> int:
 
 
 class Norms(Collector):
-    """What adds up squared norms over the tiles of one chunk."""
+    """Accumulator of squared norms over the tiles of one chunk."""
 
     @abstractmethod
     def found(self) -> Bounded:
@@ -106,15 +82,7 @@ class Norms(Collector):
 
 
 def norms_of(a_CTI: Tensor, vocabulary: int) -> Norms:
-    """Return what adds up the squared norms of a chunk in the cheaper form.
-
-    Args:
-        a_CTI: Hidden states, float32 or float64, the type that products are formed in.
-        vocabulary: V.
-
-    Returns:
-        Takes tiles of the same type.
-    """
+    """Return the accumulator of a chunk's squared norms in the cheaper form."""
     if a_CTI.shape[1] <= 1:
         return _OnePosition(a_CTI, vocabulary)
     if prefers_gram(a_CTI.shape[1], a_CTI.shape[2], vocabulary):
@@ -186,7 +154,7 @@ class _Gram(_Measured):
 
 
 class _Formed(_Measured):
-    """Gradients formed a few entries of the vocabulary at a time, squared and dropped. Cost: 2·T·I·V a sample."""
+    """Gradients formed a few entries of the vocabulary at a time, squared and dropped. Cost: 2·T·I·V per sample."""
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         super().__init__(a_CTI, vocabulary)

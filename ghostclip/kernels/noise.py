@@ -52,24 +52,7 @@ def add_noise_(
     extent: tuple[int, int] | None = None,
     rounds: int = SECURE_ROUNDS,
 ) -> Tensor:
-    """Replace a part of a clipped sum by ``(sum + std·noise) / divisor``, in place and in one pass over memory.
-
-    The sum is formed in float64 and rounded once, the quotient is one of the tensor's type: both are functions of the
-    noisy value alone.
-
-    Args:
-        part: Contiguous floating-point tensor, or a contiguous range of a flattened one.
-        key: ChaCha20's key, 32 bytes, as secret as the data.
-        position: Number of the tensor, counted over the whole training, in [0, 2^64); never used twice with one key.
-        scales: Standard deviation of the noise in the sum, at least 0, and the public divisor, above 0.
-        extent: Where the range begins in the whole tensor and how many elements the whole has; all of it if left out.
-        rounds: Of ChaCha; fewer than 20 where the noise need not be cryptographic.
-
-    Returns:
-        ``part``.
-
-    Raises:
-        InvalidOptionError: If an argument is out of its range, or the tensor is not contiguous and floating-point.
+    """Replace a contiguous range of a clipped sum by ``(sum + std·noise) / divisor``, in place and in one pass.
 
     Privacy:
         N(0, std²) in every coordinate of the sum, up to floating-point effects. Radii use 63-bit uniforms: values
@@ -82,6 +65,9 @@ def add_noise_(
     Reference:
         RFC 8439 (2018), section 2.3; Box and Muller (1958).
     """
+    # The sum is formed in float64 and rounded once, the quotient is one of the tensor's type: both are functions of the
+    # noisy value alone. `position` counts tensors over the whole training and is never used twice with one key;
+    # `extent` is where the range begins in the whole tensor, and the size of the whole.
     std, divisor = non_negative(scales[0], "std"), positive(scales[1], "divisor")
     offset, total = extent or (0, part.numel())
     _check(part, key, position, (offset, total))
@@ -102,15 +88,7 @@ def _check(part: Tensor, key: bytes, position: int, extent: tuple[int, int]) -> 
 
 
 def chacha_state(key: bytes, position: int) -> list[int]:
-    """Return ChaCha20's state for the first block of key stream of a tensor's first block of noise.
-
-    Args:
-        key: 32 bytes.
-        position: Number of the tensor.
-
-    Returns:
-        Sixteen 32-bit words: constants, key, counter 0, position, 0.
-    """
+    """Return the sixteen 32-bit words of ChaCha20's first state: constants, key, counter 0, position, 0."""
     words = [int.from_bytes(key[start : start + 4], "little") for start in range(0, 32, 4)]
     return [*_CONSTANTS, *words, 0, position & _MASK, position >> 32, 0]
 
@@ -118,20 +96,8 @@ def chacha_state(key: bytes, position: int) -> list[int]:
 def chacha_words(
     state: list[int], *, streams: Sequence[int], count: int, device: torch.device, rounds: int = SECURE_ROUNDS
 ) -> Tensor:
-    """Return the first 64-bit words of some key streams, in plain PyTorch.
-
-    All blocks of all streams are made at once, four 32-bit words by four: 32-bit integers wrap around on every device.
-
-    Args:
-        state: From `chacha_state`.
-        streams: Last words of the nonces.
-        count: How many words of each.
-        device: Where they are made.
-        rounds: An even number.
-
-    Returns:
-        Uniform int64, shape ``(S, count)``.
-    """
+    """Return the first ``count`` 64-bit words of each key stream, int64, ``(S, count)``, in plain PyTorch."""
+    # All blocks of all streams are made at once, four 32-bit words by four: 32-bit integers wrap on every device.
     lanes = -(-count // 8)
     fixed = torch.tensor([_signed(word) for word in state], dtype=torch.int32).to(device).view(16, 1, 1)
     counters = torch.arange(lanes, dtype=torch.int32).to(device)
@@ -165,15 +131,7 @@ def _quarters_(a: Tensor, b: Tensor, c: Tensor, d: Tensor, spare: Tensor) -> Non
 
 
 def normal_pairs(radius_W: Tensor, angle_W: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two independent normal values for each pair of uniform words: √(-2 log u)·(cos, sin)(2πv).
-
-    Args:
-        radius_W: Uniform int64; 63 bits are used, so that tails reach 9.42 σ.
-        angle_W: Uniform int64, same shape.
-
-    Returns:
-        Two float64 tensors of that shape.
-    """
+    """Return two independent normal values, float64, for each pair of uniform words: √(-2 log u)·(cos, sin)(2πv)."""
     uniform_W = ((radius_W & (2**63 - 1)).to(torch.float64) + 0.5) * 2.0**-63
     length_W = (-2.0 * uniform_W.log()).sqrt()
     turn_W = angle_W.to(torch.float64) * (math.pi * 2.0**-63)

@@ -49,16 +49,8 @@ _POSITIONS: Final = 1 << 14
 def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Bounded:
     """Return squared norms of ``Σ_t g_t ⊗ a_t``, formed and squared.
 
-    Cost: 2·T·I·O a sample. The kernel keeps each tile of a gradient in registers; the twin stores ``samples_at_once``
+    Cost: 2·T·I·O per sample. The kernel has each tile of a gradient in registers; the twin stores ``samples_at_once``
     whole gradients.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-        samples_at_once: Gradients that the twin forms at a time.
-
-    Returns:
-        Squared norms, their error bounds and the masses of their terms; float64 for float64, else float32.
 
     Privacy:
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
@@ -67,15 +59,7 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> B
 
 
 def is_fused(a_NTI: Tensor, g_NTO: Tensor) -> bool:
-    """Return whether the kernel would form the norms of gradients, so that none is stored.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-
-    Returns:
-        False on a CPU.
-    """
+    """Return whether the kernel would form the norms of gradients, so that none is stored."""
     return SQUARE.pick(a_NTI, g_NTO, pays=_pays(a_NTI, g_NTO)) is not _naive_square
 
 
@@ -84,16 +68,8 @@ def _pays(a_NTI: Tensor, g_NTO: Tensor) -> bool:
 
 
 def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Unfinished | Reduced | None:
-    """Return squared norms as `outer_square` does, their errors to be worked out with those of other layers.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-        samples_at_once: As for `outer_square`.
-
-    Returns:
-        The squared norms; None where nothing is to be formed, or the two are rounded differently.
-    """
+    """Return squared norms as `outer_square` does, with errors to be worked out for many layers at once."""
+    # None where nothing is to be formed, or where the two tensors are rounded differently.
     by_units = products.takes(a_NTI, g_NTO)
     if not len(a_NTI) or by_units != any(products.takes(x_NTF, x_NTF) for x_NTF in (a_NTI, g_NTO)):
         return None
@@ -106,20 +82,10 @@ def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Un
 
 
 def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
-    """Add ``Σ_n c_n Σ_t g_nt ⊗ a_nt`` to a matrix, in place.
+    """Add ``Σ_n c_n Σ_t g_nt ⊗ a_nt`` to a matrix, in place; ``fresh`` overwrites it.
 
     Cost: 2·N·T·I·O. The kernel weighs each sample's gradient in registers and takes 16-bit tensors as they are; the
     twin makes a weighted copy of the smaller factor, and one of each in ``out_OI``'s dtype.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, floating-point or complex.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-        coef_N: Coefficients, shape ``(N,)``, in ``out_OI``'s dtype.
-        out_OI: What is added to, float32 or float64, shape ``(O, I)``.
-        fresh: Whether it holds nothing yet, and is written whatever its memory held.
-
-    Returns:
-        ``out_OI``.
     """
     if out_OI.dtype != torch.float32 or not out_OI.is_contiguous():
         return _naive_sum(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
@@ -127,19 +93,10 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *
 
 
 def adds_in_a_row(a_NTI: Tensor, g_NTO: Tensor) -> bool:
-    """Return whether a CPU's product of all samples' terms is to be left for one of each sample's own.
-
-    Matrices with a narrow side, and all of float64, are products in which MKL adds one term after the other to a sum
-    that grows with the batch: of 256 samples at 500 equal positions each, leaving one out moved the sum by 1.004 times
-    its gradient.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-
-    Returns:
-        Whether it does, and the samples' own products are no larger than the factors.
-    """
+    """Return whether a CPU's product over all samples would add the terms one by one."""
+    # Samples then need products of their own. Matrices with a narrow side, and all of float64, are products in which
+    # MKL adds one term after the other to a sum that grows with the batch: of 256 samples at 500 equal positions each,
+    # leaving one out moved the sum by 1.004 times its gradient.
     narrow, wide = min(a_NTI.shape[2], g_NTO.shape[2]), a_NTI.dtype in (torch.float64, torch.complex128)
     return a_NTI.device.type == "cpu" and 1 < a_NTI.shape[1] >= narrow and (wide or narrow <= _NARROW)
 
@@ -147,19 +104,8 @@ def adds_in_a_row(a_NTI: Tensor, g_NTO: Tensor) -> bool:
 def sums_by_kernel(
     a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, side_by_side: bool, fresh: bool = False
 ) -> bool:
-    """Add to several matrices at once what `weighted_sum` adds to one, if the kernel does.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(S·B, T, I)``, floating-point.
-        g_NTO: Gradients of the layer outputs, shape ``(S·B, T, O)``.
-        coef_B: Coefficients, shape ``(B,)``.
-        out_SOI: What is added to, contiguous.
-        side_by_side: Whether the rows of one sample lie side by side, and not those of one matrix.
-        fresh: Whether it is written, whatever its memory held.
-
-    Returns:
-        Whether it was added.
-    """
+    """Add what `weighted_sum` adds to S matrices at once, and return whether the kernel did it."""
+    # `side_by_side`: the rows of one sample are neighbours, rather than those of one matrix.
     if out_SOI.dtype != torch.float32 or not out_SOI.is_contiguous() or len(out_SOI) > _MOST_SUMS:
         return False
     if SUM.pick(a_NTI, g_NTO, coef_B, out_SOI, pays=_pays(a_NTI, g_NTO)) is _naive_sum:
@@ -184,31 +130,14 @@ def _squares(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Tensor:
 
 
 def formed(value_N: Tensor, a_NTI: Tensor, g_NTO: Tensor) -> Bounded:
-    """Return squared norms of gradients that were formed, with what their forming may have rounded.
-
-    Args:
-        value_N: Squared norms, shape ``(N,)``, float32 or float64.
-        a_NTI: Layer inputs, shape ``(N, T, I)``.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-
-    Returns:
-        The norms, their errors and the masses of their terms.
-    """
+    """Return squared norms of formed gradients with bounds on their rounding error."""
     found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
     error_N = formed_error(value_N, found, a_NTI.shape[1] if products.takes(a_NTI, g_NTO) else 0)
     return Bounded(value_N, error_N, found.mass_N, found.scale_N)
 
 
 def weighting(a_NTI: Tensor, g_NTO: Tensor) -> int:
-    """Return how often a term is rounded, at most, when `weighted_sum` weighs it, in units of 2^-24 of itself.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``.
-
-    Returns:
-        1 for a product in float32 (or wider, in its own units), more for two parts of 8 bits.
-    """
+    """Return how often `weighted_sum` rounds a term at most, in units of 2^-24 of the term."""
     return SPLIT_ROUNDINGS if _by_units(a_NTI, g_NTO) and not _is_formed(a_NTI) else 1
 
 
@@ -223,18 +152,7 @@ def _is_formed(a_NTI: Tensor) -> bool:
 
 
 def summed_by_units(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out: Tensor, *, fresh: bool = False) -> bool:
-    """Add the weighted sum of gradients that lie side by side in slots, if matrix units form them.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(B·S, T, I)``, sample-major.
-        g_NTO: Gradients of the layer outputs, shape ``(B·S, T, O)``.
-        coef_B: Coefficients, float32, shape ``(B,)``.
-        out: What is added to, of S·O·I elements in that order, contiguous.
-        fresh: Whether it is written, whatever its memory held.
-
-    Returns:
-        Whether it was added; False for what must be widened.
-    """
+    """Add the weighted sum of gradients in slots (sample-major), and return whether matrix units could do it."""
     if out.dtype != torch.float32 or not _by_units(a_NTI, g_NTO) or not len(a_NTI):
         return False
     slots, row = len(a_NTI) // len(coef_B), out.view(1, -1)

@@ -18,16 +18,11 @@ _KINDS: Final = ("cpu", "cuda")
 
 
 def full_precision() -> AbstractContextManager[None]:
-    """Keep backends and autocast from rounding what norms and clipped sums are formed of.
-
-    ``torch.set_float32_matmul_precision("high")``, usual in training scripts, lets a product of two matrices round its
-    operands to 10 bits, "medium" and autocast to 7: norms would be too small by 3e-4 of themselves. The model's own
-    forward and backward keep what was chosen for them, so that this is entered for every layer. (Of the other switches
-    of torch two do not matter to products with a float32 result: those of reductions in 16 bits.)
-
-    Returns:
-        What the products go inside of; nothing is switched where nothing has to be.
-    """
+    """Return a context in which neither backends nor autocast round the operands of norms and clipped sums."""
+    # torch.set_float32_matmul_precision("high"), usual in training scripts, rounds operands of a product to 10 bits,
+    # "medium" and autocast to 7: norms would be too small by 3e-4. The model's own forward and backward keep what was
+    # chosen for them, so that this is entered for every layer. Of torch's other switches, those of reductions in 16
+    # bits do not matter to products with a float32 result.
     kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
     if kinds:
         return _without_autocast(kinds)
@@ -35,11 +30,7 @@ def full_precision() -> AbstractContextManager[None]:
 
 
 def full_convolutions() -> AbstractContextManager[None]:
-    """Do for backends' convolutions what `full_precision` does for products; on a GPU they use TF32 unless told not to.
-
-    Returns:
-        What they go inside of.
-    """
+    """Return a context that does for convolutions what `full_precision` does for products; GPUs use TF32 by default."""
     return _full(_convolution_switches())
 
 

@@ -40,29 +40,13 @@ def _suits(device: torch.device) -> bool:
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether matrix units multiply two tensors as they are.
-
-    Args:
-        left: Any tensor.
-        right: Another, on the same device.
-
-    Returns:
-        True for two 16-bit tensors of one dtype on a GPU with such units.
-    """
+    """Return whether matrix units multiply two 16-bit tensors as they are."""
     dtype = left.dtype
     return dtype in HALF and dtype == right.dtype and has_units(left.device)
 
 
 def operand(x_NTF: Tensor) -> Tensor:
-    """Return what products with tensors of the same dtype are to be formed of: widened, or the tensor as it is.
-
-    Args:
-        x_NTF: Floating or complex, shape ``(N, T, F)``.
-
-    Returns:
-        The tensor itself where matrix units take it, in memory where its rows begin as they read them; else in 32 bits
-        a number at least.
-    """
+    """Return the tensor as products take it, aligned for matrix units or widened to 32 bits at least."""
     return aligned(x_NTF) if takes(x_NTF, x_NTF) else widened(x_NTF)
 
 
@@ -78,15 +62,8 @@ def is_taken(x_NTF: Tensor) -> bool:
 
 
 def aligned(x_NTF: Tensor) -> Tensor:
-    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes.
-
-    Args:
-        x_NTF: Shape ``(N, T, F)``.
-
-    Returns:
-        The tensor itself, or a copy where its own rows do not (V = 50,257): at multiples of 32 bytes then, so that
-        kernels of ours read it as it is, too.
-    """
+    """Return a 16-bit tensor whose rows begin at multiples of 16 bytes."""
+    # Copies begin at multiples of 32 bytes, so that our own kernels read them as they are, too (V = 50,257).
     features, per_load = x_NTF.shape[2], _ALIGNED // x_NTF.element_size()
     if is_taken(x_NTF) or x_NTF.numel() == 0 or features < per_load:
         return x_NTF
@@ -95,15 +72,8 @@ def aligned(x_NTF: Tensor) -> Tensor:
 
 
 def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
-    """Return the product of each pair of matrices, accumulated in float32 at least.
-
-    Args:
-        left_NTF: Shape ``(N, T, F)``.
-        right_NFU: Shape ``(N, F, U)``.
-
-    Returns:
-        Shape ``(N, T, U)``, float32, or the wider type of the two; on matrix units in sums of `UNIT_CHAIN` products.
-    """
+    """Return the product of each pair of matrices in float32 at least."""
+    # Matrix units form it in sums of `UNIT_CHAIN` products.
     if left_NTF.dtype == right_NFU.dtype == torch.float32:
         return torch.bmm(left_NTF, right_NFU)
     if not takes(left_NTF, right_NFU):
@@ -122,19 +92,9 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
 
 
 def apart(like: Tensor, samples: int, size: int) -> Tensor:
-    """Return memory for products of each sample, which begin where no product rounds otherwise than the first.
-
-    On a CPU, a product of matrices adds up in another order where its result begins within a line of the cache, so
-    that what rounding leaves of a sample's gradient would depend on its place in the batch.
-
-    Args:
-        like: Of the dtype and on the device.
-        samples: N.
-        size: Numbers of a sample.
-
-    Returns:
-        Shape ``(N, size)``, not written yet; rows lie apart where they would begin elsewhere than in a new line.
-    """
+    """Return empty memory ``(N, size)`` in which each sample's row begins with a line of the cache."""
+    # On a CPU, a product adds up in another order where its result begins within a line, so that rounding of a sample's
+    # gradient would depend on its place in the batch.
     per_line = _LINE // like.element_size()
     if like.device.type != "cpu" or size % per_line == 0:
         return like.new_empty(samples, size)
@@ -142,16 +102,8 @@ def apart(like: Tensor, samples: int, size: int) -> Tensor:
 
 
 def pair_by_pair(left_NTF: Tensor, right_NFU: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return what `batched` does, on a CPU with the same bits in a batch of any size.
-
-    Args:
-        left_NTF: Shape ``(N, T, F)``.
-        right_NFU: Shape ``(N, F, U)``.
-        out: Where the product is written, as `apart` returns it: shape ``(N, T, U)``.
-
-    Returns:
-        Shape ``(N, T, U)``; on a CPU, samples may lie apart in memory.
-    """
+    """Return the product of each pair of matrices, on a CPU with the same bits in a batch of any size."""
+    # `out` comes from `apart`; on a CPU the samples of the result may have gaps between them.
     if takes(left_NTF, right_NFU):
         found_NTU = batched(left_NTF, right_NFU)
         return found_NTU if out is None else out.copy_(found_NTU)
@@ -173,15 +125,8 @@ def _begins_lines(x_NTF: Tensor) -> bool:
 
 
 def add_product_(out_OI: Tensor, left_OT: Tensor, right_TI: Tensor, *, fresh: bool = False, sign: int = 1) -> None:
-    """Add the product of two 16-bit matrices to a float32 one, on matrix units.
-
-    Args:
-        out_OI: What is added to.
-        left_OT: Shape ``(O, T)``.
-        right_TI: Shape ``(T, I)``, the same dtype.
-        fresh: Whether ``out_OI`` is written, whatever its memory held; the sign must be 1 then.
-        sign: 1, or -1 to subtract.
-    """
+    """Add the product of two 16-bit matrices to a float32 one, on matrix units."""
+    # ``fresh`` overwrites and needs sign 1.
     if fresh:
         torch.mm(left_OT, right_TI, out_dtype=torch.float32, out=out_OI)
     elif _ADDS:

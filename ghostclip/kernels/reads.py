@@ -23,11 +23,7 @@ def traced() -> bool:
 
 @contextmanager
 def none() -> Iterator[None]:
-    """Have values read on no device, as where operations are written down and none runs.
-
-    Yields:
-        Nothing.
-    """
+    """Forbid reads of values within the block, as where operations are traced and none runs."""
     _none.append(None)
     try:
         yield

@@ -22,22 +22,13 @@ def is_parallel(tensor: Tensor) -> bool:
 def add_rows_(out: Tensor, index_R: Tensor, source: Tensor) -> Tensor:
     """Add rows to those with given numbers, in place; what meets in one row in the same order in every run.
 
-    A release is then the same to the bit when a step is made again, as a ledger asks after a crash.
-
-    Args:
-        out: What is added to, rows along the first axis.
-        index_R: Row numbers, int64, shape ``(R,)``.
-        source: Shape ``(R, *)``, dtype of ``out``.
-
-    Returns:
-        ``out``.
-
     Cost:
         On a GPU a sort of R keys beside the additions; nothing waits for the device.
 
     Reference:
         torch.use_deterministic_algorithms: ``index_put_`` with ``accumulate=True`` depends on the order on CPUs alone.
     """
+    # A release is then bit-identical when a step is repeated, as a ledger asks after a crash.
     if is_parallel(out):
         return out.index_put_((index_R,), source, accumulate=True)
     return out.index_add_(0, index_R, source)
@@ -54,15 +45,7 @@ def _add_in_samples(out: Tensor, place_BT: Tensor, source: Tensor) -> Tensor:
 def row_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
     """Return squared norms of gradients in which row ``ids[b,t]`` receives ``g[b,t]``.
 
-    Cost: one sort of T keys a sample. The kernel then reads every row once and stores no sum; the twin stores all sums.
-
-    Args:
-        ids_BT: Row numbers, shape ``(B, T)``, integer.
-        g_BTI: Gradients of the looked-up rows, shape ``(B, T, I)``, floating-point.
-
-    Returns:
-        Squared norms, their error bounds, and the masses of the rows that a sample meets more than once; float64 for
-        float64, else float32.
+    Cost: one sort of T keys per sample. The kernel reads every row once and stores no sum, the twin stores all sums.
 
     Privacy:
         ``value_N + error_N`` is at least the squared norm of what is summed.
@@ -85,7 +68,7 @@ def _naive(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
 
 
 def _bounded(value_B: Tensor, g_BTI: Tensor, runs: tuple[Tensor, Tensor, Tensor]) -> Bounded:
-    """Return squared norms with their masses: rows that stand alone are not rounded, sums of several are."""
+    """Return squared norms with their masses: single rows are not rounded, sums of several are."""
     order_BT, first_BT, end_BT = runs
     norm_BT = position_norms(g_BTI).take_along_dim(order_BT, 1) * (end_BT - first_BT > 1)
     mass_B = torch.linalg.vector_norm(_add_in_samples(torch.zeros_like(norm_BT), first_BT, norm_BT), dim=1)

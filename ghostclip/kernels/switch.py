@@ -28,42 +28,19 @@ _set: list[str] = []
 
 
 def mode() -> str:
-    """Return the mode that is in force.
-
-    Returns:
-        "auto" (kernels where they are expected to pay), "on" (wherever they can run) or "off" (never).
-
-    Raises:
-        InvalidOptionError: If the environment variable holds something else.
-    """
+    """Return the mode in force."""
+    # "auto" (kernels where they are expected to pay), "on" (wherever they can run) or "off".
     return _set[-1] if _set else choice(os.environ.get(VARIABLE, DEFAULT), VARIABLE, MODES)
 
 
 def set_mode(wanted: str) -> None:
-    """Choose a mode for the whole process, whatever the environment says.
-
-    Args:
-        wanted: One of `MODES`.
-
-    Raises:
-        InvalidOptionError: If there is no such mode.
-    """
+    """Set the mode, one of `MODES`, for the whole process, whatever the environment says."""
     _set[:] = [choice(wanted, "mode", MODES)]
 
 
 @contextmanager
 def using(wanted: str) -> Iterator[None]:
-    """Choose a mode until the block is left.
-
-    Args:
-        wanted: One of `MODES`.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        InvalidOptionError: If there is no such mode.
-    """
+    """Set the mode, one of `MODES`, within the block."""
     _set.append(choice(wanted, "mode", MODES))
     try:
         yield

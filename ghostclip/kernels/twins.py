@@ -35,34 +35,19 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 
 @dataclass(frozen=True)
 class Twins:
-    """Two ways to one result.
-
-    Attributes:
-        name: What warnings call the kernel.
-        naive: The twin; returns a tensor or a tuple of tensors.
-        fast: The kernel, with the same arguments and results; loads Triton when called.
-        examples: Each makes arguments for the check on a device: odd sizes, one problem for every way in which the
-            kernel is started, new tensors at every call.
-        dtypes: What the kernel accepts.
-    """
+    """A kernel and its plain-PyTorch twin, with the choice between them."""
 
     name: str
     naive: Callable[..., Any]
     fast: Callable[..., Any]
+    # each makes new arguments for the check on a device: odd sizes, one for every way of starting the kernel
     examples: tuple[Callable[[torch.device], tuple[Any, ...]], ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
     _trusted: dict[torch.device, bool] = field(default_factory=dict)
 
     def pick(self, *tensors: Tensor, pays: bool = True) -> Callable[..., Any]:
-        """Return the kernel where it is allowed, can run and agrees with the twin; otherwise the twin.
-
-        Args:
-            *tensors: The tensors that it would be given.
-            pays: Whether the kernel is expected to be faster; does not matter in mode "on".
-
-        Returns:
-            `fast` or `naive`.
-        """
+        """Return the kernel where it is allowed, can run and agrees with the twin; otherwise the twin."""
+        # `pays`: the kernel is expected to be faster; ignored in mode "on".
         device = tensors[0].device
         # Triton starts a kernel on the current device, wherever its tensors are.
         if not switch.runs_on(device) or (device.type == "cuda" and device.index != torch.cuda.current_device()):
@@ -77,14 +62,8 @@ class Twins:
         return self.fast if fits and self.trusted(device) else self.naive
 
     def trusted(self, device: torch.device) -> bool:
-        """Return whether the kernel agrees with its twin on a device; compared once in a process.
-
-        Args:
-            device: Where it would run.
-
-        Returns:
-            False, after a warning, if it does not, or fails.
-        """
+        """Return whether the kernel agrees with its twin on a device."""
+        # Compared once per process, with a warning if not.
         if device not in self._trusted:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False
@@ -114,16 +93,8 @@ _SMALLER: Final = 8
 
 
 def difference(got: Any, wanted: Any) -> float:
-    """Return the largest relative difference between what a kernel and its twin returned.
-
-    Args:
-        got: A tensor, or tuples of such results, nested or not.
-        wanted: The same from the twin.
-
-    Returns:
-        Of the values; infinite where an error bound is much smaller than the twin's. The two are not the same: a twin
-        measures its own rounding.
-    """
+    """Return the largest relative difference between the results of a kernel and its twin."""
+    # Error bounds are not equal, as a twin measures its own rounding: infinite where one is much smaller.
     if isinstance(got, Tensor):
         return relative_difference(got, wanted)
     if isinstance(got, Bounded):
@@ -133,15 +104,7 @@ def difference(got: Any, wanted: Any) -> float:
 
 
 def relative_difference(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference between two tensors over the largest value of the second.
-
-    Args:
-        got: What is judged.
-        wanted: What it should be, of the same shape.
-
-    Returns:
-        0 for tensors without elements; infinite where shapes differ or `got` is not finite.
-    """
+    """Return the largest difference over the largest wanted value; infinite for other shapes or non-finite values."""
     if got.shape != wanted.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
     if got.numel() == 0:

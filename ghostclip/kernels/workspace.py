@@ -19,15 +19,8 @@ _found: dict[torch.device, int] = {}
 
 
 def elements(device: torch.device) -> int:
-    """Return how many elements a temporary may have.
-
-    Args:
-        device: Where it is allocated.
-
-    Returns:
-        Of a GPU, asked once between two calls of `renew`, what the driver and the allocator have free; neither is
-        waited for.
-    """
+    """Return how many elements a temporary may have."""
+    # On a GPU a share of free memory, asked once between calls of `renew`.
     if device.type != "cuda":
         return ON_CPU
     if device not in _found:
@@ -36,7 +29,7 @@ def elements(device: torch.device) -> int:
 
 
 def renew() -> None:
-    """Forget what was free: another backward begins."""
+    """Drop the cached free memory, as another backward begins."""
     _found.clear()
 
 

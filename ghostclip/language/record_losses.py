@@ -23,22 +23,8 @@ OWN: Final = (
 def losses_of(
     model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smoothing: float = 0.0, fused: bool = False
 ) -> tuple[Tensor, Any]:
-    """Run a model and return the loss of each record.
-
-    Args:
-        model: The model.
-        inputs: A batch, labels included; not changed.
-        task: The model's.
-        smoothing: Label smoothing.
-        fused: Whether a language model's losses are computed without logits, which the outputs then do not hold.
-
-    Returns:
-        Losses, (B,), and the outputs.
-
-    Raises:
-        DataError: If labels are missing.
-        LossReductionError: If label smoothing is asked for where it is not defined.
-    """
+    """Run a model on a batch with labels and return the loss of each record, ``(B,)``, and the outputs."""
+    # `fused`: a language model's losses are computed without logits, which the outputs then lack.
     missing = [name for name in task.labels if inputs.get(name) is None]
     if missing:
         raise DataError(
@@ -61,22 +47,9 @@ def losses_of(
 
 
 def by_record(model: nn.Module, choice: str, *, allowed: bool) -> Callable[[], AbstractContextManager[None]] | None:
-    """Return what lets a language model's own loss be one a record, without logits where they are not needed.
-
-    In the context, ``model(..., labels=labels).loss`` has shape (B,).
-
-    Args:
-        model: Any model; adapters of peft around it do not matter.
-        choice: One of `vocabulary_head.CHOICES`; for "logits" the model's loss stays what it is.
-        allowed: Whether losses may be computed without logits.
-
-    Returns:
-        Makes the context, anew for every forward; None where the model's loss stays what it is, as that of every model
-        that is no language model of transformers does.
-
-    Raises:
-        UnsupportedModelError: "fused" was asked for, and the model does not fit.
-    """
+    """Return a factory of contexts in which ``model(..., labels=labels).loss`` has shape (B,)."""
+    # None where the model's loss is not changed: `choice` is "logits", or it is no language model of transformers.
+    # "fused" refuses a model that does not fit; `allowed`: losses may be computed without logits.
     if choice == "logits":
         return None
     bare = without_adapters(model)
@@ -90,7 +63,7 @@ def by_record(model: nn.Module, choice: str, *, allowed: bool) -> Callable[[], A
 
 
 def _reason_against(model: nn.Module) -> str:
-    """Say why a model's own loss cannot be replaced by one a record; a few tokens are tried."""
+    """Return why a model's own loss cannot be replaced by one loss per record; a few tokens are tried."""
     task = task_of(model)
     if task is None or not task.predicts:
         return "it is no causal, masked or sequence-to-sequence language model of transformers"
@@ -109,7 +82,7 @@ def _reason_against(model: nn.Module) -> str:
 
 @contextmanager
 def _with_logits(model: nn.Module) -> Iterator[None]:
-    """Let a language model's loss be one a record, computed from its logits."""
+    """Let a language model's loss be one per record, computed from its logits."""
     forward, task, config = model.forward, task_of(model), model.config
     assert task is not None, "looked at before"
 

@@ -20,33 +20,20 @@ from ghostclip.losses import token_losses
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of model whose loss is known.
+    """A kind of model whose loss is known."""
 
-    Attributes:
-        losses: From (logits and the like, labels by name, config, label smoothing) to the losses, (B,).
-        labels: Names of the inputs that only the loss needs.
-        smooths: Whether label smoothing is defined for it.
-        predicts: Of a language model, whose head may do without logits, which token a position predicts: the "next" one
-            or the one in its "place".
-        decodes: Whether a decoder's inputs are made of the labels.
-    """
-
+    # from (logits and the like, labels by name, config, label smoothing) to the losses, (B,)
     losses: Callable[[Any, Mapping[str, Tensor], Any, float], Tensor]
-    labels: tuple[str, ...] = ("labels",)
-    smooths: bool = True
+    labels: tuple[str, ...] = ("labels",)  # names of the inputs that only the loss needs
+    smooths: bool = True  # whether label smoothing is defined for it
+    # of a language model, whose head may do without logits, which token a position predicts: the "next" one or the one
+    # in its "place"
     predicts: Literal["", "next", "place"] = ""
-    decodes: bool = False
+    decodes: bool = False  # whether a decoder's inputs are made of the labels
 
 
 def task_of(model: nn.Module) -> Task | None:
-    """Return the task of a model of transformers, which its class tells.
-
-    Args:
-        model: The model; adapters of peft around it do not matter.
-
-    Returns:
-        The task; None for another model, whose own loss is taken.
-    """
+    """Return the task of a model of transformers, by its class; None for another model, whose own loss is used."""
     bare = without_adapters(model)
     for kind in type(bare).__mro__:
         task = _tasks().get(kind.__name__)
@@ -56,31 +43,13 @@ def task_of(model: nn.Module) -> Task | None:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model inside one of peft.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        That of transformers, or the model itself.
-    """
+    """Return the model inside peft's wrapper, or the model itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
 
 
 def decoder_inputs(model: nn.Module, labels_BT: Tensor) -> Tensor:
-    """Return what a model makes its decoder's inputs of, given labels: those, moved by one.
-
-    Args:
-        model: An encoder-decoder of transformers.
-        labels_BT: Ids, -100 where they do not count.
-
-    Returns:
-        Ids, (B, T).
-
-    Raises:
-        LossReductionError: If the model does not say how.
-    """
+    """Return the decoder's inputs that a model makes of labels: the labels, shifted by one."""
     shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if callable(shift):
         made: Tensor = shift(labels=labels_BT)
@@ -98,16 +67,7 @@ def decoder_inputs(model: nn.Module, labels_BT: Tensor) -> Tensor:
 
 
 def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any], labels_BT: Tensor) -> dict[str, Any]:
-    """Return a model's inputs with those of its decoder, where it has one that is not given any.
-
-    Args:
-        model: A language model of transformers.
-        inputs: Its inputs, without labels.
-        labels_BT: The labels.
-
-    Returns:
-        The inputs that a forward without labels takes.
-    """
+    """Return a model's inputs with those of its decoder added, where it has one without inputs."""
     task = task_of(model)
     given = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
     if task is None or not task.decodes or given:
@@ -128,7 +88,7 @@ def _in_place(outputs: Any, labels: Mapping[str, Tensor], config: Any, smoothing
 
 
 def _beside(outputs: Any, labels_BT: Tensor) -> Tensor:
-    """Labels as long as the logits: a soft prompt of peft comes before them, and does not count."""
+    """Pad labels to the length of the logits: a soft prompt of peft comes before them, and does not count."""
     more = outputs["logits"].shape[1] - labels_BT.shape[1]
     return functional.pad(labels_BT, (more, 0), value=-100) if more > 0 else labels_BT
 

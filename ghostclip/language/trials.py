@@ -15,14 +15,7 @@ from ghostclip.evidence.module_state import restored
 
 @contextmanager
 def own_randomness(seed: int | None = None) -> Iterator[None]:
-    """Leave the global random generators as they were; inside, let them begin at a seed.
-
-    Args:
-        seed: None to go on from where they are.
-
-    Yields:
-        Nothing.
-    """
+    """Restore the global random generators afterwards; inside they start at the seed, if there is one."""
     before = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
@@ -42,28 +35,14 @@ def own_randomness(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Leave the random generators, and what a model's forward writes, as they were.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Restore the random generators, and what a model's forward writes."""
     with own_randomness(), restored(model):
         yield
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, without gradients and without a trace in the random generators.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Run a model in evaluation mode, without gradients, and restore the random generators."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

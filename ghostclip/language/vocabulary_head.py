@@ -33,22 +33,11 @@ _ALIKE, _ALIKE_16 = 1e-4, 3e-2
 
 
 class _Catcher:
-    """Stands for the head during one forward: takes the hidden states and returns scores of no position.
-
-    Attributes:
-        losses: Of the records of the latest forward, or of their positions.
-        hidden: What the head was given then, without gradients.
-
-    Args:
-        model: The model.
-        head: Its head.
-        options: Further ones of both losses.
-        of_positions: Whether losses of positions are wanted.
-    """
+    """Replacement of the head during one forward: takes the hidden states and returns scores of no position."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, options: dict[str, Any], *, of_positions: bool) -> None:
-        self.losses: Tensor | None = None
-        self.hidden: Tensor | None = None
+        self.losses: Tensor | None = None  # of the records of the latest forward, or of their positions
+        self.hidden: Tensor | None = None  # the head's input, without gradients
         self._model, self._head, self._options, self._of_positions = model, head, options, of_positions
         self._form, self._shifts = _form_of(model), _shifts(model)
         self._labels: Tensor | None = None
@@ -58,7 +47,6 @@ class _Catcher:
         self._labels, self.losses = labels_BT, None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute the losses of the records."""
         labels = self._labels
         if labels is None or hidden.dim() != 3 or hidden.shape[1] < labels.shape[1] or len(hidden) != len(labels):
             given = None if labels is None else tuple(labels.shape)
@@ -137,19 +125,7 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
 
 
 def with_loss(outputs: Any, losses: Tensor, *, logits: bool = True) -> Any:
-    """Put losses into a model's outputs.
-
-    Args:
-        outputs: The outputs, with names; changed.
-        losses: The losses.
-        logits: Whether the outputs keep their logits.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        LossReductionError: They are a tuple, whose entries have no names.
-    """
+    """Set the losses of a model's named outputs, without their logits if asked, and return them."""
     if not isinstance(outputs, Mapping):
         message = "return_dict=False: losses of the records are returned by name. Leave it out."
         raise LossReductionError(message)
@@ -161,19 +137,8 @@ def with_loss(outputs: Any, losses: Tensor, *, logits: bool = True) -> Any:
 
 
 def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
-    """Decide whether a model's loss is computed without logits.
-
-    Args:
-        model: A model of transformers.
-        choice: One of `CHOICES`.
-        allowed: Whether whoever asks has no need of logits; "auto" computes them otherwise, "fused" refuses.
-
-    Returns:
-        Whether it is.
-
-    Raises:
-        UnsupportedModelError: "fused" was asked for, and the model does not fit, or logits are needed.
-    """
+    """Decide whether a model's loss is computed without logits."""
+    # `allowed`: the caller needs no logits; otherwise "auto" computes them, and "fused" is refused.
     if choice == "logits" or (choice == "auto" and not allowed):
         return False
     needed = (
@@ -190,14 +155,7 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
 
 
 def reason_against(model: nn.Module) -> str:
-    """Say why a model's loss cannot be computed without logits; a few tokens are tried.
-
-    Args:
-        model: A model of transformers.
-
-    Returns:
-        A few words; empty where it can.
-    """
+    """Return why a model's loss cannot be computed without logits, empty where it can; a few tokens are tried."""
     head = _head_of(model)
     if isinstance(head, str):
         return head
@@ -216,42 +174,18 @@ def reason_against(model: nn.Module) -> str:
 
 
 def few_tokens(weight: Tensor) -> Tensor:
-    """Return ids that a model is tried on, shape (2, 5).
-
-    Args:
-        weight: Of a head or an embedding, a row for each entry of the vocabulary.
-
-    Returns:
-        The ids.
-    """
+    """Return ids ``(2, 5)`` that a model is tried on, from the weight of a head or an embedding."""
     return torch.arange(10, device=weight.device).view(2, 5) % max(2, min(10, len(weight)))
 
 
 def alike(losses: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether losses differ by rounding alone.
-
-    Args:
-        losses: Some losses.
-        others: As many.
-        dtype: Of the model.
-
-    Returns:
-        Whether they do.
-    """
+    """Return whether losses differ by rounding alone, in the dtype of the model."""
     tolerance = _ALIKE if dtype.itemsize >= 4 else _ALIKE_16
     return torch.allclose(losses.double(), others.double(), rtol=tolerance, atol=tolerance)
 
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the logits of some hidden states, without gradients.
-
-    Args:
-        model: A model of transformers that `use_fused` was asked about.
-        hidden: Hidden states, shape ``(*L, I)``.
-
-    Returns:
-        As the model scales and caps them, shape ``(*L, V)``.
-    """
+    """Return the logits ``(*L, V)`` of hidden states, scaled and capped as the model does, without gradients."""
     head, form = _head_of(model), _form_of(model)
     assert not isinstance(head, str), "asked about before"
     with torch.no_grad():
@@ -261,13 +195,13 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Return whether a position predicts the next token, as of every model whose task is not known."""
+    """Return whether a position predicts the next token, as for every model whose task is not known."""
     task = task_of(model)
     return task is None or task.predicts != "place"
 
 
 def _bias_of(model: nn.Module, head: nn.Linear) -> Tensor | None:
-    """Return what is added to the logits: of BART and its kin a buffer as well."""
+    """Return the bias of the logits, which in BART and its kin is a buffer."""
     own: Tensor | None = head.bias
     beside = getattr(model, "final_logits_bias", None)
     if not isinstance(beside, Tensor):
@@ -277,7 +211,7 @@ def _bias_of(model: nn.Module, head: nn.Linear) -> Tensor | None:
 
 
 def _head_of(model: nn.Module) -> nn.Linear | str:
-    """Return the vocabulary head of a model, or why there is none to be used."""
+    """Return the vocabulary head of a model, or why there is no usable one."""
     find: Any = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     if head is None:
@@ -290,7 +224,7 @@ def _head_of(model: nn.Module) -> nn.Linear | str:
 
 
 def _form_of(model: nn.Module) -> dict[str, Any]:
-    """Return what a model's config says of its logits."""
+    """Return the scale, cap and so on of the logits from a model's config."""
     config: Any = getattr(model, "config", None)
     text: Any = getattr(config, "get_text_config", None)
     config = text(decoder=True) if callable(text) else config
@@ -301,15 +235,7 @@ def _form_of(model: nn.Module) -> dict[str, Any]:
 
 
 def refusal(model: nn.Module, reason: str) -> str:
-    """Return what is said to whoever asked for a loss without logits in vain.
-
-    Args:
-        model: The model.
-        reason: Why.
-
-    Returns:
-        Two sentences.
-    """
+    """Return the error text of a refused loss without logits."""
     return (
         f"{type(model).__name__}: its loss cannot be computed without logits, since {reason}. Let it be computed from "
         "logits (vocabulary_head='logits', or 'auto', which decides by itself)."

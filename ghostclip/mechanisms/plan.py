@@ -127,14 +127,7 @@ def _planned(
 
 
 def recommendation(plans: Sequence[Plan]) -> str:
-    """Return what to take, in one sentence.
-
-    Args:
-        plans: What `plan_privacy` returned.
-
-    Returns:
-        The sentence, with what it gains over Poisson sampling and what it asks for.
-    """
+    """Return in one sentence what to take, what it gains over Poisson sampling, and what it asks for."""
     best = plans[0]
     usual = next((plan for plan in plans if isinstance(plan.mechanism, PoissonSampling)), best)
     gain = 1 - best.noise / usual.noise
@@ -150,14 +143,7 @@ def recommendation(plans: Sequence[Plan]) -> str:
 
 
 def described(mechanism: Mechanism) -> str:
-    """Return a mechanism as a line of Python.
-
-    Args:
-        mechanism: The mechanism.
-
-    Returns:
-        Its name with what is not a default, as ``BandedInverse(bands=4)``.
-    """
+    """Return a mechanism as a line of Python, as ``BandedInverse(bands=4)``."""
     told = {
         name: value
         for name, value in vars(mechanism).items()

@@ -29,14 +29,7 @@ _ROUNDED: Final = 1 + 1e-9
 
 
 def square_root_of_inverse(bands: int) -> tuple[float, ...]:
-    """Return the first coefficients of (1 - x)^½, whose matrix is the inverse square root of that of prefix sums.
-
-    Args:
-        bands: p.
-
-    Returns:
-        1, -1/2, -1/8, …
-    """
+    """Return the first coefficients of (1 - x)^½, whose matrix is the inverse square root of that of prefix sums."""
     found = [1.0]
     for power in range(1, bands):
         found.append(found[-1] * (power - 1.5) / power)
@@ -44,15 +37,7 @@ def square_root_of_inverse(bands: int) -> tuple[float, ...]:
 
 
 def inverse_series(coefficients: Sequence[float], steps: int) -> Array:
-    """Return the first coefficients of the inverse of a Toeplitz matrix.
-
-    Args:
-        coefficients: Of C⁻¹, the first one 1.
-        steps: T.
-
-    Returns:
-        Coefficients of C, shape [T].
-    """
+    """Return the first coefficients of the inverse of a Toeplitz matrix, shape [T]."""
     from scipy.signal import lfilter
 
     impulse_T = np.zeros(steps)

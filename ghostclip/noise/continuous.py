@@ -46,20 +46,8 @@ _GPU_BLOCKS = 2**20
 def make_noise_source(
     *, level: str = "fast", seed: int | None = None, generator: torch.Generator | None = None
 ) -> KeyedNoise:
-    """Return a noise source of a level.
-
-    Args:
-        level: "fast" (statistical quality), "secure" (a cryptographic key stream) or "exact" (that, and discrete
-            noise on integer sums).
-        seed: Whole number that the noise follows from; warns, and is refused for all but "fast".
-        generator: torch generator that the key is drawn from, and again after it was seeded anew; likewise.
-
-    Returns:
-        The source.
-
-    Raises:
-        InvalidOptionError: If the level is unknown or contradicts an explicit seed.
-    """
+    """Return a noise source of level "fast", "secure" (a cryptographic key stream) or "exact" (and discrete noise)."""
+    # An explicit seed or generator warns, and is refused for all but "fast".
     if choice(level, "level", LEVELS) == "fast":
         return FastNoise(seed=seed, generator=generator)
     if seed is not None or generator is not None:
@@ -70,12 +58,6 @@ def make_noise_source(
 class FastNoise(KeyedNoise):
     """Noise of statistical quality: independent, with true Gaussian tails, but not cryptographic.
 
-    On the CPU numpy's ziggurat in float64 (tails by rejection, to beyond 13 σ). On a GPU, where kernels are switched on
-    when the source is made, float64 Box-Muller of ChaCha8 (to 9.4 σ), the same on every GPU, in one pass over each
-    parameter; otherwise torch's float64 normal (53-bit uniforms, to 8.5 σ, beyond which lies 2e-17), the same on GPUs
-    of one kind. Which of the two is part of the state. torch's float32 normal on the CPU is cut off at 5.77 σ, which
-    voids small δ, and its generator takes 32 bits of a seed, so neither is used.
-
     Privacy:
         The (ε, δ) of the accountant, up to floating-point effects. An attacker who can break the generator from its
         noisy output is not covered: see `SecureNoise`.
@@ -83,55 +65,36 @@ class FastNoise(KeyedNoise):
     Cost:
         On the CPU less time than torch's float64 normal, more than its float32 normal. On a GPU one launch and 8 bytes
         of traffic a value with the kernel, else three launches for each 2^22 values and 32 bytes a value.
-
-    Args:
-        seed: Whole number that the noise follows from; warns.
-        generator: torch generator that the key is drawn from, and again after it was seeded anew; warns.
     """
 
     level = "fast"
 
+    # On the CPU numpy's ziggurat in float64 (tails by rejection, to beyond 13 σ). On a GPU, where kernels are switched
+    # on when the source is made, float64 Box-Muller of ChaCha8 (to 9.4 σ), the same on every GPU; otherwise torch's
+    # float64 normal (53-bit uniforms, to 8.5 σ, beyond which lies 2e-17), the same on GPUs of one kind. Which of the
+    # two is part of the state. torch's float32 normal on the CPU is cut off at 5.77 σ, which voids small δ, and its
+    # generator takes 32 bits of a seed, so neither is used.
     def __init__(self, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(RandomKey("noise", seed=seed, generator=generator), generator)
         self._seeds = SeedsAhead(self._key)
         self._stream = STREAMS[switch.mode() != "off" and switch.installed()]
 
     def correlate(self, correlation: Correlation, *, stride: int) -> None:
-        """Let steps add the noise of earlier steps as well; see `KeyedNoise.correlate`.
-
-        Args:
-            correlation: What each step adds.
-            stride: Tensors of one step at most.
-        """
+        """Let steps add the noise of earlier steps as well; see `KeyedNoise.correlate`."""
         super().correlate(correlation, stride=stride)
         self._seeds.ahead = False
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the key, the position and where noise on a GPU comes from.
-
-        Returns:
-            Plain Python values.
-        """
+        """Return the key, the position and the stream of noise on a GPU."""
         return {**super().shared_state(), "stream": self._stream}
 
     def fingerprint(self) -> str:
-        """Return what ranks that add one noise have in common.
-
-        Returns:
-            The level, the key's fingerprint, the position and, if it is not the device's generator, where noise on a
-            GPU comes from.
-        """
+        """Return what ranks with one noise share."""
+        # Level, key's fingerprint, position, and GPU stream if not the device's own.
         return super().fingerprint() + " from one key stream" * (self._stream == "counter")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state, from the stream that it was drawn from.
-
-        Args:
-            state: What `state_dict` or `shared_state` returned.
-
-        Raises:
-            ResumeError: If it is incomplete, of another level, or of a stream that there is not.
-        """
+        """Continue with the noise that follows a saved state, from the same stream."""
         stream = state.get("stream", STREAMS[0])
         if stream not in STREAMS:
             raise ResumeError(f"noise state: stream {stream!r}; this version of ghostclip has {', '.join(STREAMS)}.")
@@ -166,12 +129,9 @@ class FastNoise(KeyedNoise):
 
 
 class SeedsAhead:
-    """First bytes of the streams of blocks; those of first blocks are found for several calls together and kept.
+    """First bytes of the streams of blocks; those of first blocks are computed and stored for several calls at once."""
 
-    Args:
-        key: What they follow from; may be replaced by another at any time.
-    """
-
+    # may be replaced at any time
     def __init__(self, key: RandomKey) -> None:
         self._key = key
         self.ahead = True
@@ -179,15 +139,7 @@ class SeedsAhead:
         self._kept: tuple[bytes, int, tuple[bytes, ...]] = (b"", 0, ())
 
     def seed(self, block: Block, length: int) -> bytes:
-        """Return the first bytes of a block's stream.
-
-        Args:
-            block: What is drawn.
-            length: How many.
-
-        Returns:
-            The bytes, a function of key, position and number of the block.
-        """
+        """Return the first bytes of a block's stream, a function of key, position and number of the block."""
         if block.number or length > SEED_BYTES or not self.ahead:
             return self._key.digest(block.position, length, part=block.number)
         secret, start, seeds = self._kept
@@ -204,37 +156,21 @@ def _generator(seeds: SeedsAhead, block: Block) -> np.random.Generator:
 
 
 class _SeedOfBlock(ISeedSequence):
-    """The key's stream for a block as a generator's first state; numpy's own mixing takes longer than small draws.
-
-    Args:
-        seeds: How streams begin.
-        block: What is drawn.
-    """
+    """The key's stream for a block as a generator's seed sequence; numpy's own mixing takes longer than small draws."""
 
     def __init__(self, seeds: SeedsAhead, block: Block) -> None:
         self._seeds = seeds
         self._block = block
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        """Return the first words of the stream.
-
-        Args:
-            n_words: How many.
-            dtype: numpy's unsigned 32-bit or 64-bit integers.
-
-        Returns:
-            Uniform words, shape [n_words].
-        """
         kind = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self._seeds.seed(self._block, n_words * kind.itemsize), dtype=kind)
 
 
 def _gpu_normal(key: RandomKey, block: Block, std: float, device: torch.device) -> torch.Tensor:
-    """Draw a block of N(0, std²) on a GPU from a Philox key of its own.
-
-    A key has 64 bits there: those of different blocks are consecutive numbers, and so differ with certainty, which
-    random ones would not.
-    """
+    """Draw a block of N(0, std²) on a GPU from a Philox key of its own."""
+    # A key has 64 bits there: those of different blocks are consecutive numbers, and so differ with certainty, which
+    # random ones would not.
     if block.number >= _GPU_BLOCKS:
         raise InvalidOptionError(f"tensor of more than {_GPU_BLOCKS * GPU_BLOCK} elements: add noise to it in parts.")
     first = int.from_bytes(key.digest(0, 8, part=2**63), "little")
@@ -272,9 +208,6 @@ def _add_key_stream(
 class SecureNoise(KeyedNoise):
     """Noise from a cryptographic key stream with a key of the operating system, by float64 Box-Muller.
 
-    The radius uses 63-bit uniforms, so that values up to 9.4 σ occur (2e-21 lies beyond). A GPU makes the same key
-    stream, to the bit, and from it the same noise up to the last places of float64 (see `ghostclip.kernels.noise`).
-
     Privacy:
         As `FastNoise`, and noise that was released does not help to predict other noise. Floating-point effects are
         not covered. On a GPU the key reaches the device's memory, as the sums do.
@@ -285,6 +218,8 @@ class SecureNoise(KeyedNoise):
         the key stream is made there by some hundred plain operations for each 2^22 values.
     """
 
+    # The radius uses 63-bit uniforms, so that values up to 9.4 σ occur (2e-21 lies beyond). A GPU makes the same key
+    # stream, to the bit, and from it the same noise up to the last places of float64 (see `ghostclip.kernels.noise`).
     level = "secure"
 
     def __init__(self) -> None:

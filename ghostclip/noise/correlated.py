@@ -49,17 +49,7 @@ class NoiseRows:
     _terms: list[tuple[float, int]] = field(default_factory=list)
 
     def begin(self, row: int) -> int:
-        """Go on to a step.
-
-        Args:
-            row: Its number, above those of all steps before.
-
-        Returns:
-            The position of its first noise.
-
-        Raises:
-            InvalidOptionError: If noise was drawn for it, or for a later one, already.
-        """
+        """Go on to a step above all before; return the position of its first noise."""
         if row <= self.row:
             raise InvalidOptionError(
                 f"noise of step {row} was drawn already (the latest is step {self.row}): correlated noise hides one "
@@ -72,14 +62,7 @@ class NoiseRows:
         return row * self.stride
 
     def terms(self, position: int) -> list[tuple[float, int]]:
-        """Return what a call adds up.
-
-        Args:
-            position: Of the call in the present step.
-
-        Returns:
-            Factors, and the positions whose noise they multiply.
-        """
+        """Return factors, and the positions whose noise they multiply, of a call at a position."""
         if not self.row * self.stride <= position < (self.row + 1) * self.stride:
             raise InvalidOptionError(
                 f"correlated noise for more than {self.stride} tensors of one step: leave the trainable parameters as "
@@ -92,14 +75,7 @@ class NoiseRows:
         return {"coefficients": list(self.correlation.coefficients), "row": self.row, "base": self.base}
 
     def load(self, state: Any) -> None:
-        """Continue from a saved place.
-
-        Args:
-            state: What `state` returned.
-
-        Raises:
-            ResumeError: If it was saved of independent noise, or of another correlation.
-        """
+        """Continue from a saved place of the same correlation."""
         if state is None or list(state["coefficients"]) != list(self.correlation.coefficients):
             raise ResumeError("noise state: saved of another correlation. Resume with the mechanism of before.")
         self.row, self.base = int(state["row"]), None if state["base"] is None else int(state["base"])

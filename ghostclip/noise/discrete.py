@@ -43,17 +43,6 @@ def discrete_gaussian(words: Words, count: int, scale: float) -> NDArray[np.int6
         αΔ²/(2s²), that of the continuous Gaussian; the binomial expansion of the subsampled mechanism's moments at
         whole orders carries over term by term. Nothing depends on floating-point numbers.
 
-    Args:
-        words: Source of the randomness: part r < 128 for round r, part 128 + r for additional bits.
-        count: How many values.
-        scale: s, taken as the exact rational number that the float is; in (0, 2^32].
-
-    Returns:
-        Independent values, int64, shape [count].
-
-    Raises:
-        InvalidOptionError: If the scale is out of range.
-
     Reference:
         Canonne, Kamath and Steinke (2020), The Discrete Gaussian for Differential Privacy, Algorithm 3 (the rejection
         scheme), Proposition 5 and Theorem 14 (divergence).
@@ -74,17 +63,7 @@ def discrete_gaussian(words: Words, count: int, scale: float) -> NDArray[np.int6
 
 
 def _round(words: Words, number: int, tries: int, shape: tuple[Fraction, int]) -> NDArray[np.int64]:
-    """Make candidates and return those that are accepted.
-
-    Args:
-        words: Source of the randomness.
-        number: Number of the round.
-        tries: Candidates.
-        shape: (s, t).
-
-    Returns:
-        Accepted values, int64.
-    """
+    """Return the accepted values of one round of candidates; ``shape`` is (s, t)."""
     drawn = words(number, 2 * tries)
     first, second = drawn[:tries], drawn[tries:]
     bits = _MoreBits(words, _MOST_ROUNDS + number)
@@ -97,25 +76,13 @@ def _round(words: Words, number: int, tries: int, shape: tuple[Fraction, int]) -
 
 
 class _MoreBits:
-    """Additional bits for uniforms that 63 bits do not place on one side of a threshold.
-
-    Args:
-        words: Source of the randomness.
-        part: The stream that they are taken from.
-    """
+    """Additional bits for uniforms that 63 bits do not place on one side of a threshold."""
 
     def __init__(self, words: Words, part: int) -> None:
         self._words, self._part, self._used = words, part, 0
 
     def intervals(self, word: int) -> Iterator[tuple[Fraction, Fraction]]:
-        """Yield ever smaller intervals that a uniform in [0, 1) lies in.
-
-        Args:
-            word: Its first 63 bits.
-
-        Yields:
-            Lower and upper end; each has 128 bits more than the one before.
-        """
+        """Yield nested intervals that contain a uniform with the given first 63 bits, each 128 bits narrower."""
         value, bits = word, _BITS
         while True:
             count = self._used + _MORE_BITS // 64
@@ -126,16 +93,7 @@ class _MoreBits:
 
 
 def _floor_of_exponential(words: NDArray[np.uint64], laplace: int, bits: _MoreBits) -> NDArray[np.int64]:
-    """Return ⌊-t·log u⌋ for uniforms u with the given first 63 bits.
-
-    Args:
-        words: The first bits, as whole numbers below 2^63.
-        laplace: t, a power of two.
-        bits: Where further bits come from.
-
-    Returns:
-        Whole numbers, int64.
-    """
+    """Return ⌊-t·log u⌋ for uniforms u with the given first 63 bits; t is a power of two."""
     with np.errstate(divide="ignore"):
         # Of the interval [w, w + 1) / 2^63; t is a power of two, so that multiplying by it does not round.
         longest = (_BITS * math.log(2) - np.log(words.astype(np.float64)) + _LOG_ERROR) * laplace
@@ -165,17 +123,7 @@ def _exact_floor(word: int, laplace: int, bits: _MoreBits) -> int:
 def _accept(
     words: NDArray[np.uint64], size: NDArray[np.int64], shape: tuple[Fraction, int], bits: _MoreBits
 ) -> NDArray[np.bool_]:
-    """Decide u < exp(-(|x| - s²/t)² / (2 s²)) for uniforms u with the given first 63 bits.
-
-    Args:
-        words: The first bits, as whole numbers below 2^63.
-        size: |x|.
-        shape: (s, t).
-        bits: Where further bits come from.
-
-    Returns:
-        Decisions, bool.
-    """
+    """Decide u < exp(-(|x| - s²/t)² / (2 s²)) for uniforms u with the given first 63 bits; ``shape`` is (s, t)."""
     scale, laplace = shape
     s = float(scale)
     uniform = words.astype(np.float64) * 2.0**-_BITS

@@ -19,22 +19,14 @@ if TYPE_CHECKING:
 
 
 class ExactRelease:
-    """Rounds what a clipper materialised after each backward, and releases the logical batch with discrete noise.
+    """Rounds per-sample gradients after each backward, and releases the logical batch with discrete noise.
 
     Privacy:
         See `ExactSums` and `Grid.quantize`: physical batches of one record make the guarantee hold to the last bit.
         The clipper's own floating-point sums in `p.grad` are not released.
-
-    Args:
-        clipper: Materialises per-sample gradients (strategy "hooks") and clips them by one norm.
-        source: Where the noise comes from.
-        bits: Fineness of the grid, see `Grid.for_norm`.
-
-    Raises:
-        InvalidOptionError: If the clipper's strategy forms no per-sample gradients, or its policy has several norms or
-            adapts its bound.
     """
 
+    # strategy "hooks", with one norm
     def __init__(self, clipper: GhostClipper, source: ExactNoise, *, bits: int = 24) -> None:
         if clipper.resolve_strategy() != "hooks":
             raise InvalidOptionError(
@@ -53,11 +45,8 @@ class ExactRelease:
         self._generation = clipper.generation
 
     def collect(self) -> None:
-        """Take the per-sample gradients of the backward that just completed from the clipper, round and add them up.
-
-        Raises:
-            InvalidOptionError: If several backwards have left theirs: each has clip factors of its own.
-        """
+        """Round and add the per-sample gradients of the backward that just completed."""
+        # Refuse those of several backwards.
         grads: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in self._clipper.trainable_parameters():
             found = self._clipper.take_samples(parameter)
@@ -72,22 +61,14 @@ class ExactRelease:
             self._open().add(grads, self._clipper.clip_coefficients)
 
     def release(self, parameters: Sequence[nn.Parameter], *, std: float) -> list[torch.Tensor]:
-        """Return the noisy sums of the logical batch and forget it.
-
-        Args:
-            parameters: Everything that is released, in a fixed order.
-            std: Standard deviation of the noise in one coordinate, in units of the gradient.
-
-        Returns:
-            Σ_b c_b·g_b + noise for each, in its shape, float32 at least.
-        """
+        """Return Σ_b c_b·g_b + noise of each parameter, and forget the logical batch."""
         sums, self._sums = self._open(), None
         # Rounded up: never less noise than was asked for.
         in_bounds = math.nextafter(std / (sums.grid.step * sums.grid.bound), math.inf) if std > 0 else 0.0
         return sums.release(parameters, in_bounds, self._source)
 
     def _open(self) -> ExactSums:
-        """Return the sums of the clipper's present logical batch; those of one that it has forgotten are forgotten."""
+        """Return the sums of the clipper's present logical batch; those of a discarded one are discarded."""
         if self._sums is None or self._generation != self._clipper.generation:
             self._generation = self._clipper.generation
             # The bound in force when a logical batch begins; a schedule may change it in between.

@@ -8,13 +8,7 @@ import torch
 
 
 def box_muller(words_W: torch.Tensor) -> torch.Tensor:
-    """Turn random bits into standard normal values: √(-2 log u)·(cos, sin)(2πv).
-
-    Args:
-        words_W: Uniform int64, an even number of them, shape [W]; overwritten.
-
-    Returns:
-        As many independent N(0, 1) values, float64; none exceeds √(2·64·log 2) = 9.42.
+    """Turn uniform int64 bits into normal values, float64, in place: √(-2 log u)·(cos, sin)(2πv), at most 9.42.
 
     Reference:
         Box and Muller (1958), A note on the generation of random normal deviates.

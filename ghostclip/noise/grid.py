@@ -29,14 +29,10 @@ class Grid:
     Privacy:
         What is released is the integers and what follows from them, so that the sensitivity is `bound`, a whole number
         that is enforced in whole numbers; `step` only says what they mean.
-
-    Attributes:
-        step: Width of the grid in units of the gradient.
-        bound: Largest norm of one sample's integers: the sensitivity of their sum, at most 2^26.
     """
 
-    step: float
-    bound: int
+    step: float  # width of the grid in units of the gradient
+    bound: int  # largest norm of one sample's integers: the sensitivity of their sum, at most 2^26
 
     def __post_init__(self) -> None:
         positive(self.step, "step")
@@ -45,18 +41,7 @@ class Grid:
 
     @classmethod
     def for_norm(cls, max_grad_norm: float, *, bits: int = 24) -> Grid:
-        """Return the grid on which C is 2^bits steps.
-
-        Args:
-            max_grad_norm: C.
-            bits: Fineness; each bit halves the step. At 24, rounding is 2^-24 of the noise at σ = 1.
-
-        Returns:
-            The grid.
-
-        Raises:
-            InvalidOptionError: If C is not finite and positive, or there are too many bits.
-        """
+        """Return the grid on which C is 2^bits steps; at 24 bits, rounding is 2^-24 of the noise at σ = 1."""
         if positive_int(bits, "bits") > MAX_BITS:
             raise InvalidOptionError(f"bits={bits!r}: must be at most {MAX_BITS}.")
         return cls(step=positive(max_grad_norm, "max_grad_norm") * 2.0**-bits, bound=2**bits)
@@ -77,16 +62,6 @@ class Grid:
             computed record by record (physical batches of one), or by kernels that give a row the same result in
             batches of any size: ordinary matrix products do not promise that.
 
-        Args:
-            grads: Per-sample gradients of every parameter, each of shape [B, ...], any floating-point type.
-            coef_B: Clip factors, shape [B].
-
-        Returns:
-            Σ_b z_b of every parameter, int64, in the order given.
-
-        Raises:
-            InvalidOptionError: If there are more coordinates than the grid's bound can hold.
-
         Cost:
             Two passes over the gradients, and float64 copies of one parameter's.
         """
@@ -105,11 +80,9 @@ class Grid:
         ]  # fmt: skip
 
     def _within(self, grads: Sequence[torch.Tensor], scaled_B: torch.Tensor, rounding: Any) -> torch.Tensor:
-        """Return which samples keep the bound, decided without rounding errors.
-
-        Squares of whole numbers up to 2^52 and their sums are exact in float64; beyond that they exceed the bound
-        whatever the rounding. NaN compares as false.
-        """
+        """Return which samples keep the bound, decided without rounding errors."""
+        # Squares of whole numbers up to 2^52 and their sums are exact in float64; beyond that they exceed the bound
+        # whatever the rounding. NaN compares as false.
         sqnorm_B = torch.zeros_like(scaled_B)
         for grad in grads:
             sqnorm_B += (
@@ -118,20 +91,12 @@ class Grid:
         return sqnorm_B <= float(self.bound) ** 2
 
     def to_float(self, total: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return integers of the grid as gradients.
-
-        Args:
-            total: int64 sum, after the noise was added.
-            dtype: Floating-point type of the result.
-
-        Returns:
-            total·step, rounded to that type.
-        """
+        """Return an int64 sum as gradients, total·step rounded to the dtype."""
         return total.to(torch.float64).mul_(self.step).to(dtype)
 
 
 def _over(mask_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Give a mask of samples the number of axes of their gradients."""
+    """Reshape a mask of samples to broadcast over gradients."""
     return mask_B.view(-1, *[1] * (grad.dim() - 1))
 
 

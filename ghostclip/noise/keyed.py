@@ -29,31 +29,22 @@ BLOCK = 1 << 15
 
 
 class NoiseSource(Protocol):
-    """Draws independent Gaussian noise, never the same twice."""
+    """Source of independent Gaussian noise, never the same twice."""
 
     level: str
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Add N(0, std²) to every element, in place.
-
-        Args:
-            tensor: Real floating-point tensor of any shape and device; int64 at level "exact".
-            std: Standard deviation, finite and at least 0.
-        """
+        """Add N(0, std²) to every element, in place; std is finite and at least 0."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the following noise depends on."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Continue with the noise that follows a saved state."""
 
 
 class Block(NamedTuple):
-    """A part of one tensor's noise that is drawn at once; the same part whoever draws it."""
+    """A part of one tensor's noise that is drawn at once, the same on every rank."""
 
     position: int
     """Number of the tensor, counted over the whole training."""
@@ -75,19 +66,14 @@ class Range(NamedTuple):
 
 
 class KeyedNoise:
-    """Adds noise that is a function of (key, position, block): the base of all levels.
-
-    A call has a position of its own, so that the state is the key and one number. Noise is drawn in blocks whose limits
-    follow from the whole tensor's size alone: whoever holds a part of a tensor gets that part of the noise.
-
-    Args:
-        key: What the noise follows from.
-        generator: What the key was drawn from, if so. Whenever it was changed since by anybody else (seeded anew, say),
-            the key is drawn from it again and positions begin anew, as if it had been handed over now.
-    """
+    """Base of all levels: noise that is a function of (key, position, block)."""
 
     level = ""
 
+    # A call has a position of its own, so that the state is the key and one number. Noise is drawn in blocks whose
+    # limits follow from the whole tensor's size alone: whoever has a part of a tensor gets that part of the noise.
+    # Whenever somebody else has changed the generator (seeded it anew, say), the key is drawn from it again and
+    # positions begin anew.
     def __init__(self, key: RandomKey, generator: torch.Generator | None = None) -> None:
         self._owner = Owner(self)
         self._key = key
@@ -99,18 +85,7 @@ class KeyedNoise:
         self._take_note()
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Add N(0, std²) to every element, in place.
-
-        A floating-point sum is formed in float64 and rounded once to the tensor's type, so that a 16-bit or 32-bit
-        result is a function of the noisy value alone.
-
-        Args:
-            tensor: Real floating-point tensor (int64 at level "exact") of any shape and device.
-            std: Standard deviation, finite and at least 0; 0 leaves the tensor as it is.
-
-        Raises:
-            InvalidOptionError: If the tensor's type does not fit the level or std is not finite.
-            CopyError: If this is a copy of a source, or in a fork of its process.
+        """Add N(0, std²) to every element, in place, summed in float64 and rounded once.
 
         Privacy:
             Every call uses noise that no other call uses.
@@ -118,25 +93,14 @@ class KeyedNoise:
         Cost:
             Temporary memory for one block, and a copy of a tensor that is not contiguous.
         """
+        # A 16-bit or 32-bit result is thereby a function of the noisy value alone.
         self.add_shard_(tensor, std, offset=0, total=tensor.numel())
 
     @torch.no_grad()
     def add_shard_(self, tensor: torch.Tensor, std: float, *, offset: int, total: int) -> None:
-        """Add a part of one tensor's noise, in place: what `add_` would give those elements of the whole tensor.
-
-        Sources with the same key that are called for the same tensors in the same order add up to the noise of one
-        source on one machine, whatever the number of shards.
-
-        Args:
-            tensor: A contiguous range of the whole (flattened) tensor's elements; may be empty.
-            std: Standard deviation, finite and at least 0.
-            offset: Where the range begins.
-            total: Elements in the whole tensor.
-
-        Raises:
-            InvalidOptionError: If the tensor's type does not fit the level, std is not finite, or the range is not
-                part of the whole.
-        """
+        """Add a part of one tensor's noise, in place: what `add_` would add to those elements of the whole tensor."""
+        # Sources with the same key that are called for the same tensors in the same order add up to the noise of one
+        # source on one machine, whatever the number of shards.
         std = non_negative(std, "std")
         self._check(tensor)
         if not 0 <= offset <= offset + tensor.numel() <= total:
@@ -157,19 +121,14 @@ class KeyedNoise:
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add N(0, std²) to every element of several tensors, in place.
 
-        Tensors of up to a block are added up to packs of up to a block, and a pack is one call of `add_`: a model has
-        hundreds of them, for which starting a generator would cost more than the noise.
-
-        Args:
-            tensors: As `add_` takes them; none twice.
-            std: Standard deviation, finite and at least 0; 0 leaves the tensors as they are.
-
         Privacy:
             Every element gets noise of its own, as by calling `add_` for each tensor.
 
         Cost:
             Temporary memory for a pack and its noise: two blocks.
         """
+        # Tensors of up to a block are joined to packs of up to a block, and a pack is one call of `add_`: a model has
+        # hundreds of them, for which starting a generator would cost more than the noise.
         if non_negative(std, "std") == 0:
             return
         for pack in packs(tensors, self._block_size):
@@ -183,11 +142,6 @@ class KeyedNoise:
     @torch.no_grad()
     def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> None:
         """Add the noise that `add_all_` adds and divide, both while the values are in the processor's cache.
-
-        Args:
-            tensors: As `add_` takes them, none twice; floating-point if they are divided.
-            std: Standard deviation, finite and at least 0.
-            divisor: Public constant above 0 that the noisy values are divided by, in the type of the tensor.
 
         Privacy:
             Every element gets noise of its own, as by calling `add_` for each tensor.
@@ -203,25 +157,18 @@ class KeyedNoise:
 
     @torch.no_grad()
     def add_share_(self, tensors: Sequence[torch.Tensor], std: float, *, rank: int, ranks: int) -> None:
-        """Add one of several shares of the noise that `add_all_` adds, in place; all shares together are that noise.
-
-        A pack, or on a CPU a block of a larger tensor, is in one share: each costs as much as the others.
-
-        Args:
-            tensors: As `add_` takes them; none twice.
-            std: Standard deviation, finite and at least 0.
-            rank: Number of the share.
-            ranks: How many there are.
+        """Add one of several shares of the noise that `add_all_` adds, in place; all shares add up to that noise.
 
         Privacy:
             Elements without noise in this share have it in another: their sum over all shares is what is released.
         """
+        # A pack, or on a CPU a block of a larger tensor, is in one share: each costs as much as the others.
         if non_negative(std, "std") > 0:
             # The others are counted as well, so that all sources with this key keep one position.
             run(islice(self._jobs(tensors, std, 1.0), rank, None, ranks), workers=self._workers(tensors))
 
     def _jobs(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> Iterator[Callable[[], None]]:
-        """Yield what is to be done, each independent of the others; positions are taken in the order of the tensors."""
+        """Yield independent jobs; positions are taken in the order of the tensors."""
         for pack in packs(tensors, self._block_size):
             first = pack[0]
             self._check(first)
@@ -242,13 +189,7 @@ class KeyedNoise:
         copy_back_(flat_N, pack)
 
     def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
-        """Add noise to a range of a tensor and divide it, block by block.
-
-        Args:
-            flat_N: The range, contiguous; overwritten.
-            scales: Standard deviation of the noise, and the divisor.
-            where: Which range of which tensor it is.
-        """
+        """Add noise to a contiguous range of a tensor and divide it, block by block, in place."""
         for block, within, elements in _blocks(where, flat_N.numel(), self._block_size(flat_N)):
             self._release_part(cut(flat_N, elements), scales, block, within)
 
@@ -275,15 +216,7 @@ class KeyedNoise:
         return position
 
     def correlate(self, correlation: Correlation, *, stride: int) -> None:
-        """Let steps add the noise of earlier steps as well, from the next one on.
-
-        Args:
-            correlation: What each step adds.
-            stride: Tensors of one step at most.
-
-        Raises:
-            InvalidOptionError: If the noise is of level "exact": sums of multiples of it are not on its grid.
-        """
+        """Let steps, of at most `stride` tensors each, add the noise of earlier steps as well, from the next one on."""
         if self.level == "exact":
             raise InvalidOptionError(
                 "noise_level='exact' with correlated noise: its multiples are no discrete Gaussian noise. Use "
@@ -296,14 +229,7 @@ class KeyedNoise:
         return [(1.0, position)] if self._rows is None else self._rows.terms(position)
 
     def begin_row(self, row: int) -> None:
-        """Go on to a step of the correlated mechanism; called before the noise of the step.
-
-        Args:
-            row: Number of the step, above those of all before.
-
-        Raises:
-            InvalidOptionError: If noise was drawn for it already.
-        """
+        """Go on to a step of the correlated mechanism, above all before; called before the noise of the step."""
         assert self._rows is not None, "correlate() was called"
         self._follow()
         self._position = self._rows.begin(row)
@@ -314,7 +240,7 @@ class KeyedNoise:
         return 1
 
     def skip(self) -> None:
-        """Pass over the noise of one call, which another rank adds."""
+        """Skip the noise of one call, which another rank adds."""
         self._next_position()
 
     @property
@@ -350,7 +276,7 @@ class KeyedNoise:
             self._rows.base = None
 
     def _take_note(self) -> None:
-        """Note the generator's state as one that the key already follows."""
+        """Note the generator's present state as the one that the key follows."""
         self._known = None if self._generator is None else self._generator.get_state()
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -377,20 +303,12 @@ class KeyedNoise:
         self._take_note()
 
     def fingerprint(self) -> str:
-        """Return what ranks that add one noise have in common.
-
-        Returns:
-            The level, the key's fingerprint and the position.
-        """
+        """Return what ranks with one noise share: the level, the key's fingerprint and the position."""
         self._follow()
         return f"{self.level} {self._key.fingerprint()} at call {self._position}"
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the key and the position, which are all that ranks with one noise have in common.
-
-        Returns:
-            Plain Python values.
-        """
+        """Return the key and the position, which are all that ranks with one noise share."""
         self._follow()
         state = {"level": self.level, "key": self._key.secret.hex(), "position": self._position}
         return state if self._rows is None else {**state, "rows": self._rows.state()}
@@ -400,9 +318,6 @@ class KeyedNoise:
 
         Privacy:
             Whoever has this state can recompute the noise: keep it as secret as the data.
-
-        Returns:
-            Plain Python values.
         """
         state = self.shared_state()
         if self._generator is not None:
@@ -410,14 +325,7 @@ class KeyedNoise:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state; a generator is put into its saved state too.
-
-        Args:
-            state: What `state_dict` or `shared_state` returned.
-
-        Raises:
-            ResumeError: If it is incomplete or of another level.
-        """
+        """Continue with the noise that follows a saved state; a generator is restored too."""
         missing = {"level", "key", "position"} - state.keys()
         if missing:
             raise ResumeError(f"noise state: missing {', '.join(sorted(missing))}; pass what state_dict() returned.")
@@ -443,42 +351,20 @@ class KeyedNoise:
 
 
 def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:
-    """Pass over the noise of `add_noise_`, which another rank adds.
-
-    Args:
-        source: As the other rank's.
-        tensors: Of the sizes and types that the other rank adds noise to.
-    """
+    """Skip the noise of `add_noise_`, which another rank adds to tensors of the same sizes and dtypes."""
     calls = packs(tensors, source._block_size) if draws_at_once(source) else [t for t in tensors if t.numel()]
     for _ in calls:
         source.skip()
 
 
 def cut(tensor_N: torch.Tensor, elements: slice) -> torch.Tensor:
-    """Return a range of a tensor, or the tensor itself where that is all of it.
-
-    Args:
-        tensor_N: Any tensor of one axis.
-        elements: The range.
-
-    Returns:
-        A view, shape ``(stop - start,)``.
-    """
+    """Return a view of a range of a tensor, or the tensor itself where that is all of it."""
     count = elements.stop - elements.start
     return tensor_N if count == len(tensor_N) else tensor_N.narrow(0, elements.start, count)
 
 
 def _blocks(where: Range, count: int, size: int) -> Iterator[tuple[Block, slice, slice]]:
-    """Yield the blocks that a range of a tensor touches.
-
-    Args:
-        where: Which range of which tensor it is.
-        count: Elements in the range.
-        size: Elements in a block.
-
-    Yields:
-        The block, which of its elements lie in the range, and which elements of the range those are.
-    """
+    """Yield each block that a range touches, which of its elements lie in the range, and their place in the range."""
     position, offset, total = where
     for number in range(offset // size, -(-(offset + count) // size)):
         start = number * size

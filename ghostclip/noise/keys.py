@@ -21,23 +21,14 @@ _KEY_BYTES = 16
 class RandomKey:
     """A key of 128 bits and the random streams that follow from it, addressed by position.
 
-    Stream number n is a function of (key, purpose, n): a resumed run draws what the interrupted one would have drawn,
-    and two positions never share a stream.
-
     Privacy:
         The key is as secret as the noise itself, and it is part of a checkpoint's state: whoever has it can recompute
         the noise and the batches. By default it is fresh entropy of the operating system. An explicit seed or
         generator makes it reproducible, and warns.
-
-    Args:
-        purpose: What is drawn, so that equal seeds give unrelated streams for different purposes.
-        seed: Whole number to derive the key from.
-        generator: torch generator to draw the key from, once.
-
-    Raises:
-        InvalidOptionError: If both `seed` and `generator` are given.
     """
 
+    # Stream number n is a function of (key, purpose, n): a resumed run draws what the interrupted one would have drawn,
+    # and two positions never share a stream.
     def __init__(self, purpose: str, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         if seed is not None and generator is not None:
             raise InvalidOptionError(f"{purpose}: seed and generator are both given; give one of them, or none.")
@@ -57,11 +48,7 @@ class RandomKey:
             self._follow_from(seed)
 
     def derive(self, generator: torch.Generator) -> None:
-        """Replace the key by one that follows from a generator's state.
-
-        Args:
-            generator: torch generator; 128 bits are drawn from it.
-        """
+        """Replace the key by 128 bits drawn from a torch generator."""
         words = torch.randint(2**32, (_KEY_BYTES // 4,), generator=generator, device=generator.device)
         self._follow_from(sum(int(word) << (32 * index) for index, word in enumerate(words.tolist())))
 
@@ -73,36 +60,17 @@ class RandomKey:
         self.secret = secrets.token_bytes(_KEY_BYTES)
 
     def digest(self, position: int, length: int, *, part: int = 0) -> bytes:
-        """Return bytes of a cryptographic key stream (SHAKE-128 of key, position, part and purpose).
-
-        Args:
-            position: Number of the stream, in [0, 2^64).
-            length: How many bytes.
-            part: Number of the part of the stream, likewise; parts are independent of each other.
-
-        Returns:
-            The first `length` bytes of that part.
-        """
+        """Return bytes of a cryptographic key stream (SHAKE-128 of key, position, part and purpose)."""
+        # Parts are independent.
         block = self.secret + position.to_bytes(8, "little") + part.to_bytes(8, "little") + self._purpose.encode()
         return hashlib.shake_128(block).digest(length)
 
     def fingerprint(self) -> str:
-        """Return what tells two keys apart and gives neither away.
-
-        Returns:
-            16 hexadecimal digits.
-        """
+        """Return 16 hexadecimal digits that tell keys apart without revealing them."""
         return hashlib.shake_128(b"fingerprint of" + self.secret + self._purpose.encode()).hexdigest(8)
 
     def load(self, secret: str) -> None:
-        """Replace the key by a saved one.
-
-        Args:
-            secret: The key in hexadecimal digits.
-
-        Raises:
-            ResumeError: If it is no key.
-        """
+        """Replace the key by a saved one, in hexadecimal digits."""
         try:
             key = bytes.fromhex(secret)
         except (TypeError, ValueError) as error:
@@ -113,12 +81,7 @@ class RandomKey:
 
 
 class WordStream:
-    """Uniform 64-bit words of one position of a key, in the order they are asked for.
-
-    Args:
-        key: Where they follow from.
-        position: Number of the stream.
-    """
+    """Uniform 64-bit words of one position of a key, in the order they are requested."""
 
     def __init__(self, key: RandomKey, position: int) -> None:
         self._key = key
@@ -126,13 +89,6 @@ class WordStream:
         self._parts = 0
 
     def take(self, count: int) -> NDArray[np.uint64]:
-        """Return words that were not returned before.
-
-        Args:
-            count: How many.
-
-        Returns:
-            Uniform uint64, shape [count]; read-only.
-        """
+        """Return uint64 words that were not returned before, read-only."""
         part, self._parts = self._parts, self._parts + 1
         return np.frombuffer(self._key.digest(self._position, 8 * count, part=part), dtype="<u8")

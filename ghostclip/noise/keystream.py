@@ -38,31 +38,12 @@ def _ciphers() -> Any:
 
 
 def cipher_key(key: RandomKey) -> bytes:
-    """Return the key of the cipher.
-
-    Args:
-        key: What it is derived from.
-
-    Returns:
-        32 bytes, as secret as the noise.
-    """
+    """Return the cipher's 32-byte key, as secret as the noise."""
     return hashlib.shake_256(b"chacha20 noise key" + key.secret).digest(32)
 
 
 def words_of(key: RandomKey, block: Block, *, part: int, count: int) -> NDArray[np.uint64]:
-    """Return the first words of one stream.
-
-    Args:
-        key: ChaCha20's 256-bit key is derived from it.
-        block: Its position, in [0, 2^64), and its number, below `MAX_BLOCKS`, are in the nonce; its size is not.
-        part: Number of the stream within the block, below `PARTS`.
-        count: Number of words.
-
-    Returns:
-        Uniform uint64, shape [count], writable.
-
-    Raises:
-        InvalidOptionError: If block or part has no address.
+    """Return the first words of one stream, uniform uint64, addressed by position, block and part.
 
     Reference:
         RFC 8439 (2018), section 2.3: a 32-bit counter of 64-byte blocks, from 0, and a 96-bit nonce.

@@ -16,51 +16,29 @@ from ghostclip import _torch
 
 
 class TensorNoise(Protocol):
-    """Adds noise to one tensor."""
+    """Source that adds noise to one tensor."""
 
     def add_(self, tensor: Tensor, std: float) -> None:
-        """Add N(0, std²) to every element, in place.
-
-        Args:
-            tensor: Any tensor.
-            std: Standard deviation.
-        """
+        """Add N(0, std²) to every element, in place."""
 
 
 class JointSource(TensorNoise, Protocol):
-    """Adds noise to several tensors at once."""
+    """Source that adds noise to several tensors at once."""
 
     def add_all_(self, tensors: Sequence[Tensor], std: float) -> None:
-        """Add N(0, std²) to every element of all tensors, in place.
-
-        Args:
-            tensors: Any tensors.
-            std: Standard deviation.
-        """
+        """Add N(0, std²) to every element of all tensors, in place."""
 
 
 class ReleasingSource(JointSource, Protocol):
-    """Divides what it added noise to."""
+    """Source that adds noise and divides."""
 
     def release_all_(self, tensors: Sequence[Tensor], std: float, divisor: float) -> None:
-        """Add N(0, std²) to every element of all tensors and divide, in place.
-
-        Args:
-            tensors: Any tensors.
-            std: Standard deviation.
-            divisor: What the noisy values are divided by.
-        """
+        """Add N(0, std²) to every element of all tensors and divide, in place."""
 
 
 def add_noise_(source: TensorNoise, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
-    """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can.
-
-    Args:
-        source: Where the noise comes from.
-        tensors: As the source takes them.
-        std: Standard deviation; 0 is asked for as well: a source that several ranks share adds up their sums.
-        divisor: What the noisy values are divided by.
-    """
+    """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can."""
+    # The source is called for std 0 as well: one that several ranks share adds up their sums.
     if _stands_for(source, "release_all_", "add_", "add_all_", "add_shard_"):
         cast("ReleasingSource", source).release_all_(tensors, std, divisor)
         return
@@ -74,29 +52,14 @@ def add_noise_(source: TensorNoise, tensors: Sequence[Tensor], std: float, divis
 
 
 def draws_at_once(source: TensorNoise) -> bool:
-    """Return whether a source's `add_all_` stands for its `add_`.
-
-    It does not where a subclass, or whoever put something else in its place, knows of `add_` alone: what they changed
-    must not be passed over.
-
-    Args:
-        source: The source.
-
-    Returns:
-        Whether one class defines both, and nothing covers its `add_`.
-    """
+    """Return whether a source's `add_all_` stands for its `add_`."""
+    # One class defines both, and nothing overrides `add_`. A subclass, or a patch, that changes `add_` alone must not
+    # be bypassed.
     return _stands_for(source, "add_all_", "add_")
 
 
 def draws_shares(source: TensorNoise) -> bool:
-    """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`.
-
-    Args:
-        source: The source.
-
-    Returns:
-        Whether one class defines all of them, and nothing covers them.
-    """
+    """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`."""
     return _stands_for(source, "add_share_", "add_", "add_all_", "add_shard_", "release_all_")
 
 
@@ -109,15 +72,8 @@ def _stands_for(source: TensorNoise, joint: str, *methods: str) -> bool:
 
 
 def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
-    """Divide tensors into lists of one type and device each, in an order that follows from the tensors alone.
-
-    Args:
-        tensors: Any tensors; empty ones are left out.
-        limit: Most elements of a list of several, for tensors like this one.
-
-    Yields:
-        Tensors above the limit one by one as they come, others together.
-    """
+    """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
+    # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
     if _are_of_one_kind(tensors):
         yield from _of_one_kind(tensors, list(map(Tensor.numel, tensors)), limit(tensors[0]))
         return
@@ -170,22 +126,10 @@ def _of_one_kind(tensors: Sequence[Tensor], sizes: Sequence[int], most: int) -> 
 
 
 def flattened(pack: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the elements of several tensors.
-
-    Args:
-        pack: Tensors of one type and device.
-
-    Returns:
-        Shape ``(N,)``.
-    """
+    """Return a copy of the elements of several tensors, ``(N,)``."""
     return _torch.flattened(pack)
 
 
 def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
-    """Give the elements back to the tensors that they were copied from.
-
-    Args:
-        flat_N: As `flattened` returned it, changed since.
-        pack: The same tensors.
-    """
+    """Copy the elements back to the tensors that `flattened` copied them from."""
     _torch.copy_all_(pack, _torch.unflattened(flat_N, pack))

@@ -25,9 +25,6 @@ class ExactSums:
         A release is the discrete Gaussian mechanism with noise multiplier σ on the logical batch, exactly, for samples
         whose gradients are functions of the sample alone (`Grid.quantize` says what that asks for). Between `add` and
         `release` the integers are as private as the data.
-
-    Args:
-        grid: What gradients are rounded to; its bound is the sensitivity.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -35,16 +32,8 @@ class ExactSums:
         self._sums: dict[object, torch.Tensor] = {}
 
     def add(self, grads: Mapping[Parameter, torch.Tensor], coef_B: torch.Tensor) -> None:
-        """Clip, round and add one physical batch.
-
-        Args:
-            grads: Per-sample gradients of every parameter that has some, each of shape [B, ...]. The bound holds over
-                all of them together, so that a sample must be in one call only.
-            coef_B: Clip factors, shape [B].
-
-        Raises:
-            InvalidOptionError: If the numbers of samples differ, or the grid is too coarse for the model.
-        """
+        """Clip, round and add one physical batch."""
+        # The bound holds over all parameters, so a sample must be in one call only.
         for grad in grads.values():
             if grad.shape[:1] != coef_B.shape:
                 raise InvalidOptionError(
@@ -60,19 +49,8 @@ class ExactSums:
     def release(
         self, parameters: Sequence[torch.Tensor], noise_multiplier: float, source: ExactNoise
     ) -> list[torch.Tensor]:
-        """Return the noisy sums and forget them.
-
-        Args:
-            parameters: Everything that is released, in a fixed order; what nothing was added for is noise alone.
-            noise_multiplier: σ.
-            source: Where the noise comes from.
-
-        Returns:
-            Σ_b c_b·g_b + noise for each, in its shape and type (float32 for 16-bit ones).
-
-        Raises:
-            InvalidOptionError: If something was added for a tensor that is not among the parameters.
-        """
+        """Return Σ_b c_b·g_b + noise for each parameter in a fixed order, and forget the sums."""
+        # A parameter without a sum is noise alone; one whose sum would not be released is refused.
         std = non_negative(noise_multiplier, "noise_multiplier") * self.grid.bound
         known = {id(parameter) for parameter in parameters}
         if any(id(parameter) not in known for parameter in self._sums):
@@ -88,5 +66,5 @@ class ExactSums:
         return released
 
     def clear(self) -> None:
-        """Forget what was added, as after an abandoned loop."""
+        """Drop the sums, as after an abandoned loop."""
         self._sums = {}

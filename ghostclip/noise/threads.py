@@ -10,12 +10,8 @@ import torch
 
 
 def run(jobs: Iterator[Callable[[], None]], *, workers: int) -> None:
-    """Do everything, in any order if there are several threads, and return when it is done.
-
-    Args:
-        jobs: What is to be done; asked for the next one by one thread at a time.
-        workers: How many threads, this one included. The others end with the call, so that a process may fork.
-    """
+    """Run all jobs, in any order if there are several threads, and return when they are done."""
+    # One thread at a time asks for the next job. The others end with the call, so that a process may fork.
     if workers <= 1:
         for job in jobs:
             job()

@@ -31,14 +31,7 @@ _PRIVATE_AGAIN = (
 
 
 def refuse_unfit(optimizer: Optimizer) -> None:
-    """Refuse optimizers that ask for more than one gradient per step, or for one that is sparse.
-
-    Args:
-        optimizer: The optimizer to wrap.
-
-    Raises:
-        InvalidOptionError: If it is one of them.
-    """
+    """Refuse optimizers that need more than one gradient per step, or a sparse one."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidOptionError(
             "optimizer=LBFGS evaluates the loss several times in one step, and each evaluation would be a release of "
@@ -52,16 +45,10 @@ def refuse_unfit(optimizer: Optimizer) -> None:
 
 
 def initialises_state(optimizer: Optimizer) -> bool:
-    """Say whether a step would only let an optimizer make its state, as torch's distributed checkpoints have it do.
+    """Return whether a step would only let an optimizer create its state, as torch's distributed checkpoints do.
 
     Privacy:
         Neither data nor a release take part: every gradient is zero, and so is every learning rate.
-
-    Args:
-        optimizer: The inner optimizer.
-
-    Returns:
-        True if it has no state yet, and zero gradients and learning rates.
     """
     if optimizer.state or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
@@ -70,15 +57,7 @@ def initialises_state(optimizer: Optimizer) -> bool:
 
 
 def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse trainable parameters that would be updated from gradients nobody clipped.
-
-    Args:
-        clipper: What clips.
-        parameters: Parameters of the optimizer, or about to join it.
-
-    Raises:
-        UncoveredParameterError: If one of them is trainable and not clipped.
-    """
+    """Refuse trainable parameters that would be updated from gradients nobody clipped."""
     trainable = [p for p in parameters if p.requires_grad]
     covered = {id(p) for p in clipper.trainable_parameters()} if trainable else set()
     stray = [p for p in trainable if id(p) not in covered]
@@ -94,17 +73,9 @@ def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) 
 
 
 def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Parameter], *, fixed: bool) -> None:
-    """Refuse a model whose parameters were added, exchanged, unfrozen or tied anew without the optimizer's knowing.
-
-    Args:
-        clipper: What clips.
-        parameters: The parameters of the optimizer.
-        fixed: Whether parameters that the model did not have before are refused although the optimizer holds them:
-            a release was made without them, or is accounted for by its number of coordinates.
-
-    Raises:
-        UncoveredParameterError: A new parameter would count and never be trained, or one that is gone would be noise.
-    """
+    """Refuse a model whose parameters were added, exchanged, unfrozen or tied anew without the optimizer's knowing."""
+    # `fixed`: new parameters are refused although the optimizer has them, as a release was made without them, or is
+    # accounted for by its number of coordinates.
     changes = clipper.roster.compare(parameters)
     if changes.gone:
         raise UncoveredParameterError(
@@ -143,15 +114,8 @@ def _add(*, fixed: bool) -> str:
 
 
 def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) -> None:
-    """Refuse a step whose hooks have changed the noise after some of them were asked about it.
-
-    Args:
-        before: σ and the standard deviation of the noise when the first hook ran.
-        now: The same when all have run.
-
-    Raises:
-        InvalidOptionError: If they differ: the step would be charged with one and released with another.
-    """
+    """Refuse a step whose hooks have changed (σ, standard deviation of the noise) since the first hook ran."""
+    # The step would be charged with one and released with another.
     if now != before:
         raise InvalidOptionError(
             f"noise_multiplier={now[0]:g}: a step hook changed the noise of the step that is being made (it was "
@@ -160,12 +124,7 @@ def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) 
 
 
 def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
-    """Say that some parameters count in every sample's norm and are never updated.
-
-    Args:
-        clipper: What clips.
-        parameters: The parameters of the optimizer.
-    """
+    """Warn of parameters that count in every sample's norm and are never updated."""
     own = {id(p) for p in parameters}
     missing = sum(id(p) not in own for p in clipper.trainable_parameters())
     if missing:
@@ -177,15 +136,7 @@ def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[n
 
 
 def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_size: float | None) -> None:
-    """Refuse a clip bound that follows a quantile where there is no public number to divide its count by.
-
-    Args:
-        clipper: What clips.
-        expected_batch_size: The public constant, if there is one.
-
-    Raises:
-        InvalidOptionError: If there is none and the policy adapts its bound.
-    """
+    """Refuse an adaptive clip bound without a public batch size to divide its count by."""
     if clipper.policy.adaptation is not None and expected_batch_size is None:
         raise InvalidOptionError(
             "expected_batch_size=None: an adaptive clip bound divides its count by it, also with loss_reduction='sum'."
@@ -199,13 +150,6 @@ def refuse_other_shares(clipper: GhostClipper, noise_source: NoiseSource) -> Non
         With noise of one rank alone, what every rank has whole would be released once by each: the mean of these
         releases has less noise than is charged for. Where copies of a sum were added up, a sample would move the sum by
         as many times the bound.
-
-    Args:
-        clipper: The clipper.
-        noise_source: Of the optimizer.
-
-    Raises:
-        InvalidOptionError: If it does not.
     """
     if clipper.shares is None:
         return
@@ -226,13 +170,7 @@ def refuse_other_shares(clipper: GhostClipper, noise_source: NoiseSource) -> Non
 
 
 def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[str]) -> None:
-    """Say once what makes a step less private than it may look.
-
-    Args:
-        noise_multiplier: σ of the step.
-        accumulated: Backward passes that were accumulated into it and may share records.
-        said: What was said before; grows.
-    """
+    """Warn once of what makes a step less private than it may look; ``said`` grows."""
     messages = {}
     if noise_multiplier == 0:
         messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
@@ -248,15 +186,7 @@ def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[st
 
 
 def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
-    """Say that a step's rows are not those that the private loader drew, and what to do.
-
-    Args:
-        rows: Rows of each backward pass since the last release.
-        waiting: Records of the draws that were handed out and not released.
-
-    Returns:
-        The text for a `DrawError`.
-    """
+    """Return the text of a `DrawError`: a step's rows are not those that the private loader drew."""
     if not waiting:
         return (
             "step(): no batch of the private loader waits for a release. Iterate over the loader that make_private() "
@@ -278,15 +208,7 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
 
 
 def replayed(replay: Replay, due: int) -> str:
-    """Say that a step's records are not those that the private loader drew for it, and what to do.
-
-    Args:
-        replay: What was found.
-        due: Number of the draw that is to be released.
-
-    Returns:
-        The text for a `DrawError`.
-    """
+    """Return the text of a `DrawError`: a step's records are not those that the private loader drew for it."""
     place = f"draw {replay.earlier}, while draw {due} is to be released (both counted from 0)"
     place = f"this draw ({due}, from 0), more often than they were drawn" if replay.earlier == due else place
     return (
@@ -298,14 +220,7 @@ def replayed(replay: Replay, due: int) -> str:
 
 
 def crossed(found: Crossed) -> str:
-    """Say that a loss brings different records together, and what to do.
-
-    Args:
-        found: What was found.
-
-    Returns:
-        The text for a `DrawError`.
-    """
+    """Return the text of a `DrawError`: a loss combines different records."""
     return (
         f"step(): {found.places} of {found.rows} places in the batch were of one record in an input of the model, and "
         "of another record in a further input behind the same loss. A sample there is two records, and a record is in "

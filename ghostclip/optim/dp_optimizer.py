@@ -330,12 +330,7 @@ class DPOptimizer(WrappedOptimizer):
         return True
 
     def _require_gradient(self) -> None:
-        """Refuse a step that nothing was computed for.
-
-        Raises:
-            MissingGradientError: If no clipped gradient was made since the last step, virtual ones included, or an
-                earlier part of this logical batch was lost.
-        """
+        """Refuse a step without a clipped gradient since the last one, or after a lost part of its logical batch."""
         token = self._batch.token
         empty = token.size == 0 if token is not None else self._draws is not None and self._draws.next_is_empty
         if not self.clipper.has_clipped_sum and empty:
@@ -352,9 +347,6 @@ class DPOptimizer(WrappedOptimizer):
 
     def _release(self, *, divide: bool = True) -> None:
         """Replace the clipped sums in `p.grad` by the noisy, scaled release.
-
-        Args:
-            divide: Whether the sum of a mean loss is divided already.
 
         Privacy:
             The order matters: first everything that can refuse, then noise, then the ledger; only then does anything
@@ -397,11 +389,7 @@ class DPOptimizer(WrappedOptimizer):
         self._released.note(list(zip(trainable, released, strict=True)))
 
     def _examined(self) -> tuple[list[nn.Parameter], float]:
-        """Ask all that can refuse or skip a release.
-
-        Returns:
-            The trainable parameters and the standard deviation of the noise.
-        """
+        """Run all checks that can refuse or skip a release; return the trainable parameters and the noise's std."""
         noise_multiplier, std = self._noise_multiplier, self.noise_std
         if self.clipper.roster.changed:
             fixed = self.releases > 0 or self.noise_source.level == "exact"
@@ -429,7 +417,7 @@ class DPOptimizer(WrappedOptimizer):
             raise
 
     def _require_one_draw(self, drawn: Match | None, std: float) -> None:
-        """Refuse the step on all ranks of a training unless they hold one draw, bound and noise."""
+        """Refuse the step on all ranks of a training unless they have the same draw, bound and noise."""
         if not isinstance(self.noise_source, SharedNoise):
             return
         share = Share(sum(self.clipper.rows_seen))
@@ -452,14 +440,7 @@ class DPOptimizer(WrappedOptimizer):
         self._draws = draws
 
     def _require_drawn(self) -> Match | None:
-        """Find the draws that the rows of this release come from.
-
-        Returns:
-            The draws; None where the sampling is not known.
-
-        Raises:
-            DrawError: If the rows that the model saw are not those of the next draws, or of records of other draws.
-        """
+        """Return the draws that the rows of this release come from, None where the sampling is not known."""
         if self._draws is None:
             return None
         rows = self._batch.rows_of_parts(self.clipper.rows_seen)
@@ -476,12 +457,12 @@ class DPOptimizer(WrappedOptimizer):
         return traced
 
     def _drop(self) -> None:
-        """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
+        """Drop the logical batch with every parameter's clipped sum, also of one frozen since backward."""
         self._forget()
         self._take_gradients()
 
     def _forget(self) -> None:
-        """Forget the logical batch, but for what `p.grad` holds."""
+        """Drop the logical batch, but for what is in `p.grad`."""
         self._hide_sums()
         self.clipper.reset()
         self._batch.clear()
@@ -567,7 +548,7 @@ class DPOptimizer(WrappedOptimizer):
             _torch.divide_all_(gradients, self._undivided)
 
     def _show_sums(self) -> None:
-        """Let `p.summed_grad` be a copy of the clipped sum, where per-sample gradients are shown too."""
+        """Set `p.summed_grad` to a copy of the clipped sum, where per-sample gradients are shown too."""
         self._shows_sums = True
         for p in self.params:
             if p.requires_grad:
@@ -698,21 +679,7 @@ class DPOptimizer(WrappedOptimizer):
 def _chosen_noise(
     noise_source: NoiseSource | None, clipper: GhostClipper, *, generator: torch.Generator | None, secure_mode: bool
 ) -> NoiseSource:
-    """Return the noise source that was given, or a fresh one.
-
-    Args:
-        noise_source: The source, or None.
-        clipper: Where the sums come from that it is added to.
-        generator: Makes a fresh one reproducible, and so not private against who knows it.
-        secure_mode: Whether a fresh one is a cryptographic keystream.
-
-    Returns:
-        The source.
-
-    Raises:
-        InvalidOptionError: If a source comes with options for another one, secure noise is to be reproducible, or it
-            does not know how ranks share the clipper's samples.
-    """
+    """Return the given noise source, or a fresh one; refuse options that contradict it or the clipper's ranks."""
     if noise_source is None:
         noise_source = make_noise_source(level="secure" if secure_mode else "fast", generator=generator)
     elif generator is not None or secure_mode:

@@ -44,20 +44,13 @@ _INTO_OBJECTS = 4
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of the sampler.
+    """One draw of the sampler."""
 
-    Attributes:
-        number: Its position in the whole training, from 0; the same on all ranks.
-        rows: Records of it that are this rank's.
-        records: Records of it on all ranks together.
-        members: Numbers of this rank's records.
-        parts: Fingerprints of the rows that were handed out, those of all its tensors part by part.
-    """
-
-    number: int
-    rows: int
-    records: int
-    members: Sequence[int] = ()
+    number: int  # position in the whole training, from 0; the same on all ranks
+    rows: int  # records of it that are this rank's
+    records: int  # records of it on all ranks together
+    members: Sequence[int] = ()  # numbers of this rank's records
+    # fingerprints of the rows that were handed out, those of all its tensors part by part
     parts: list[list[Prints]] = field(default_factory=list, compare=False)
 
     @property
@@ -68,21 +61,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Match:
-    """The draws that a step's rows come from.
+    """The draws that a step's rows come from."""
 
-    Attributes:
-        draws: Distinct draws, in order, as many as it may have been; several where they were accumulated into the step.
-        spans: Places in the log that the step may have begun at and got to.
-        rounds: How often it may have gone through a whole draw, the same one again included.
-        compared: Whether the records were compared with those of the draws.
-        inputs: Fingerprints of what went through the model, if so.
-    """
-
+    # distinct draws, in order, as many as it may have been; several where they were accumulated into the step
     draws: tuple[Draw, ...]
-    spans: frozenset[tuple[int, int]]
-    rounds: int
-    compared: bool = False
-    inputs: Sequence[Prints] = ()
+    spans: frozenset[tuple[int, int]]  # places in the log that the step may have begun at and got to
+    rounds: int  # how often it may have gone through a whole draw, the same one again included
+    compared: bool = False  # whether the records were compared with those of the draws
+    inputs: Sequence[Prints] = ()  # fingerprints of what went through the model, if so
 
     @property
     def ends(self) -> frozenset[int]:
@@ -93,28 +79,20 @@ class Match:
 class DrawLog:
     """Draws in the order in which they were made, and how far releases have used them.
 
-    The place is a set: where several backwards of one step fit one draw as well as two, both stay possible until later
-    rows tell.
-
     Privacy:
         Each draw is used by at most one release. Draws that no release used when a pass was abandoned are forgotten.
         Where an input of the model is a tensor of the loader's batch, a step's records are those of its draws.
-
-    Attributes:
-        claimed: Whether a private optimizer uses the draws, so that what is unused is what is left to train on.
-        axis: Where the rows of a batch's tensors lie.
-        compared: Releases whose records were compared with those handed out.
-        counted: Releases whose rows were only counted.
-
-    Args:
-        once_a_pass: Whether the account has room for any record once in each pass, in whichever release of it: then
-            only what was released in the same pass before is a replay.
     """
 
+    # The position is a set: where several backwards of one step fit one draw as well as two, both stay possible until
+    # later rows tell. `once_a_pass`: the account allows any record once in each pass, in whichever release of it, so
+    # that only what was released in the same pass before is a replay.
     def __init__(self, *, once_a_pass: bool = False) -> None:
+        # whether a private optimizer uses the draws, so that unused ones are what is left to train on
         self.claimed = False
-        self.axis = 0
-        self.compared = self.counted = 0
+        self.axis = 0  # of the rows of a batch's tensors
+        # releases whose rows were only counted
+        self.compared = self.counted = 0  # releases whose records were compared with those handed out
         self._once_a_pass = once_a_pass
         self._pass = self._several = 0
         self._schedule = CheckSchedule()
@@ -130,7 +108,7 @@ class DrawLog:
         self._complete = True
 
     def begin_pass(self) -> None:
-        """Note that a pass over the data begins; what an abandoned one left unused is forgotten."""
+        """Note that a pass over the data begins; unused draws of an abandoned one are forgotten."""
         # A prefetcher may still hold the last batches of a pass that was drawn to its end.
         self._drop(self._pass_begun if self._complete else len(self._draws))
         self._pass += 1
@@ -145,15 +123,10 @@ class DrawLog:
         self._complete = True
 
     def add(self, draw: Draw) -> None:
-        """Append a draw.
-
-        Args:
-            draw: The draw.
-        """
         self._draws.append(draw)
 
     def follow_deliveries(self) -> None:
-        """Let the pass's draws count from when `deliver` says that they are handed out, not from when workers fetch."""
+        """Count the pass's draws when `deliver` says that they are handed out, not when workers fetch them."""
         if self._delivered is None:
             self._delivered = self._pass_begun
 
@@ -163,12 +136,7 @@ class DrawLog:
             self._delivered += 1
 
     def show(self, batch: Any, *, rows: int | None = None) -> None:
-        """Take the fingerprints of a batch that is handed out, or of the next part of it.
-
-        Args:
-            batch: What the loader made of the draw that was delivered last.
-            rows: Records in this part; None for all of the draw.
-        """
+        """Take the fingerprints of a batch of the latest draw, or of its next part with ``rows`` records."""
         if not self.claimed or not self._delivered or self._delivered > len(self._draws):
             return
         draw = self._draws[self._delivered - 1]
@@ -185,15 +153,7 @@ class DrawLog:
             self._unnoted_rows -= len(self._unnoted.popleft()[1])
 
     def prints_of_inputs(self, tensors: Sequence[Tensor], rows: int) -> list[Prints]:
-        """Return the fingerprints of a forward's inputs that may be tensors of a batch handed out.
-
-        Args:
-            tensors: The inputs.
-            rows: Samples in them.
-
-        Returns:
-            One entry for each kind; nothing waits for a device.
-        """
+        """Return the fingerprints of a forward's inputs that may be tensors of a batch; nothing waits for a device."""
         return prints_of(tensors, rows, self.axis, kinds=self._kinds) if self._kinds else []
 
     @property
@@ -226,14 +186,8 @@ class DrawLog:
         return bool(following) and all(draw.rows == 0 for draw in following)
 
     def match(self, passes: Sequence[int]) -> Match | None:
-        """Find the draws that a step's backward passes went through; changes nothing.
-
-        Args:
-            passes: Rows of each backward pass since the last release, in order; empty where none was made.
-
-        Returns:
-            The draws; None where the rows are not those of the next draws.
-        """
+        """Return the draws that a step's backward passes, by rows, went through, None if they do not fit."""
+        # Changes nothing.
         states = {(start, start, 0): 0 for start in self._places if not passes and self._is_empty(start)}
         for number, rows in enumerate(passes):
             if number == 0:
@@ -250,14 +204,8 @@ class DrawLog:
         return Match(self._widest(complete), frozenset(complete), max(complete.values()))
 
     def crossed(self, passes: Sequence[Sequence[Sequence[Prints]]]) -> Crossed | None:
-        """Look for a place that is of one record in an input, and of another one in a further input of a backward.
-
-        Args:
-            passes: As for `trace`.
-
-        Returns:
-            What was found; it is looked for in the first release of several inputs, and in later ones now and then.
-        """
+        """Return a row position with different records in two inputs of a backward, if there is one."""
+        # It is looked for in the first release of several inputs, and in later ones now and then.
         several = [one for one in passes if sum(len(prints_KB) for found in one for _, prints_KB in found) > 1]
         self._several += bool(several)
         if not several or not self._schedule.take(self._several):
@@ -267,16 +215,9 @@ class DrawLog:
         return next((one for one in found if one is not None), None)
 
     def trace(self, match: Match, passes: Sequence[Sequence[Sequence[Prints]]], *, times: int) -> Match | Replay:
-        """Compare the records that a step's backward passes went through with those of the draws matched.
-
-        Args:
-            match: What `match` returned.
-            passes: Of each backward pass, and each forward behind it, the fingerprints of the inputs.
-            times: How often the account has a record take part.
-
-        Returns:
-            The match, without the draws that the records tell against; or what is wrong if none is left.
-        """
+        """Return the match without draws that the records contradict, or the `Replay` if none is left."""
+        # passes: of each backward pass, and each forward behind it, the fingerprints of the inputs. times: how often
+        # the account has a record take part.
         inputs = [prints for one in passes for forward in one for prints in forward]
         if not inputs:
             return match
@@ -301,11 +242,7 @@ class DrawLog:
         return replace(match, draws=self._widest(spans), spans=spans, compared=True, inputs=inputs)
 
     def use(self, match: Match) -> None:
-        """Mark draws as used by a release.
-
-        Args:
-            match: What `match` or `trace` returned.
-        """
+        """Mark draws as used by a release."""
         if match.compared:
             self.compared += 1
             if self._once_a_pass:
@@ -337,7 +274,7 @@ class DrawLog:
         return all(draw.is_shown for draw in self._draws[slice(*span)])
 
     def _note(self) -> RecordMemory:
-        """Note what was handed out and released since the last time; waits for the device of the batches."""
+        """Note the contents handed out and released since the last call; waits for the device of the batches."""
         memory = self._memory = self._memory or RecordMemory()
         of_leaf: dict[Leaf, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         for number, records, found in self._unnoted:
@@ -375,15 +312,8 @@ class DrawLog:
         return rows <= drawn and (rows > 0 or drawn == 0)
 
     def _after(self, states: dict[tuple[int, int, int], int], rows: int) -> dict[tuple[int, int, int], int]:
-        """Return where a further pass may have gone: the rest of a draw; or the same rows again, or the next draw.
-
-        Args:
-            states: Draws gone through, by the first one, the present one, and how many of its rows were taken.
-            rows: Rows of the pass.
-
-        Returns:
-            As `states`.
-        """
+        """Return the states after a further pass: the rest of a draw, the same rows again, or the next draw."""
+        # A state is the first draw, the present one, and how many of its rows were taken.
         found: dict[tuple[int, int, int], int] = {}
         for (start, place, taken), rounds in states.items():
             drawn = self._draws[place].rows

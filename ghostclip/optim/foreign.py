@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Who releases the sums of a clipper.
 class Private(Protocol):
-    """Private optimizer as far as its releases are told from others."""
+    """Private optimizer, as far as its releases are distinguished from others."""
 
     clipper: GhostClipper
     is_applying: bool
@@ -36,24 +36,10 @@ class Private(Protocol):
         """All its parameters."""
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Say whether an optimizer is the wrapped one, or one of several that are.
-
-        Args:
-            optimizer: Any.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether an optimizer is the wrapped one, or one of several that are."""
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return a parameter's name in the model.
-
-        Args:
-            parameter: One of the private optimizer's.
-
-        Returns:
-            Its name.
-        """
+        """Return a parameter's name in the model."""
 
 
 _RELEASED_BY: weakref.WeakKeyDictionary[GhostClipper, weakref.ref[Private]] = weakref.WeakKeyDictionary()
@@ -61,26 +47,14 @@ _HOOK: list[RemovableHandle] = []
 
 
 def watch_other_optimizers(private: Private) -> None:
-    """Refuse, from now on, steps of other optimizers over the parameters that a private optimizer's clipper clips.
-
-    Args:
-        private: The private optimizer; its clipper is watched for as long as it is attached.
-    """
+    """Refuse, from now on, steps of other optimizers over the parameters that a private optimizer's clipper clips."""
     if not _HOOK:
         _HOOK.append(register_optimizer_step_pre_hook(_before_step))
     _RELEASED_BY[private.clipper] = weakref.ref(private)
 
 
 def refuse_second_optimizer(clipper: GhostClipper, optimizer: Optimizer) -> None:
-    """Refuse to make a model private again for another optimizer while the first one is in use.
-
-    Args:
-        clipper: Attached to the model.
-        optimizer: The bare optimizer that it is to be made private for.
-
-    Raises:
-        InvalidOptionError: If the first one holds parameters that this one does not: these would train no more.
-    """
+    """Refuse to make a model private for another optimizer that lacks parameters of the present one."""
     released_by = _RELEASED_BY.get(clipper)
     private = None if released_by is None else released_by()
     if private is None or not clipper.attached:
@@ -113,7 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_strange_step(clipper: GhostClipper, private: Private | None, optimizer: Optimizer) -> None:
-    """Refuse the step of an optimizer whose parameters get their gradients from a private one, or none at all."""
+    """Refuse the step of an optimizer whose parameters get their gradients from a private one, or from none."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     clipped = {id(p) for p in clipper.trainable_parameters()} & held
     if not clipped:
@@ -136,16 +110,14 @@ def _refuse_strange_step(clipper: GhostClipper, private: Private | None, optimiz
 
 
 def _has_only_releases(clipper: GhostClipper, optimizer: Optimizer) -> bool:
-    """Say whether a step past the private optimizer would apply a release: nothing waits, and there is one.
-
-    Where there is none, a closure may be about to make clipped sums that this step would wait for in vain.
-    """
+    """Return whether a step past the private optimizer would apply a release: nothing waits, and there is one."""
+    # Where there is none, a closure may be about to make clipped sums that this step would wait for in vain.
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return not clipper.has_clipped_sum and any(grad is not None for grad in grads)
 
 
 class Releases:
-    """The gradients that a private optimizer has put into `p.grad`, so that strange ones are known."""
+    """The gradients that a private optimizer has put into `p.grad`, to recognise foreign ones."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._ours: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -153,22 +125,11 @@ class Releases:
         self.note([(p, p.grad) for p in parameters if p.grad is not None])
 
     def note(self, released: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Remember what was put into `p.grad`.
-
-        Args:
-            released: Parameters and their gradients.
-        """
+        """Remember what was put into `p.grad`."""
         self._ours = {id(p): weakref.ref(gradient) for p, gradient in released}
 
     def refuse_strangers(self, private: Private) -> None:
-        """Refuse gradients that somebody else has put into `p.grad`, which the release would overwrite.
-
-        Args:
-            private: Is about to release.
-
-        Raises:
-            TamperedGradientError: If there is one.
-        """
+        """Refuse gradients that somebody else has put into `p.grad`, which the release would overwrite."""
         for p in private.params:
             grad = p.grad
             if grad is None or not p.requires_grad:

@@ -16,14 +16,7 @@ from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer
 
 
 class JoinedOptimizer(Optimizer):
-    """Several torch optimizers as one: all their parameter groups, one step.
-
-    Args:
-        optimizers: The optimizers, over disjoint parameters.
-
-    Raises:
-        InvalidOptionError: If there are none, one is no torch optimizer, or two share a parameter.
-    """
+    """Several torch optimizers over disjoint parameters as one: all their parameter groups, one step."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # `Optimizer.__init__` is not called: groups and states live in the members.
@@ -70,47 +63,25 @@ class JoinedOptimizer(Optimizer):
         raise InvalidOptionError("defaults: set them on one of the optimizers.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let all members update their parameters.
-
-        Args:
-            closure: Evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned, or None without one.
-        """
+        """Let all members update their parameters; return the closure's result."""
         loss = None if closure is None else closure()
         for member in self.members:
             member.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Empty the gradients of all members.
-
-        Args:
-            set_to_none: As torch takes it.
-        """
+        """Empty the gradients of all members."""
         for member in self.members:
             member.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the members' states, with the groups of all of them.
-
-        Returns:
-            As torch's, with an entry `members`.
-        """
+        """Return the members' states under `members`, with the groups of all of them."""
         states = [member.state_dict() for member in self.members]
         groups = [group for state in states for group in state["param_groups"]]
         return {"state": {}, "param_groups": groups, "members": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the members' states.
-
-        Args:
-            state_dict: What `state_dict` returned.
-
-        Raises:
-            InvalidOptionError: If it is of another number of optimizers.
-        """
+        """Load the members' states."""
         states = state_dict.get("members", [])
         if len(states) != len(self.members):
             raise InvalidOptionError(
@@ -121,7 +92,7 @@ class JoinedOptimizer(Optimizer):
             member.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse hooks of the whole, whose members are stepped one by one."""
+        """Refuse hooks of the joined optimizer, whose members are stepped one by one."""
         if name.startswith("_optimizer_"):
             raise InvalidOptionError("hooks of several optimizers: register them on one of the optimizers.")
         raise AttributeError(name)
@@ -219,7 +190,7 @@ class MemberOptimizer(WrappedOptimizer):
         super().add_param_group({**param_group, "params": parameters})
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what a member does not have on its own optimizer, and then on the private one."""
+        """Look up a missing attribute on the member's own optimizer, and then on the private one."""
         if "release" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.original_optimizer if name in vars(self.original_optimizer) else self.release, name)

@@ -50,37 +50,24 @@ _SHARE_OF_COMMON = 50
 
 
 class Replay(NamedTuple):
-    """Records of a step that its draws do not explain.
+    """Records of a step that its draws do not explain."""
 
-    Attributes:
-        repeated: How many of its rows are such.
-        rows: How many of its rows were compared.
-        earlier: Number of the draw that most of them were last handed out in.
-    """
-
-    repeated: int
-    rows: int
-    earlier: int
+    repeated: int  # how many of its rows are such
+    rows: int  # how many of its rows were compared
+    earlier: int  # number of the draw that most of them were last handed out in
 
 
 class Crossed(NamedTuple):
-    """Inputs of one backward whose rows, place by place, are of different records.
+    """Inputs of one backward whose rows, position by position, are of different records."""
 
-    Attributes:
-        places: In how many places.
-        rows: How many were compared.
-    """
-
-    places: int
-    rows: int
+    places: int  # number of such positions
+    rows: int  # number of compared rows
 
 
 class RecordMemory:
-    """Contents that were handed out lately: which record's each is, in which draw it came and when it was released.
+    """Contents that were handed out lately: each one's record, draw and release."""
 
-    A content is noted where its fingerprint says, in the place of what was there: 131,072 places of 30 bytes.
-    """
-
+    # A fingerprint's bits choose the slot, which is overwritten: 131,072 slots of 30 bytes.
     def __init__(self) -> None:
         count = 1 << _SLOT_BITS
         self._prints = np.zeros(count, np.int64)
@@ -93,14 +80,8 @@ class RecordMemory:
         self._contents: list[list[int]] = []
 
     def note(self, leaf: Leaf, prints: np.ndarray, records: np.ndarray, draw: np.ndarray) -> None:
-        """Note rows that were handed out.
-
-        Args:
-            leaf: The tensor of the batches that they are of.
-            prints: Their fingerprints; 0 says nothing.
-            records: Numbers of the records that they are of.
-            draw: Numbers of the draws that they came in.
-        """
+        """Note rows of one tensor of the batches that were handed out, with their records and draws."""
+        # A fingerprint of 0 says nothing.
         told, places = _places(prints)
         says = told != 0
         told, places, records, draw = told[says], places[says], records[says], draw[says]
@@ -127,14 +108,8 @@ class RecordMemory:
         return known, known & (self._records[places] == _SEVERAL)
 
     def tells(self, prints: np.ndarray) -> bool:
-        """Return whether the tensor that most of some rows were handed out in tells records apart.
-
-        Args:
-            prints: Fingerprints of the rows.
-
-        Returns:
-            False where more than one content in fifty has been that of several records: others will follow.
-        """
+        """Return whether the tensor that most of some rows were handed out in distinguishes records."""
+        # False where more than one content in fifty has been that of several records: others will follow.
         codes = self._leaf_of[_places(prints)[1][self.known(prints)]]
         if not len(codes):
             return True
@@ -142,82 +117,38 @@ class RecordMemory:
         return _SHARE_OF_COMMON * several <= contents
 
     def known(self, prints: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Return which rows were handed out.
-
-        Args:
-            prints: Their fingerprints.
-
-        Returns:
-            Truth values.
-        """
+        """Return which rows were handed out."""
         told, places = _places(prints)
         return (told != 0) & (self._prints[places] == told)
 
     def foreign(self, prints: np.ndarray | Sequence[int], *, released_in: int | None) -> np.ndarray:
-        """Return which rows must be a record's that was handed out before.
-
-        Args:
-            prints: Their fingerprints.
-            released_in: Only those that were released in this pass; None for all.
-
-        Returns:
-            Truth values.
-        """
+        """Return which rows must be of a record that was handed out before, or was released in a pass."""
         _, places = _places(prints)
         found = self.known(prints) & (self._records[places] != _SEVERAL)
         return found if released_in is None else found & (self._released_in[places] == released_in)
 
     def records_of(self, prints: np.ndarray) -> np.ndarray:
-        """Return which record each row is of.
-
-        Args:
-            prints: Fingerprints of rows.
-
-        Returns:
-            Numbers of records; -1 where that is not known, or where several have such a row.
-        """
+        """Return the record of each row; -1 where it is unknown, or several have such a row."""
         return np.where(self.known(prints), self._records[_places(prints)[1]], _SEVERAL)
 
     def draws_of(self, prints: np.ndarray | Sequence[int]) -> list[int]:
-        """Return in which draw each row was handed out last.
-
-        Args:
-            prints: Fingerprints of rows that are known.
-
-        Returns:
-            Numbers of draws.
-        """
+        """Return the draw in which each row was handed out last."""
         return self._draws[_places(prints)[1]].tolist()
 
     def release(self, prints: np.ndarray | Sequence[int], number: int) -> None:
-        """Note that rows were released.
-
-        Args:
-            prints: Their fingerprints.
-            number: Of the pass.
-        """
+        """Note that rows were released in a pass."""
         told, places = _places(prints)
         self._released_in[places[self._prints[places] == told]] = number
 
 
 def _places(prints: np.ndarray | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return fingerprints and their places: the highest bits, as the lowest ones of round numbers are equal."""
+    """Return fingerprints and their slots: the highest bits, as the lowest ones of round numbers are equal."""
     told = np.asarray(prints, np.int64)
     return told, (told.view(np.uint64) >> np.uint64(64 - _SLOT_BITS)).astype(np.int64)
 
 
 def prints_of(tensors: Iterable[Tensor], rows: int, axis: int, *, kinds: Container[Kind] | None = None) -> list[Prints]:
-    """Return the fingerprints of the rows of all tensors that have so many.
-
-    Args:
-        tensors: Any tensors.
-        rows: How many rows.
-        axis: Where they lie; axis 0 serves where that one has another size.
-        kinds: Those that are wanted; None for all.
-
-    Returns:
-        One entry for each kind.
-    """
+    """Return the fingerprints of the rows of all tensors that have so many, one entry for each kind."""
     of_kind: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in tensors:
         place = axis if axis < tensor.dim() and tensor.shape[axis] == rows else 0
@@ -230,14 +161,8 @@ def prints_of(tensors: Iterable[Tensor], rows: int, axis: int, *, kinds: Contain
 
 
 def read(found: Sequence[Prints]) -> Rows:
-    """Read fingerprints; waits for their device.
-
-    Args:
-        found: What `prints_of` returned.
-
-    Returns:
-        Those of each tensor, int64, with the kind mixed in; 0 stays 0.
-    """
+    """Read fingerprints; waits for their device."""
+    # The kind is mixed in; 0 stays 0.
     rows: Rows = []
     for kind, prints_KB in found:
         told_KB = prints_KB.cpu().numpy()
@@ -248,13 +173,6 @@ def read(found: Sequence[Prints]) -> Rows:
 
 def are_same(forwards: Sequence[Sequence[Sequence[Prints]]], parts: Sequence[Sequence[Prints]]) -> bool:
     """Return whether a step's inputs are certainly those handed out: the rows in order, or else their checksums.
-
-    Args:
-        forwards: Of each backward pass, and each forward behind it, the fingerprints of its inputs.
-        parts: Those of each part of the draws.
-
-    Returns:
-        False where a closer look has to tell.
 
     Cost:
         Reads a few numbers of each device at once; of all numbers, and so twice, where the order is another.
@@ -279,7 +197,7 @@ def are_same(forwards: Sequence[Sequence[Sequence[Prints]]], parts: Sequence[Seq
 
 
 def _can_be_equal(found: Sequence[Prints], others: Sequence[Prints]) -> bool:
-    """Return whether all have their likes among others, on one device."""
+    """Return whether all have their counterparts among others, on one device."""
     same = dict(others)
     like = (found[0][1], same.get(found[0][0]))
     return all(
@@ -289,21 +207,15 @@ def _can_be_equal(found: Sequence[Prints], others: Sequence[Prints]) -> bool:
 
 
 def _are_equal(found: Sequence[Prints], others: Sequence[Prints]) -> Tensor:
-    """Return whether all are those among others, in the same order of rows and tensors, and say something: a scalar."""
+    """Return, as a scalar, whether all are those among others, in the same order of rows and tensors, and not all 0."""
     same = dict(others)
     equal = torch.stack([(same[kind] == prints_KB).all() for kind, prints_KB in found]).all()
     return equal & torch.stack([prints_KB.any() for _, prints_KB in found]).any()
 
 
 def _checksums(groups: Sequence[Sequence[Sequence[Prints]]]) -> list[dict[Kind, set[int]]]:
-    """Return checksums of the rows of all parts of each group together, by kind; waits once for each device.
-
-    Args:
-        groups: Parts that belong together.
-
-    Returns:
-        For each group; nothing where its parts have different tensors.
-    """
+    """Return checksums by kind of the rows of each group's parts, empty where they have different tensors."""
+    # Waits once for each device.
     found: list[dict[Kind, set[int]]] = [{} for _ in groups]
     of_device: dict[torch.device, list[tuple[dict[Kind, set[int]], Kind, Tensor]]] = {}
     for own, parts in zip(found, groups, strict=True):
@@ -325,14 +237,7 @@ def _checksums(groups: Sequence[Sequence[Sequence[Prints]]]) -> list[dict[Kind, 
 
 
 def counted(parts: Iterable[Rows]) -> Counter[int]:
-    """Count how often each row is in parts of a draw.
-
-    Args:
-        parts: Fingerprints of the tensors of each part.
-
-    Returns:
-        By fingerprint; of several tensors with the same rows (ids and labels) one counts.
-    """
+    """Count the occurrences of each row in parts of a draw; tensors with the same rows (ids and labels) count once."""
     total: Counter[int] = Counter()
     for tensors in parts:
         part: Counter[int] = Counter()
@@ -348,17 +253,9 @@ def counted(parts: Iterable[Rows]) -> Counter[int]:
 
 
 def telling(forward: Rows, drawn: Mapping[int, int], memory: RecordMemory) -> Rows:
-    """Return the rows of the input that tells most of which records a forward is of.
-
-    Args:
-        forward: Fingerprints of its inputs' rows.
-        drawn: Rows of the draws that it may be of.
-        memory: What was handed out.
-
-    Returns:
-        The input whose rows differ most, of those half of whose rows say something and half of these were handed out
-        in a tensor that tells records apart; empty if there is none.
-    """
+    """Return the rows of the input that says most about the records of a forward; empty if there is none."""
+    # The input whose rows differ most, of those half of whose rows say something and half of these were handed out in a
+    # tensor that distinguishes records.
     for leaf, prints in sorted(forward, key=lambda row: len(np.unique(row[1])), reverse=True):
         own = prints[prints != 0]
         handed_out = max(int(memory.known(own).sum()), sum(told in drawn for told in own.tolist()))
@@ -376,19 +273,9 @@ def replay_of(
     times: int,
     released_in: int | None,
 ) -> Replay | None:
-    """Look for records of a step that its draws do not explain.
-
-    Args:
-        seen: How often each row went through the model.
-        drawn: How often each row was handed out with the draws.
-        members: Numbers of the draws' records: one that the loop pads further looks as it did in an earlier batch.
-        memory: What was handed out.
-        times: How often a record may take part.
-        released_in: Where a record may stand for another of its pass: number of the pass; else None.
-
-    Returns:
-        What was found, if it is enough not to be chance.
-    """
+    """Return records of a step that its draws do not explain, if they are too many for chance."""
+    # members: records of the draws: one that the loop pads further looks as it did in an earlier batch. times: how
+    # often a record may take part. released_in: number of the pass in which a record may stand for another; else None.
     candidates = [told for told, count in seen.items() if count > times * drawn.get(told, 0)]
     if not candidates:
         return None
@@ -410,15 +297,7 @@ def replay_of(
 
 
 def crossed_in(forwards: Sequence[Rows], memory: RecordMemory) -> Crossed | None:
-    """Look for places that hold a row of one record in an input, and of another one in a further input.
-
-    Args:
-        forwards: Of each forward behind one backward, the fingerprints of its inputs.
-        memory: What was handed out.
-
-    Returns:
-        What was found in two of them, if it is enough not to be chance.
-    """
+    """Return positions with rows of different records in two inputs, if they are too many for chance."""
     known = [records for forward in forwards for records in _records_in(forward, memory)]
     for number, one in enumerate(known):
         for other in known[:number]:
@@ -431,5 +310,5 @@ def crossed_in(forwards: Sequence[Rows], memory: RecordMemory) -> Crossed | None
 
 
 def _records_in(forward: Rows, memory: RecordMemory) -> list[np.ndarray]:
-    """Return the records of the rows of the inputs that tell."""
+    """Return the records of the rows of telling inputs."""
     return [memory.records_of(prints) for _, prints in forward if memory.known(prints).any() and memory.tells(prints)]

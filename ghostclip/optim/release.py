@@ -29,25 +29,14 @@ class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and 
 
 
 class FloatSums:
-    """The sums are the clipper's own: nothing has to be collected beside them."""
+    """The clipper's own sums are released: nothing has to be collected."""
 
     def collect(self) -> None:
         """Nothing to do after a backward."""
 
 
 def collector(clipper: GhostClipper, noise_source: NoiseSource) -> ExactRelease | FloatSums:
-    """Return what collects integers beside the floating-point sums, if the noise is discrete.
-
-    Args:
-        clipper: Where the clipped sums come from.
-        noise_source: Where the noise comes from.
-
-    Returns:
-        `ExactRelease` if the noise is of level "exact".
-
-    Raises:
-        InvalidOptionError: If the clipper cannot be combined with discrete noise.
-    """
+    """Return the collector of integer sums if the noise is of level "exact", else one that does nothing."""
     # By level, not by type: a source that several ranks share adds up their integers as it does floats.
     return ExactRelease(clipper, cast("ExactNoise", noise_source)) if noise_source.level == "exact" else FloatSums()
 
@@ -61,20 +50,8 @@ def noisy_gradients(
     noise_source: NoiseSource,
     collected: ExactRelease | FloatSums,
 ) -> list[torch.Tensor]:
-    """Add noise to the clipped sums and scale them.
-
-    Args:
-        parameters: The trainable parameters.
-        sums: Their clipped sums in float32 at least, shapes of the parameters, None where nothing contributed; become
-            the release and are forgotten. Collected integers take their place.
-        std: Standard deviation of the noise in one coordinate of the sum.
-        divisor: Public constant that the noisy sum is divided by.
-        noise_source: Where the noise comes from.
-        collected: What was collected beside the sums.
-
-    Returns:
-        The release of each parameter, in its dtype.
-    """
+    """Return the release of each parameter: noise added to its clipped sum, divided by a public constant."""
+    # Sums are None where nothing contributed; they are overwritten. Collected integers replace them.
     if isinstance(collected, ExactRelease):
         released = collected.release(parameters, std=std)
         if divisor != 1 and released:
@@ -93,7 +70,7 @@ def noisy_gradients(
 
 
 def _zeros_for(p: nn.Parameter) -> torch.Tensor:
-    """Return the clipped sum of a parameter which nothing contributed to."""
+    """Return a zero sum for a parameter without one."""
     return torch.zeros_like(
         p, dtype=torch.promote_types(p.dtype, torch.float32), memory_format=torch.contiguous_format, requires_grad=False
     )
@@ -102,16 +79,7 @@ def _zeros_for(p: nn.Parameter) -> torch.Tensor:
 def next_bound(
     clipper: GhostClipper, *, noise_multiplier: float, expected_batch_size: float | None, noise_source: NoiseSource
 ) -> float | None:
-    """Return C of the next step where the policy adapts it to what this step's samples did.
-
-    Args:
-        clipper: Its policy counted the samples that stayed unclipped.
-        noise_multiplier: σ of the step; with 0 the count stays exact, as the sum does.
-        expected_batch_size: Public constant that the count is divided by.
-        noise_source: Where the count's noise comes from.
-
-    Returns:
-        C, or None if it stays.
+    """Return C of the next step where the policy adapts it to the samples of this step, else None.
 
     Privacy:
         The count is part of the step's one release; its cost is in the step's σ (see `QuantileAdaptation`).
@@ -129,13 +97,6 @@ def next_bound(
 
 def fingerprint(released: Sequence[torch.Tensor], *, in_parts: bool = False) -> str:
     """Return a digest by which a step that is made again after a crash is recognised as the same release.
-
-    Args:
-        released: What the step releases, noise included.
-        in_parts: Whether other ranks release other parameters; those that this one has in parts tell by themselves.
-
-    Returns:
-        32 hexadecimal digits.
 
     Privacy:
         A function of the release alone.

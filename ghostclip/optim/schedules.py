@@ -13,19 +13,12 @@ from ghostclip.optim.members import release_of
 
 
 class Schedule(abc.ABC):
-    """Sets one value of a private optimizer after every epoch (or whatever `step()` is called after).
-
-    Args:
-        optimizer: The private optimizer.
-        last_epoch: How many epochs are over, less one; -1 at the beginning. The optimizer's present value is that of
-            this epoch, and the next one's is set at once, as torch's schedulers do.
-
-    Raises:
-        InvalidOptionError: If the optimizer is not private, or moves the value by itself.
-    """
+    """Sets one value of a private optimizer after every epoch (or whatever `step()` is called after)."""
 
     attribute = ""
 
+    # As in torch's schedulers, `last_epoch` is -1 at the beginning; the optimizer's present value is that of this
+    # epoch, and the next one's is set at once.
     def __init__(self, optimizer: DPOptimizer, *, last_epoch: int = -1) -> None:
         optimizer = release_of(optimizer)
         if not isinstance(optimizer, DPOptimizer):
@@ -41,22 +34,10 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def next_value(self, current: float) -> float:
-        """Return the value for epoch `last_epoch`.
-
-        Args:
-            current: The value of the epoch before.
-
-        Returns:
-            The new value.
-        """
+        """Return the value for epoch `last_epoch`, from that of the epoch before."""
 
     def step(self) -> None:
-        """Go on to the next epoch.
-
-        Raises:
-            InvalidOptionError: If the new value is out of range, or a part of a logical batch was clipped to the old
-                bound; then nothing changes.
-        """
+        """Go on to the next epoch; nothing changes where that is refused."""
         self.last_epoch += 1
         try:
             setattr(self.optimizer, self.attribute, self.next_value(getattr(self.optimizer, self.attribute)))
@@ -70,14 +51,7 @@ class Schedule(abc.ABC):
         return {**own, "value": getattr(self.optimizer, self.attribute)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; sets the optimizer's value too.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ResumeError: If it is incomplete.
-        """
+        """Continue from a saved state, and set the optimizer's value."""
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ResumeError(f"schedule state: missing {', '.join(sorted(missing))}; pass what state_dict() returned.")
@@ -87,39 +61,18 @@ class Schedule(abc.ABC):
 
 
 class _Exponential(Schedule):
-    """Multiplies the value by γ every epoch.
-
-    Args:
-        optimizer: The private optimizer.
-        gamma: γ, above 0.
-        last_epoch: See `Schedule`.
-    """
+    """Multiplies the value by γ every epoch."""
 
     def __init__(self, optimizer: DPOptimizer, *, gamma: float, last_epoch: int = -1) -> None:
         self.gamma = _validate.positive(gamma, "gamma")
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def next_value(self, current: float) -> float:
-        """Return γ·current, or what it begins with.
-
-        Args:
-            current: The value of the epoch before.
-
-        Returns:
-            The new value.
-        """
         return current if self.last_epoch == 0 else self.gamma * current
 
 
 class _Step(Schedule):
-    """Multiplies the value by γ every `step_size` epochs.
-
-    Args:
-        optimizer: The private optimizer.
-        step_size: Epochs between changes.
-        gamma: γ, above 0.
-        last_epoch: See `Schedule`.
-    """
+    """Multiplies the value by γ every `step_size` epochs."""
 
     def __init__(self, optimizer: DPOptimizer, *, step_size: int, gamma: float, last_epoch: int = -1) -> None:
         self.step_size = _validate.positive_int(step_size, "step_size")
@@ -127,26 +80,12 @@ class _Step(Schedule):
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def next_value(self, current: float) -> float:
-        """Return γ·current in every `step_size`-th epoch.
-
-        Args:
-            current: The value of the epoch before.
-
-        Returns:
-            The new value.
-        """
         changes = self.last_epoch > 0 and self.last_epoch % self.step_size == 0
         return self.gamma * current if changes else current
 
 
 class _Lambda(Schedule):
-    """Multiplies the value it begins with by a function of the epoch; factors do not add up.
-
-    Args:
-        optimizer: The private optimizer.
-        function: Factor by epoch.
-        last_epoch: See `Schedule`.
-    """
+    """Multiplies the first value by a function of the epoch; factors do not accumulate."""
 
     def __init__(self, optimizer: DPOptimizer, *, function: Callable[[int], float], last_epoch: int = -1) -> None:
         self._function = function
@@ -154,14 +93,6 @@ class _Lambda(Schedule):
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def next_value(self, current: float) -> float:
-        """Return the function's factor times the value it began with.
-
-        Args:
-            current: The value of the epoch before.
-
-        Returns:
-            The new value.
-        """
         del current
         return self.base_value * self._function(self.last_epoch)
 
@@ -179,13 +110,7 @@ class StepNoise(_Step):
 
 
 class LambdaNoise(_Lambda):
-    """Multiplies the first noise multiplier by a function of the epoch; each step is accounted with the σ in force.
-
-    Args:
-        optimizer: The private optimizer.
-        noise_lambda: Factor by epoch.
-        last_epoch: See `Schedule`.
-    """
+    """Multiplies the first noise multiplier by a function of the epoch; each step is accounted with the σ in force."""
 
     attribute = "noise_multiplier"
 
@@ -206,13 +131,7 @@ class StepGradClip(_Step):
 
 
 class LambdaGradClip(_Lambda):
-    """Multiplies the first clip bound (of all groups) by a function of the epoch; the noise follows the bound.
-
-    Args:
-        optimizer: The private optimizer.
-        scheduler_function: Factor by epoch.
-        last_epoch: See `Schedule`.
-    """
+    """Multiplies the first clip bound (of all groups) by a function of the epoch; the noise follows the bound."""
 
     attribute = "max_grad_norm"
 

@@ -13,7 +13,7 @@ from ghostclip.errors import MissingGradientError
 
 
 class BatchToken(NamedTuple):
-    """Says where a physical batch belongs; it travels with the batch from the sampler to the optimizer."""
+    """Position of a physical batch, which travels with it from the sampler to the optimizer."""
 
     logical_id: int
     """Number of the logical batch within its pass over the loader."""
@@ -26,40 +26,28 @@ class BatchToken(NamedTuple):
 
 
 class LogicalBatch:
-    """Progress of the logical batch that is being accumulated.
-
-    Attributes:
-        token: The token of the physical batch handed out last, or None when batches come without tokens.
-        skip_next: Whether the next step() is virtual.
-        open: Whether a virtual step was taken and nothing has been released since.
-        uses: The largest number of backward passes that one physical batch of this logical batch went through.
-        rounds: How often its physical batches went through a whole draw of the private sampler, the same one again
-            included; known when it is released.
-    """
+    """Progress of the logical batch that is being accumulated."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forget everything, as after a release or an abandoned loop."""
+        # the token of the physical batch handed out last, or None when batches come without tokens
         self.token: BatchToken | None = None
-        self.skip_next = False
-        self.open = False
+        self.skip_next = False  # whether the next step() is virtual
+        self.open = False  # whether a virtual step was taken and nothing has been released since
+        # the largest number of backward passes that one physical batch of this logical batch went through
         self.uses = 0
+        # how often its physical batches went through a whole draw of the private sampler, the same one again included;
+        # known when it is released
         self.rounds = 1
         self._taken: list[int] = []
         self._passes_seen = 0
         self._generation: int | None = None
 
     def enter(self, token: BatchToken) -> None:
-        """Take note of the physical batch that is about to be processed.
-
-        Args:
-            token: The token that came with it.
-
-        Raises:
-            MissingGradientError: If physical batches were left out or two loops over the loader are interleaved.
-        """
+        """Note the token of the physical batch that is about to be processed; refuse one out of order."""
         if token.chunk > 0:
             if self.skip_next:
                 raise MissingGradientError(
@@ -77,16 +65,8 @@ class LogicalBatch:
         self.skip_next = not token.is_last
 
     def count_passes(self, total: int, generation: int, *, empty: bool) -> None:
-        """Take note of the backward passes since the last step.
-
-        Args:
-            total: Backward passes accumulated in the clipper since the last release.
-            generation: How often the clipper has forgotten its sums.
-            empty: Whether the physical batch has no samples, so that no backward is needed.
-
-        Raises:
-            MissingGradientError: If there were none, or what was accumulated before is gone.
-        """
+        """Note the backward passes since the last step; refuse none, unless the batch is empty, or lost sums."""
+        # `total`: backwards in the clipper since the last release; `generation`: how often it has dropped its sums.
         if self._generation is not None and generation != self._generation:
             raise MissingGradientError(
                 "the sums of an earlier part of this logical batch are gone (a backward failed, or somebody reset the "
@@ -109,15 +89,8 @@ class LogicalBatch:
         return max(1, self.uses * (self.rounds if len(self._taken) > 1 else 1))
 
     def rows_of_parts(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows of every backward pass, of several over one physical batch those of one.
-
-        Args:
-            rows: Rows of every backward pass since the last release.
-
-        Returns:
-            The rows in order; passes of the last step stay apart where it is the only one, as they may be over batches
-            of their own.
-        """
+        """Return the rows of every backward pass, of several over one physical batch those of one."""
+        # Passes of the last step are separate where it is the only one, as they may be over batches of their own.
         if len(self._taken) < 2:
             return list(rows)
         found: list[int] = []
@@ -128,22 +101,11 @@ class LogicalBatch:
         return found if self.token is None else [count for count in found if count] or found[:1]
 
     def holds_all(self, total: int) -> bool:
-        """Whether every backward pass so far belongs to a virtual step.
-
-        Args:
-            total: Backward passes accumulated in the clipper since the last release.
-
-        Returns:
-            True if so; what was accumulated is then kept for the next physical batch.
-        """
+        """Whether every one of `total` backward passes since the last release belongs to a virtual step."""
         return self.open and total == self._passes_seen
 
     def close_virtual_step(self, generation: int) -> None:
-        """A virtual step was taken: the sum stays and the next physical batch adds to it.
-
-        Args:
-            generation: How often the clipper has forgotten its sums.
-        """
+        """Close a virtual step: the sum stays and the next physical batch adds to it."""
         self.skip_next = False
         self.open = True
         self._generation = generation

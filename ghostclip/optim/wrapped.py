@@ -22,11 +22,7 @@ class CarriedAccount(Protocol):
         """Return it."""
 
     def load(self, text: str | None) -> None:
-        """Continue from what `text` returned.
-
-        Args:
-            text: The text; None where the state held none.
-        """
+        """Continue from what `text` returned, None where the state had none."""
 
 
 _PARAMS: Final = itemgetter("params")
@@ -132,18 +128,14 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by an enabled `torch.amp.GradScaler` before it steps; the only place to stop it.
-
-        Raises:
-            InvalidOptionError: Always.
-        """
+        """Refuse an enabled `torch.amp.GradScaler`, which reads this before it steps; the only place to stop it."""
         raise InvalidOptionError(
             "GradScaler multiplies the loss, so that gradients would be clipped at the wrong norm and unscaled outside "
             "the private step. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False)."
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what the wrapper does not have on the wrapped optimizer."""
+        """Look up a missing attribute on the wrapped optimizer."""
         if "original_optimizer" not in self.__dict__:
             raise AttributeError(name)
         if name == "virtual_step":
@@ -154,11 +146,7 @@ class WrappedOptimizer(Optimizer):
         return getattr(self.original_optimizer, name)
 
     def __getstate__(self) -> NoReturn:
-        """Refuse copies and pickles: a second one would release from the same clipped sums.
-
-        Raises:
-            CopyError: Always.
-        """
+        """Refuse copies and pickles: a second one would release from the same clipped sums."""
         raise CopyError(f"{type(self).__name__} cannot be copied or pickled. Save its state_dict() instead.")
 
     def __repr__(self) -> str:

@@ -33,92 +33,55 @@ _HOST_SHARE: Final = 0.5
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is done to stay within the budget at some sizes of inputs.
+    """Measures to stay within the budget at some sizes of inputs."""
 
-    Attributes:
-        blocks: Paths of the blocks whose inputs alone are kept.
-        cut: Number of the block's call at whose end the part begins that gets a second backward; None for none.
-        peak: Bytes that the backward is expected to hold.
-        ordinary: Bytes that the same backward of ordinary training holds.
-        holding: Parameters whose factors are held in another form.
-    """
-
-    blocks: frozenset[str]
-    cut: int | None
-    peak: int
-    ordinary: int
-    holding: Holding = AS_THEY_ARE
+    blocks: frozenset[str]  # paths of the blocks of which only inputs are stored
+    cut: int | None  # number of the block's call at whose end the part with a second backward begins; None for none
+    peak: int  # bytes that the backward is expected to take
+    ordinary: int  # bytes that the same backward of ordinary training takes
+    holding: Holding = AS_THEY_ARE  # parameters whose factors are stored in another form
 
     @property
     def share(self) -> float:
-        """What the backward is expected to hold, over what an ordinary one holds."""
+        """Expected memory of the backward over that of an ordinary one."""
         return self.peak / max(1, self.ordinary)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a backward is interrupted.
+    """Interruption of a backward."""
 
-    Attributes:
-        edge: The value of the graph whose gradient is all that goes on behind it.
-        ends: Where else the backward up to there ends: captured paths that do not lead to it.
-        names: Parameters that are used behind it and nowhere else, each once.
-    """
-
-    edge: GradientEdge
-    ends: tuple[GradientEdge, ...]
-    names: frozenset[str]
+    edge: GradientEdge  # the value of the graph whose gradient is all that the rest needs
+    ends: tuple[GradientEdge, ...]  # other ends of the first part: captured paths that do not lead to the edge
+    names: frozenset[str]  # parameters that are used only behind it, each once
 
 
 class BlockPlanner:
-    """Decides for every size of inputs, and remembers it.
-
-    Attributes:
-        latest: The reduction in force in the latest backward; None before the first.
-        least: What it comes to at the sizes of the latest backward from the next one on; None before the first.
-        dropped: Parameters whose factors the latest backward has dropped and formed again.
-    """
+    """Decides once for every size of inputs."""
 
     def __init__(self, budget: float, *, rounds: bool = False) -> None:
-        """Make a planner without plans.
-
-        Args:
-            budget: The most that a private backward may hold, over what an ordinary one holds; below 1.
-            rounds: Whether factors may be held in 16 bits.
-        """
+        """Begin with a budget below 1, in units of an ordinary backward; ``rounds`` allows factors in 16 bits."""
         self.budget, self._rounds = budget, rounds
-        self.latest: Reduction | None = None
+        self.latest: Reduction | None = None  # reduction in the latest backward; None before the first
+        # the reduction at the sizes of the latest backward from the next one on; None before the first
         self.least: Reduction | None = None
+        # parameters whose factors the latest backward has dropped and formed again
         self.dropped: frozenset[str] = frozenset()
         self._plans: dict[Any, Reduction] = {}
 
     def choose(self, sizes: Any, kinds: Mapping[str, Any]) -> Mapping[str, bool]:
-        """Return the blocks whose inputs alone are kept in a forward that begins, each with whether it is looked at.
-
-        Args:
-            sizes: What tells the sizes of its inputs.
-            kinds: What blocks of one kind have in common, by the block's path.
-
-        Returns:
-            By path; at sizes that were not met before all of them, the last of each kind looked at.
-        """
+        """Return the blocks of which a forward stores only inputs, by path, each with whether it is watched."""
+        # At new sizes all of them, the last of each kind watched. `kinds`: what blocks of one kind have in common, by
+        # path.
         if sizes in self._plans:
             return dict.fromkeys(self._plans[sizes].blocks, False)
         last = {kind: name for name, kind in kinds.items()}
         return {name: last[kind] == name for name, kind in kinds.items()}
 
     def decide(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> Reduction | None:
-        """Return the reduction for a backward that is about to run.
-
-        Args:
-            loss: Where it starts.
-            forward: Its forward, whose blocks were watched; what is held of those that are looked at is let go where
-                memory is short of it.
-            parameters: The trainable parameters by name.
-
-        Returns:
-            The reduction; None where the graph does not show what blocks hold.
-        """
+        """Return the reduction for a backward that is about to run."""
+        # None where the graph does not show what blocks store. Saved tensors of watched blocks are freed where memory
+        # is short of them.
         self.latest, self.dropped = None, frozenset()
         known = self._plans.get(forward.input_sizes)
         if known is None:
@@ -136,22 +99,14 @@ class BlockPlanner:
         return known
 
     def interrupt(self, loss: Tensor, forward: ForwardContext) -> Cut | None:
-        """Return where the backward that was decided on is interrupted.
-
-        Args:
-            loss: Where it starts.
-            forward: Its forward.
-
-        Returns:
-            The cut; None where it is not, or where this graph has another form than the one that was looked at.
-        """
+        """Return where the planned backward is interrupted; None where it is not, or the graph has another form."""
         at = None if self.latest is None else self.latest.cut
         cut = None if at is None else cut_at(at, loss, forward)
         self.dropped = frozenset() if cut is None else cut.names
         return cut
 
     def _cheapest(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return what costs least and fits; where nothing fits, what holds least."""
+        """Return the cheapest choice that fits; where none fits, the one with the least memory."""
         limit = self.budget * read.ordinary_peak()
         able = [number for number, call in enumerate(read.calls) if call.may_be]
         found: list[_Priced] = []
@@ -164,7 +119,8 @@ class BlockPlanner:
         return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
 
     def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return the reduction for the step whose blocks were looked at: these alone may still keep what they hold."""
+        """Return the reduction for the step whose blocks were watched."""
+        # Only these may still keep their saved tensors.
         limit = self.budget * read.ordinary_peak()
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
         held = frozenset(number for number in again if read.calls[number].held is not None)
@@ -178,7 +134,7 @@ class BlockPlanner:
         return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
 
     def _holdings(self, read: Timeline) -> list[Holding]:
-        """Return the ways to hold factors: as they are, and all of them otherwise that may be."""
+        """Return the ways to store factors: all as they are, or all that may be in another form."""
         found, room = read.holdable(), host_room()
         wide = frozenset(name for name, (_, shape) in found.items() if shape.dtype == torch.float32)
         on_gpu = {name: size for name, (size, shape) in found.items() if shape.device.type == "cuda"}
@@ -188,7 +144,7 @@ class BlockPlanner:
         return [Holding(*both) for both in product(rounded, offloaded)]
 
     def _fewest(self, read: Timeline, found: "_Priced", limit: float) -> "_Choice":
-        """Return a choice with no more factors held otherwise than it takes: of those that arrive first."""
+        """Return a choice with no more factors in another form than necessary: of those that arrive first."""
         over, _, choice = found
         if over:
             return choice
@@ -209,17 +165,11 @@ class BlockPlanner:
 
 
 class _Choice(NamedTuple):
-    """What can be done to hold less.
+    """A choice of measures that reduce memory."""
 
-    Attributes:
-        again: Numbers of the blocks' calls whose inputs alone are kept.
-        cut: Where a second backward begins.
-        holding: What is held in another form.
-    """
-
-    again: frozenset[int]
+    again: frozenset[int]  # numbers of the blocks' calls of which only inputs are stored
     cut: int | None
-    holding: Holding
+    holding: Holding  # parameters whose factors are stored in another form
 
 
 # Whether it is over the budget; its peak, or else its price.
@@ -231,7 +181,7 @@ def _cost(found: _Priced) -> tuple[bool, float]:
 
 
 def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:
-    """Return the first choice that fits, the last where none does; each is taken to hold less than those before."""
+    """Return the first choice that fits, the last where none does; each takes less memory than those before."""
     low, high = 0, len(choices) - 1
     while low < high:
         middle = (low + high) // 2
@@ -240,17 +190,9 @@ def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -
 
 
 def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
-    """Return where a backward may be interrupted.
-
-    Args:
-        number: Number of a block's call in the forward.
-        loss: Where the backward will start.
-        forward: The forward.
-
-    Returns:
-        The end of the block; None where something else leads from the loss to what is behind it, which would be gone
-        through twice, or to a leaf outside the model.
-    """
+    """Return the cut at the end of a block's call."""
+    # None where something else leads from the loss to what is behind it, which would be gone through twice, or to a
+    # leaf outside the model.
     nodes = nodes_behind([loss.grad_fn])
     ending = [node for node in nodes if node.metadata.get(BLOCK_KEY) == number]
     uses = {node: node.metadata[METADATA_KEY] for node in nodes if METADATA_KEY in node.metadata}

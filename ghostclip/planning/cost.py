@@ -19,34 +19,18 @@ _HOLDING = ("bookkeeping", "hooks")
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations and memory of one parameter in one step.
+    """Operations and memory of one parameter in one step."""
 
-    Attributes:
-        base: FLOPs of its layer's products in a non-private step: forward, weight gradient, input gradient.
-        private: FLOPs of the same layer with clipping.
-        held: Bytes held until the backward ends that a non-private step does not hold.
-    """
-
-    base: int = 0
-    private: int = 0
-    held: int = 0
+    base: int = 0  # FLOPs of its layer's products in a non-private step: forward, weight gradient, input gradient
+    private: int = 0  # FLOPs of the same layer with clipping
+    held: int = 0  # bytes stored until the backward ends that a non-private step does not store
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Return the cost of both."""
         return Cost(self.base + other.base, self.private + other.private, self.held + other.held)
 
 
 def cost_of(statistics: Sequence[Statistics], *, count: int, strategy: str) -> Cost:
-    """Price all uses of one parameter.
-
-    Args:
-        statistics: What came in for it, one for each use.
-        count: Its number of elements.
-        strategy: ``"bookkeeping"``, ``"ghost"``, ``"fast"`` or ``"hooks"``.
-
-    Returns:
-        The sum over its uses, and the cross terms between them.
-    """
+    """Return the cost of all uses of one parameter with ``count`` elements, and of the cross terms between them."""
     total = Cost()
     for arrived in statistics:
         total += _use(arrived, count=count, strategy=strategy)
@@ -94,22 +78,14 @@ def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
 
 
 def keeps(item: MatrixProduct) -> bool:
-    """Return whether book-keeping keeps a layer's per-sample gradients in the place of its two factors."""
+    """Return whether book-keeping stores a layer's per-sample gradients instead of its two factors."""
     if item.kept is not None:
         return item.kept
     return item.positions > 0 and planner.keeps_per_sample(item.positions, item.inputs, item.outputs)
 
 
 def norm_flops(item: MatrixProduct, *, instantiate: bool = False) -> int:
-    """Price the norms of a sum of outer products.
-
-    Args:
-        item: The product's sizes.
-        instantiate: Form the gradients whatever is cheaper.
-
-    Returns:
-        FLOPs for all samples: those of the blocked Gram's products, or of the gradients.
-    """
+    """Return the FLOPs of all samples' norms of a sum of outer products, in the cheaper form or by instantiation."""
     positions, inputs, outputs = item.positions, item.inputs, item.outputs
     if positions == 0:
         return 0
@@ -134,15 +110,8 @@ def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
 
 
 def kept_input(arrived: Statistics, *, strategy: str) -> int:
-    """Return the bytes of an operation's input that clipping holds until the backward ends.
-
-    Args:
-        arrived: What came in.
-        strategy: As in ``cost_of``.
-
-    Returns:
-        Those that an ordinary backward drops when it has passed the operation; 0 where only gradients are held.
-    """
+    """Return the bytes of an operation's input that clipping keeps alive until the backward ends."""
+    # Those that an ordinary backward drops when it has passed the operation; 0 where only gradients are stored.
     held = strategy == "bookkeeping" and _is_factored(arrived, strategy=strategy)
     return arrived.input_elements * arrived.itemsize if held else 0
 
@@ -176,15 +145,7 @@ def _cross_outer(first: MatrixProduct, second: MatrixProduct) -> int:
 
 
 def plan_of(arrived: Statistics, *, strategy: str) -> str:
-    """Say how norm and clipped sum are formed.
-
-    Args:
-        arrived: What came in.
-        strategy: As in ``cost_of``.
-
-    Returns:
-        A few words.
-    """
+    """Return a few words on how norm and clipped sum are formed."""
     if arrived.kind == "general":
         return "one backward a sample"
     if strategy == "hooks":

@@ -18,30 +18,19 @@ NOT_USED: Final = "not used yet"
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One parameter.
+    """One parameter of the coverage report."""
 
-    Attributes:
-        module: Path of the module that owns it (empty for the model itself).
-        module_type: That module's class name.
-        parameter: The parameter's own name.
-        shape: Its shape.
-        handled: Operations that consumed it and the form of its factors; ``"not used yet"`` before the first forward.
-        rung: How it was captured: ``"rule"``, ``"elementwise"``, ``"general"`` (one gradient a sample), each perhaps
-            ``"derived"`` as well; empty where it was not used.
-        plan: How norm and clipped sum are formed at the sizes of the last backward; empty before the first.
-        cost: What that costs.
-        axes: Which rows of its operations' data belong to which sample, where evidence has decided it.
-    """
-
-    module: str
+    module: str  # path of the module that owns it (empty for the model itself)
     module_type: str
     parameter: str
     shape: tuple[int, ...]
-    handled: str
+    handled: str  # operations that consumed it and the form of its factors; ``"not used yet"`` before the first forward
+    # how it was captured: ``"rule"``, ``"elementwise"``, ``"general"`` (one gradient per sample), each perhaps
+    # ``"derived"`` as well; empty where it was not used
     rung: str = ""
-    plan: str = ""
+    plan: str = ""  # how norm and clipped sum are formed at the sizes of the last backward; empty before the first
     cost: Cost = field(default_factory=Cost)
-    axes: str = ""
+    axes: str = ""  # which rows of its operations' data belong to which sample, where evidence has decided it
 
     @property
     def name(self) -> str:
@@ -58,16 +47,7 @@ class CoverageRow:
 
 
 class Coverage:
-    """A table with one row for every trainable parameter, and what clipping costs altogether.
-
-    Attributes:
-        rows: The rows, in the order of ``model.named_parameters()``.
-        strategy: What the plan and the costs are for.
-        base_bytes: What a non-private step holds: parameters, gradients and, at least, the inputs of the layers.
-        unchecked: The checks of the model that were switched off or could not run, and why; empty if all ran.
-        expected_share: What a backward is expected to hold under a memory budget below 1, over what an ordinary one
-            holds; None without such a budget.
-    """
+    """Table with one row for every trainable parameter, and the total cost of clipping."""
 
     def __init__(
         self,
@@ -78,27 +58,20 @@ class Coverage:
         unchecked: str = "",
         expected_share: float | None = None,
     ) -> None:
-        """Keep the rows.
-
-        Args:
-            rows: One for each trainable parameter.
-            strategy: What they were priced for.
-            base_bytes: As in the class.
-            unchecked: As in the class.
-            expected_share: As in the class.
-        """
         self.rows = list(rows)
+        # what a backward is expected to hold under a memory budget below 1, over what an ordinary one holds; None
+        # without such a budget
         self.expected_share = expected_share
-        self.strategy = strategy
+        self.strategy = strategy  # what the plan and the costs are for
+        # what a non-private step holds: parameters, gradients and, at least, the inputs of the layers
         self.base_bytes = base_bytes
+        # the checks of the model that were switched off or could not run, and why; empty if all ran
         self.unchecked = unchecked
 
     def __iter__(self) -> Iterator[CoverageRow]:
-        """Iterate over the rows."""
         return iter(self.rows)
 
     def __len__(self) -> int:
-        """Return the number of trainable parameters."""
         return len(self.rows)
 
     @property
@@ -108,21 +81,17 @@ class Coverage:
 
     @property
     def flop_ratio(self) -> float:
-        """FLOPs of a private step over those of a non-private one, of the layers in the table; 1 where none counts.
-
-        What has no trainable parameter (attention's own products, frozen layers) costs the same in both, so that the
-        ratio of the whole step is nearer to 1.
-        """
+        """FLOPs of a private step over those of a non-private one, of the layers in the table; 1 where none counts."""
+        # What has no trainable parameter (attention's own products, frozen layers) costs the same in both, so that the
+        # ratio of the whole step is nearer to 1.
         total = self.total
         return total.private / total.base if total.base else 1.0
 
     @property
     def memory_ratio(self) -> float:
-        """Bytes of a private step over those of a non-private one: at most this.
-
-        An ordinary backward holds other activations as well, and frees them while factors gather; either brings the
-        ratio nearer to 1. Under a memory budget below 1 it is what the plan expects.
-        """
+        """Upper bound of the bytes of a private step over those of a non-private one."""
+        # An ordinary backward stores other activations as well, and frees them while factors gather; either brings the
+        # ratio nearer to 1. Under a memory budget below 1 it is what the plan expects.
         if self.expected_share is not None:
             return self.expected_share
         return (self.base_bytes + self.total.held) / self.base_bytes if self.base_bytes else 1.0
@@ -148,7 +117,6 @@ class Coverage:
         }
 
     def __str__(self) -> str:
-        """Return the table as text."""
         header = ("module", "type", "parameter", "shape", "handled", "rung", "plan", "FLOPs", "holds")
         lines = [
             (
@@ -177,15 +145,7 @@ class Coverage:
 
 
 def as_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Lay out a table of texts in columns.
-
-    Args:
-        header: The columns' names.
-        lines: The rows, as many cells each.
-
-    Returns:
-        Lines of text; a rule below the header.
-    """
+    """Return texts in columns, with a rule below the header."""
     widths = [max(len(row[column]) for row in [header, *lines]) for column in range(len(header))]
     text = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -211,19 +171,8 @@ def coverage_of(
     reduced: BlockPlanner | None = None,
     unchecked: str = "",
 ) -> Coverage:
-    """Build the table.
-
-    Args:
-        model: The model.
-        sites: Call sites seen so far.
-        strategy: What the plan and the costs are for.
-        kept: Parameters whose per-sample gradients the memory budget keeps, see `ghostclip.planning.plan`.
-        reduced: What a memory budget below 1 has decided; None without one.
-        unchecked: As `Coverage` has it.
-
-    Returns:
-        The table, in the order of ``model.named_parameters()``.
-    """
+    """Return the coverage report, in the order of ``model.named_parameters()``."""
+    # kept: parameters whose per-sample gradients the memory budget keeps. reduced: the planner of a budget below 1.
     by_name: dict[str, list[CallSite]] = {}
     for site in sites:
         for name in site.names:
@@ -263,7 +212,7 @@ def coverage_of(
 
 
 class _Measure:
-    """What is done with one parameter, and what that costs, where a memory budget may have a say."""
+    """How one parameter is handled, and its cost, where a memory budget may decide."""
 
     def __init__(self, name: str, found: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None) -> None:
         blocks = () if reduced is None or reduced.latest is None else reduced.latest.blocks
@@ -277,20 +226,13 @@ class _Measure:
 
     @property
     def plan(self) -> str:
-        """A few words."""
+        """The plan in a few words."""
         plan = _joined(plan_of(item, strategy=self._strategy) for item in self.statistics)
         held = ", held in bfloat16" * self._rounded + ", held on the host" * self._away
         return plan + held + ", block run again" * (self._again and bool(plan)) + ", two backwards" * self._twice
 
     def cost(self, count: int) -> Cost:
-        """Price it.
-
-        Args:
-            count: The parameter's number of elements.
-
-        Returns:
-            The block's forward, which is run once more in every backward, included.
-        """
+        """Return the cost of ``count`` elements, with the block's forward if it is run once more in every backward."""
         product = sum(item.flops for arrived in self.statistics for item in arrived.products)
         times = self._again * (1 + self._twice)
         cost = cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
@@ -306,7 +248,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def _bears(item: Statistics, name: str, sizes: dict[str, int]) -> bool:
-    """Whether a parameter bears the cost of a computation from several: the largest of them does."""
+    """Whether a parameter accounts for a computation from several: the largest of them does."""
     return name == max(item.names, key=lambda other: sizes.get(other, 0))
 
 

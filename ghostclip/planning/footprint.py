@@ -27,35 +27,23 @@ _VIEWS: Final = (
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of a backward.
+    """One operation of a backward, and bytes in memory while it runs."""
 
-    Attributes:
-        use: The use whose gradient arrives there, or None.
-        live: Bytes of saved tensors while it runs, of this operation and all that follow.
-        passing: Bytes of gradients that it takes and makes, and of those that wait.
-        arriving: Bytes of the gradient that it takes.
-    """
-
-    use: ParamUse | None
-    live: int
-    passing: int
-    arriving: int
+    use: ParamUse | None  # the use whose gradient arrives there, or None
+    live: int  # saved tensors of this operation and all that follow
+    passing: int  # gradients that it takes and makes, and those that wait
+    arriving: int  # the gradient that it takes
 
 
 @dataclass
 class Footprint:
-    """A backward as a sequence of moments.
-
-    Attributes:
-        moments: In the order in which they will run.
-        inputs: Bytes of what each use keeps of its inputs, where no other use keeps it; by the use's number (``id``).
-    """
+    """A backward as a sequence of moments."""
 
     moments: list[Moment]
-    inputs: dict[int, int]
+    inputs: dict[int, int]  # bytes of inputs that no other use stores, by the use's `id`
 
     def ordinary_peak(self) -> int:
-        """Return the most that the same backward of ordinary training holds: at least this, its gradients included."""
+        """Return the peak of the same backward of ordinary training, at least its gradients."""
         peak = built = 0
         seen: set[str] = set()
         for moment in self.moments:
@@ -68,29 +56,13 @@ class Footprint:
 
 
 def footprint_of(loss: Tensor, parameters: Iterable[Tensor]) -> Footprint:
-    """Read the graph of a backward that will start at a loss.
-
-    Args:
-        loss: A tensor in the graph.
-        parameters: Tensors that are alive whatever the backward does: their storages do not count.
-
-    Returns:
-        Its moments. Reading unpacks saved tensors, so that it must not be done under activation checkpointing.
-    """
+    """Read the graph of a backward that will start at a loss, without the parameters' memory."""
+    # Reading unpacks saved tensors, so that it must not be done under activation checkpointing.
     return _read(nodes_in_order(loss.grad_fn), parameters)
 
 
 def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) -> Footprint:
-    """Read what is left of a backward that has come to its first use.
-
-    Args:
-        use: The use.
-        grad: The gradient of its output.
-        parameters: As for `footprint_of`.
-
-    Returns:
-        Its moments from that use on: what the loss itself held is not among them.
-    """
+    """Read the rest of a backward from its first use on, without what the loss itself stored."""
     constant = addresses(parameters)
     rest = _read(nodes_in_order(use.behind), parameters)
     own = sum(_storages(_inputs_of(use), constant).values())
@@ -123,16 +95,8 @@ def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
 
 
 def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any, int], dict[Any, int], int]:
-    """Read one operation of a backward.
-
-    Args:
-        node: Its node.
-        constant: Addresses of memory that does not count.
-
-    Returns:
-        Its use, or None; the memory that it reads, and that which its use keeps of it (address and bytes); bytes of the
-        gradient that it takes.
-    """
+    """Read one node."""
+    # Its use or None, memory read and memory its use keeps (address and bytes), bytes of its gradient.
     use = node.metadata.get(METADATA_KEY)
     kept = _storages(_inputs_of(use), constant)
     arriving = _bytes_of(_torch.outputs_of(node))
@@ -140,17 +104,9 @@ def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any,
 
 
 def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the bytes of gradients that are alive before and while each operation of a backward runs.
-
-    They are what it takes and makes, what it holds beside that (``workspace`` of a function of ours), and what waits
-    for operations that come later: of a residual connection the gradient that goes around.
-
-    Args:
-        nodes: Its nodes, in order.
-
-    Returns:
-        Bytes, two numbers for each.
-    """
+    """Return the bytes of gradients that are alive before and while each operation of a backward runs."""
+    # Those that it takes and makes, what it needs beside that (`workspace` of a function of ours), and those that wait
+    # for later operations: of a residual connection the gradient that goes around.
     gradients, found = _Gradients(), []
     for node in nodes:
         before = gradients.take(node)
@@ -161,7 +117,7 @@ def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 class _Gradients:
-    """The memory of gradients on their way through a backward; several places may share it."""
+    """Memory of the gradients on their way through a backward; several nodes may share it."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[Any, int], int] = {}
@@ -171,7 +127,7 @@ class _Gradients:
         self._alive = 0
 
     def take(self, node: Any) -> int:
-        """Let gradients arrive; returns the bytes of all that are alive."""
+        """Add arriving gradients; return the bytes of all that are alive."""
         places = [(node, number) for number in range(len(_torch.outputs_of(node)))]
         self._own = [self._at.pop(place) for place in places if place in self._at]
         if not self._own:
@@ -179,7 +135,7 @@ class _Gradients:
         return self._alive
 
     def make(self, node: Any) -> int:
-        """Hand on what an operation makes; returns the bytes of it that are new, and not counted as alive before."""
+        """Add gradients that an operation makes; return their new bytes, not counted as alive before."""
         before, made = self._alive, 0
         own = self._own[0]
         passes_on = node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS
@@ -203,7 +159,7 @@ class _Gradients:
         return made + self._alive - before
 
     def drop(self, node: Any) -> None:
-        """Let go of what arrived; what a use keeps of it is counted as the use's."""
+        """Remove gradients that arrived; what a use keeps of them is counted as the use's."""
         use = node.metadata.get(METADATA_KEY)
         for storage in self._own:
             if use is not None and _keeps(use):
@@ -226,19 +182,12 @@ class _Gradients:
 
 
 def _keeps(use: ParamUse) -> bool:
-    """Return whether a use may keep the gradient of its output as it arrives: that of a matrix or a kernel."""
+    """Return whether a use may store the gradient of its output as it arrives: that of a matrix or a kernel."""
     return any(tracked.origin.value.dim() > 1 for tracked in use.targets.values())
 
 
 def nodes_in_order(start: Any) -> list[Any]:
-    """Return a node and those behind it as the engine runs them: the latest operation first.
-
-    Args:
-        start: The node.
-
-    Returns:
-        The nodes, those that accumulate gradients left out.
-    """
+    """Return a node and those behind it in the engine's order, the latest operation first, without leaves."""
     nodes = [node for node in nodes_behind([start]) if _torch.leaf_of(node) is None]
     return sorted(nodes, key=lambda node: -_torch.order_of(node))
 
@@ -249,7 +198,7 @@ def order(node: Any) -> int:
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Return where the memory of tensors begins."""
+    """Return the addresses of tensors' memory."""
     return {_torch.local(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
 
@@ -272,15 +221,7 @@ def _bytes_of(metadata: Iterable[Any]) -> int:
 
 
 def parameter_bytes(use: ParamUse, names: Iterable[str]) -> int:
-    """Return the bytes of some parameters' gradients.
-
-    Args:
-        use: What consumed them.
-        names: Which of its parameters.
-
-    Returns:
-        Their sum.
-    """
+    """Return the bytes of some parameters' gradients."""
     leaves = {name: leaf for tracked in use.targets.values() for name, leaf in tracked.origin.leaves.items()}
     parameters = [leaves[name].parameter for name in names]
     return sum(int(parameter.numel() * parameter.element_size()) for parameter in parameters)

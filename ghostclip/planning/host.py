@@ -4,11 +4,8 @@ from pathlib import Path
 
 
 def host_room() -> int | None:
-    """Return how much more memory this process can take on the host.
-
-    Returns:
-        Bytes: the smaller of what the system and the control group leave; None where neither says.
-    """
+    """Return the bytes that this process may still allocate on the host, by system and control group."""
+    # None if unknown.
     rooms = [room for room in (_system_room(), _cgroup_room()) if room is not None]
     return min(rooms) if rooms else None
 

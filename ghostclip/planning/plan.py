@@ -53,94 +53,46 @@ _CALLS_A_LEVEL: Final = 6
 
 
 class Shape(NamedTuple):
-    """Sizes that decide on a layer's costs.
-
-    Attributes:
-        samples: N.
-        positions: T.
-        inputs: I.
-        outputs: O.
-        dtype: Of its input and of its output's gradient.
-        device: Where they lie.
-    """
+    """Sizes that decide on a layer's costs."""
 
     samples: int
     positions: int
     inputs: int
     outputs: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its input and of its output's gradient
     device: torch.device
 
 
 @dataclass(frozen=True)
 class Item:
-    """A layer that could keep its per-sample gradients.
-
-    Attributes:
-        name: The parameter.
-        shape: Its sizes.
-        moment: When its gradient arrives.
-        needed: Bytes of the per-sample gradients.
-        added: The same less what is dropped for them, 0 at least.
-    """
+    """A layer that could store its per-sample gradients."""
 
     name: str
     shape: Shape
-    moment: int
-    needed: int
-    added: int
+    moment: int  # when its gradient arrives
+    needed: int  # bytes of the per-sample gradients
+    added: int  # the same less what is dropped instead, at least 0
 
 
 class Planner:
-    """Decides for every batch's sizes which layers keep per-sample gradients, and remembers it.
-
-    A plan follows from the sizes of the batch and the model alone, so that a resumed run repeats it.
-
-    Attributes:
-        budget: The most that a private backward may hold, over what an ordinary one holds; infinite for no bound.
-        latest: Names of the parameters that the latest plan keeps beyond the rule.
-    """
+    """Decides once for every batch's sizes which layers store per-sample gradients."""
 
     def __init__(self, budget: float = MEMORY_BUDGET) -> None:
-        """Make a planner without plans.
-
-        Args:
-            budget: See the class; at least 1.
-
-        Raises:
-            InvalidOptionError: An option has a value that is not allowed.
-        """
         if not budget >= 1:
             raise InvalidOptionError(f"memory_budget={budget}: expected 1 or more times an ordinary step's memory.")
-        self.budget = budget
-        self.latest: frozenset[str] = frozenset()
+        self.budget = budget  # peak of a private backward over that of an ordinary one; infinite for no bound
+        self.latest: frozenset[str] = frozenset()  # names of the parameters that the latest plan adds to the rule
         self._plans: OrderedDict[Any, frozenset[str]] = OrderedDict()
         self._asked: tuple[Any, frozenset[str]] = None, frozenset()
 
     def before(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> frozenset[str]:
-        """Return the parameters whose per-sample gradients a backward keeps although they are the larger form.
-
-        Args:
-            loss: Where the backward will start.
-            forward: The forward.
-            parameters: The trainable parameters by name.
-
-        Returns:
-            Their names; none under activation checkpointing, where reading the graph would run it again.
-        """
+        """Return the parameters whose per-sample gradients a backward stores although they are the larger form."""
+        # None under activation checkpointing, where reading the graph would run it again.
         return self._plan("before", forward, lambda: footprint_of(loss, parameters.values()))
 
     def during(self, use: ParamUse, grad: Tensor, parameters: Mapping[str, Tensor]) -> frozenset[str]:
-        """Return the same for a backward that somebody else has begun.
-
-        Args:
-            use: The first use whose gradient arrives.
-            grad: That gradient.
-            parameters: The trainable parameters by name.
-
-        Returns:
-            Their names; what the loss itself held is not known, so that there may be fewer.
-        """
+        """Return the same for a backward that the user has begun, at the first use whose gradient arrives."""
+        # What the loss itself stored is not known, so that there may be fewer.
         return self._plan("during", use.forward, lambda: footprint_from(use, grad, parameters.values()))
 
     def _plan(self, when: str, forward: ForwardContext, footprint: Callable[[], Footprint]) -> frozenset[str]:
@@ -178,7 +130,7 @@ class Planner:
 
 
 def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], list[Item]]:
-    """Return what is held at every moment when nothing is kept beyond the rule, and what could be."""
+    """Return the bytes in memory at every moment under the rule alone, and the layers that could store more."""
     held, items, gathered = [], [], 0
     for number, moment in enumerate(footprint.moments):
         held.append(moment.live + moment.passing + gathered)
@@ -199,16 +151,7 @@ def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], lis
 
 
 def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int, bool]:
-    """Return what book-keeping holds of a use until the end when nothing is kept beyond the rule.
-
-    Args:
-        use: The use.
-        arriving: Bytes of its output's gradient.
-        forward: Its forward.
-
-    Returns:
-        Bytes, what it keeps of its inputs left out; and whether it keeps that.
-    """
+    """Return bytes that book-keeping stores of a use until the end, without its inputs, and whether it stores these."""
     found = _shape_of(use, arriving, forward)
     if found is None:
         kept = _dense_bytes(use, forward) or _kernel_bytes(use, arriving, forward)
@@ -220,16 +163,8 @@ def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int,
 
 
 def holdable(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[str, Shape] | None:
-    """Return the parameter and sizes of a use that book-keeping can hold in another form: of a matrix used once.
-
-    Args:
-        use: The use.
-        arriving: Bytes of its output's gradient.
-        forward: Its forward.
-
-    Returns:
-        None where what is held is too little to be worth it, or of another form than two tensors or their product.
-    """
+    """Return parameter and sizes of a use that can be stored in another form: of a matrix used once."""
+    # None where it is too little to be worth it, or of another form than two tensors or their product.
     found = _shape_of(use, arriving, forward)
     if found is None or forward.use_counts[found[0]] != 1 or arriving < SMALL:
         return None
@@ -237,16 +172,7 @@ def holdable(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[str
 
 
 def forward_work(use: ParamUse, arriving: int, forward: ForwardContext) -> float:
-    """Return what an operation's forward costs, in FLOPs of its product.
-
-    Args:
-        use: Its use.
-        arriving: Bytes of its output's gradient.
-        forward: Its forward.
-
-    Returns:
-        0 where it is no product.
-    """
+    """Return the FLOPs of the product in an operation's forward; 0 where it is no product."""
     found, kernel = _shape_of(use, arriving, forward), _kernel_of(use)
     if found is not None:
         shape = found[1]
@@ -257,13 +183,13 @@ def forward_work(use: ParamUse, arriving: int, forward: ForwardContext) -> float
 
 
 def moving(shape: Shape) -> float:
-    """Return what reading or writing one byte of a layer's tensors costs, in the FLOPs that its products run at."""
+    """Return the cost of reading or writing one byte of a layer's tensors, in FLOPs of its products."""
     by_units = shape.dtype in products.HALF and products.has_units(shape.device)
     return (_MOVED_BY_UNITS if by_units else _MOVED) / 4
 
 
 def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
-    """Return what per-sample gradients of a convolution's kernel take; 0 where its inputs and gradients are kept."""
+    """Return the bytes of a convolution's per-sample kernel gradients; 0 where its inputs and gradients are stored."""
     kernel, samples = _kernel_of(use), forward.batch_size
     if kernel is None or not samples:
         return 0
@@ -275,17 +201,7 @@ def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
 
 
 def workspace_of(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
-    """Return what forming a use's per-sample gradients holds for a moment, beside them.
-
-    Args:
-        use: The use.
-        arriving: Bytes of its output's gradient.
-        forward: Its forward.
-
-    Returns:
-        Bytes: of a convolution's kernel, its inputs laid out for windows and the windows of some samples; 0 of any
-        other.
-    """
+    """Return the temporary bytes of forming a use's per-sample gradients, those of a convolution's windows; else 0."""
     kernel, samples = _kernel_of(use), forward.batch_size
     if kernel is None or not samples or use.node is None or not use.node.saved_tensors:
         return 0
@@ -307,12 +223,12 @@ def _positions(kernel: Tensor, arriving: int, samples: int) -> int:
 
 
 def _gradient_bytes(shape: Shape) -> int:
-    """Return what a layer's per-sample gradients take."""
+    """Return the bytes of a layer's per-sample gradients."""
     return shape.samples * shape.inputs * shape.outputs * accumulation_dtype(shape.dtype).itemsize
 
 
 def _dense_bytes(use: ParamUse, forward: ForwardContext) -> int:
-    """Return what per-sample gradients take where all factors of a use are such; 0 where they are not."""
+    """Return the bytes of per-sample gradients where all factors of a use are such; else 0."""
     if any(not form.startswith("dense") for form in use.site.forms.values()):
         return 0
     return sum(forward.batch_size * tracked.origin.value.numel() * 4 for tracked in use.targets.values())
@@ -339,11 +255,9 @@ def _shape_of(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[st
 
 
 def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> frozenset[str]:
-    """Choose the items that save most while, at every moment, what was added so far fits.
-
-    Dynamic programming over sizes in parts of the budget, rounded up, in the order in which items arrive: exact but for
-    the rounding.
-    """
+    """Choose the items that save most while, at every moment, what was added so far fits."""
+    # Dynamic programming over sizes in parts of the budget, rounded up, in the order in which items arrive: exact but
+    # for the rounding.
     unit = max(1.0, limit / _UNITS)
     wanted = [(item, saving) for item, saving in items if saving > 0 and item.needed <= free[item.moment]]
     best = np.full(_UNITS + 1, -np.inf)
@@ -366,7 +280,7 @@ def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> f
 
 
 def _estimated(shape: Shape) -> float:
-    """Return what keeping saves, in FLOPs, moved elements counted as such."""
+    """Return the savings in FLOPs, moved elements counted as such."""
     positions, inputs, outputs = shape.positions, shape.inputs, shape.outputs
     by_units = shape.dtype in products.HALF and products.has_units(shape.device)
     moved, call = (_MOVED_BY_UNITS, _CALL_BY_UNITS) if by_units else (_MOVED, _CALL)

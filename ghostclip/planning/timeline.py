@@ -35,12 +35,7 @@ _PASSES_HOST: Final = 2 * 120
 
 
 class Holding(NamedTuple):
-    """Parameters whose factors are not held as they arrive.
-
-    Attributes:
-        rounded: In 16 bits.
-        offloaded: On the host.
-    """
+    """Parameters whose factors are rounded to 16 bits, or offloaded to the host."""
 
     rounded: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
@@ -50,91 +45,51 @@ AS_THEY_ARE: Final = Holding()
 
 
 class _Held(NamedTuple):
-    """What book-keeping holds of a use.
+    """Memory of a use under book-keeping."""
 
-    Attributes:
-        gradient: Bytes beside its inputs: of its output's gradient, or of per-sample gradients.
-        with_inputs: Whether its inputs are held as well.
-        holdable: The parameter, as the use calls it, and the sizes, where it can be held in another form.
-    """
-
-    gradient: int
-    with_inputs: bool
-    holdable: tuple[str, Shape] | None
+    gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
+    with_inputs: bool  # whether its inputs are stored as well
+    holdable: tuple[str, Shape] | None  # parameter, as the use calls it, and sizes, where another form is possible
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a backward.
+    """One operation of a backward."""
 
-    Attributes:
-        use: The use whose gradient arrives there, or None.
-        saved: Memory that it reads: address and bytes.
-        inputs: The part of it that its use keeps.
-        arriving: Bytes of the gradient that it takes.
-        before: Bytes of all gradients that are on their way when it begins.
-        passing: The same while it runs.
-        ends: Number of the block's call that ends there in the forward, or None.
-        names: Its use's parameters, by the names that they have in the use.
-    """
-
-    use: ParamUse | None
-    saved: Sizes
-    inputs: Sizes
-    arriving: int
-    before: int
-    passing: int
-    ends: int | None
-    names: dict[str, str] = field(default_factory=dict)
+    use: ParamUse | None  # the use whose gradient arrives there, or None
+    saved: Sizes  # memory that it reads: address and bytes
+    inputs: Sizes  # the part of it that its use keeps
+    arriving: int  # bytes of the gradient that it takes
+    before: int  # bytes of all gradients that are on their way when it begins
+    passing: int  # the same while it runs
+    ends: int | None  # number of the block's call that ends there in the forward, or None
+    names: dict[str, str] = field(default_factory=dict)  # its use's parameters, by the names that they have in the use
 
 
 @dataclass
 class Stretch:
-    """Consecutive operations of one block, or between blocks.
+    """Consecutive operations of one block, or between blocks."""
 
-    Attributes:
-        call: Number of the block's call; None between blocks.
-        steps: In the order in which they will run.
-    """
-
-    call: int | None
+    call: int | None  # number of the block's call; None between blocks
     steps: list[Step] = field(default_factory=list)
 
 
 class _Contracted(NamedTuple):
-    """A sum that is formed when all norms are known.
-
-    Attributes:
-        size: Its bytes.
-        stays: Bytes held for it until then, its inputs left out.
-        inputs: What is held of these.
-        away: Bytes that come back for it.
-        widened: Bytes of what it is formed of, in another type.
-    """
+    """A sum that is formed when all norms are known."""
 
     size: int
-    stays: int
-    inputs: Sizes
-    away: int
-    widened: int
+    stays: int  # bytes stored for it until then, without its inputs
+    inputs: Sizes  # its stored inputs
+    away: int  # bytes that come back from the host for it
+    widened: int  # bytes of its operands in another dtype
 
 
 class Timeline:
-    """What a backward holds at every moment.
+    """Memory of a backward at every moment."""
 
-    Attributes:
-        calls: The calls of blocks in the forward, in order.
-        parts: The operations, in the order of the backward.
-    """
-
+    # operations, in the order of the backward
+    # of blocks in the forward, in order
     def __init__(self, calls: Sequence[BlockCall], parts: Sequence[Stretch], forward: ForwardContext) -> None:
-        """Keep what was read.
-
-        Args:
-            calls: See the class.
-            parts: Likewise.
-            forward: The forward.
-        """
         self.calls, self.parts = calls, parts
         self._unplanned = 4 * forward.unplanned
         self._kept = dict[int, _Held]()
@@ -148,11 +103,7 @@ class Timeline:
                 self._work[id(use)] = forward_work(use, arriving, forward)
 
     def holdable(self) -> dict[str, tuple[int, Shape]]:
-        """Return the parameters whose factors can be held in another form, in the order in which these arrive.
-
-        Returns:
-            By name, the bytes held and the sizes of its use.
-        """
+        """Return bytes and sizes of the parameters whose factors can be stored in another form, in order of arrival."""
         found = dict[str, tuple[int, Shape]]()
         for step in self._steps:
             held = None if step.use is None else self._kept[id(step.use)]
@@ -162,16 +113,8 @@ class Timeline:
         return found
 
     def price(self, recomputed: Collection[int], cut: int | None, holding: Holding) -> float:
-        """Return what a choice costs, in FLOPs: of forwards that are run again, and of what is copied.
-
-        Args:
-            recomputed: As for `peak`.
-            cut: As for `peak`.
-            holding: As for `peak`.
-
-        Returns:
-            Attention's own products and everything between blocks left out.
-        """
+        """Return the FLOPs of a choice: of forwards that are run again, and of copies."""
+        # Attention's own products and everything between blocks left out.
         total = sum(map(self._forward_of, recomputed))
         # The part behind the cut is run again in either backward, and its input gradients are formed twice.
         total += 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
@@ -182,7 +125,7 @@ class Timeline:
         return total
 
     def _forward_of(self, call: int) -> float:
-        """Return what a block's forward costs: products, and writing what they save."""
+        """Return the cost of a block's forward: products, and writing saved tensors."""
         steps = [step for part in self.parts if part.call == call for step in part.steps]
         uses = [step.use for step in steps if step.use is not None]
         shapes = [both[1] for use in uses if (both := self._kept[id(use)].holdable) is not None]
@@ -191,7 +134,7 @@ class Timeline:
         return sum(self._work[id(use)] for use in uses) + written * each
 
     def ordinary_peak(self) -> int:
-        """Return the most that the same backward of ordinary training holds, its gradients included."""
+        """Return the peak of the same backward of ordinary training, its gradients included."""
         built, increments = 0, []
         for size in self._new_gradients():
             increments.append(built)
@@ -209,16 +152,9 @@ class Timeline:
         return sizes
 
     def peak(self, recomputed: Collection[int], cut: int | None, holding: Holding = AS_THEY_ARE) -> int:
-        """Return the most that a private backward holds.
-
-        Args:
-            recomputed: Numbers of the calls whose inputs alone are kept.
-            cut: The call at whose end the part begins of which a second backward is run; None where there is none.
-            holding: What is held in another form of what comes before the cut.
-
-        Returns:
-            Bytes; of what norms are formed in, only a convolution's windows are counted.
-        """
+        """Return the peak bytes of a private backward."""
+        # recomputed: calls of which only inputs are stored. cut: the call at whose end the part with a second backward
+        # begins. Of what norms are formed in, only a convolution's windows are counted.
         live, passing = self._live(recomputed, cut, holding)
         begin = self._begin(cut)
         gathered, forming = np.zeros(len(live)), np.zeros(len(live))
@@ -248,16 +184,7 @@ class Timeline:
         return read.union(*(step.saved for step in self._steps[begin:]))
 
     def _most_contracting(self, kept: Sequence[_Contracted], held: int, read_again: Collection[Hashable]) -> int:
-        """Return the most that is held while sums are formed, one after the other, of what is let go of then.
-
-        Args:
-            kept: What they are formed of.
-            held: Bytes held before the first.
-            read_again: Memory that is not let go of.
-
-        Returns:
-            Bytes.
-        """
+        """Return the peak while sums are formed one by one and their operands freed, unless they are read again."""
         most, holders = 0, Counter(key for one in kept for key in one.inputs)
         for one, following in zip_longest(kept, kept[1:]):
             held += one.size
@@ -269,7 +196,7 @@ class Timeline:
         return most
 
     def _held_of(self, step: Step, holding: Holding) -> tuple[int, int, int]:
-        """Return bytes of a use: held beside its inputs, copied to the host, and taken for a moment by another type."""
+        """Return bytes of a use: stored besides its inputs, copied to the host, and temporary in another dtype."""
         held = self._kept[id(step.use)]
         rounded, away = self._otherwise(step, holding)
         share = _HALF if rounded else 1
@@ -282,7 +209,7 @@ class Timeline:
         return held.gradient // share, 0, copied
 
     def _otherwise(self, step: Step, holding: Holding) -> tuple[bool, bool]:
-        """Return whether what is held of a use is rounded, and whether it goes to the host."""
+        """Return whether factors of a use are rounded, and whether they go to the host."""
         found = None if step.use is None else self._kept[id(step.use)].holdable
         if found is None:
             return False, False
@@ -298,16 +225,8 @@ class Timeline:
     def _live(
         self, recomputed: Collection[int], cut: int | None, holding: Holding | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of saved memory, and of passing gradients, at every operation.
-
-        Args:
-            recomputed: As for `peak`.
-            cut: As for `peak`.
-            holding: As for `peak`; None for a backward that holds nothing for longer.
-
-        Returns:
-            Two numbers for each.
-        """
+        """Return the bytes of saved memory, and of passing gradients, at every operation."""
+        # Holding None is ordinary training.
         begin, total = self._begin(cut), len(self._steps)
         spans: dict[Hashable, tuple[int, int, int]] = {}
 
@@ -338,7 +257,7 @@ class Timeline:
         return change.cumsum()[:total], np.array(passing, dtype=float)
 
     def _inputs_held(self, step: Step, holding: Holding) -> Sizes:
-        """Return what is held of a use's inputs from when its gradient arrives, one copy for all that read them."""
+        """Return bytes of a use's inputs from its gradient's arrival on, one copy for all that read them."""
         rounded, away = self._otherwise(step, holding)
         if away or not self._kept[id(step.use)].with_inputs:
             return {}
@@ -346,16 +265,7 @@ class Timeline:
 
 
 def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:
-    """Read the graph of a backward that will start at a loss.
-
-    Args:
-        loss: A tensor in the graph.
-        forward: The forward, whose blocks were watched.
-        parameters: Tensors that are alive whatever the backward does.
-
-    Returns:
-        The timeline; None where of some kind of block none was left as it is.
-    """
+    """Read the graph of a backward that will start at a loss; None where some kind of block has no unreduced call."""
     calls: Sequence[BlockCall] = forward.blocks
     constant = footprint.addresses(parameters)
     parts: list[Stretch] = []
@@ -387,14 +297,13 @@ def _addresses(call: BlockCall) -> list[int]:
 
 
 class _Renaming:
-    """Operations of one block as they are in another of its kind."""
+    """Operations of one block translated to another of its kind."""
 
     def __init__(self, number: int, like: BlockCall, call: BlockCall, shared: Collection[int]) -> None:
         self._number, self._like, self._own, self._shared = number, like.name, call.name, shared
         self._addresses = dict(zip(_addresses(like), _addresses(call), strict=True))
 
     def of(self, step: Step) -> Step:
-        """Return an operation."""
         names = {name: self._name(other) for name, other in step.names.items()}
         return replace(step, saved=self._sizes(step.saved), inputs=self._sizes(step.inputs), names=names)
 

@@ -65,31 +65,20 @@ class Account:
         resumed run makes again is the same release if noise, number and values are the same; it costs nothing a second
         time. If only the values differ (other code, options, threads or device), one noise would hide two different
         sums, which it cannot: such a step is refused.
-
-    Args:
-        accountant: Turns the account into ε.
-        ledger: The ledger on disk, if there is one; what it holds already is counted from the beginning.
-
-    Attributes:
-        budgets: What must not be exceeded.
-        charged: Whether this process has charged a release.
-        runs: Up to which number the account holds the releases of each run (see `run_of`): what tells which of two
-            accounts, saved or in memory, continues the other. A release that is made again has the number that it had.
-        coordinates: Most numbers of one release with discrete noise; 0 while there was none.
-        own: An accountant of the user's that is told of every release beside `accountant`, or None.
-        unchecked: Which checks of the models could not run.
-        released: What the models remember of this account.
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
         self.accountant = accountant
         self.ledger = ledger
+        # an accountant of the user's that is told of every release beside `accountant`, or None
         self.own: IAccountant | None = None
         self.budgets: list[Budget] = []
-        self.coordinates = 0
-        self.unchecked: list[Unchecked] = []
+        self.coordinates = 0  # most numbers of one release with discrete noise; 0 while there was none
+        self.unchecked: list[Unchecked] = []  # checks of the models that could not run
         self._owner: Owner | None = None
         self.charged = False
+        # by run (see `run_of`), the number up to which the account has its releases: it tells which of two accounts,
+        # saved or in memory, continues the other; a release that is made again has the number that it had
         self.runs: dict[str, int] = {}
         self._unkeyed: dict[int, str] = {}
         self._released: dict[Kind, int] = {}
@@ -101,7 +90,7 @@ class Account:
         self._made_in = os.getpid()
 
     def _begin_with(self, ledger: LedgerFile) -> None:
-        """Count what a ledger holds."""
+        """Count the releases of a ledger."""
         self.accountant.relation = _relation(ledger.mechanisms, default=self.accountant.relation)
         self._hold_only(total(ledger.entries))
         self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
@@ -109,15 +98,8 @@ class Account:
             self._note(entry.run, entry.number + 1)
 
     def settle_ledger(self, *, shared: bool) -> None:
-        """Settle whose the ledger is: this process's own, or that of all ranks, which then hold what rank 0 has read.
-
-        Args:
-            shared: Whether ranks share batches; then this is called on all of them.
-
-        Raises:
-            InvalidOptionError: If ranks were given different paths, or the ledger is of the other kind.
-            ResumeError: If a rank has accounted for what the ledger does not hold.
-        """
+        """Make the ledger this process's own, or that of all ranks, which then adopt what rank 0 has read."""
+        # `shared`: ranks share batches; then this is called on all of them.
         if not shared:
             if self.ledger is not None:
                 self.ledger.require_alone()
@@ -135,12 +117,8 @@ class Account:
         return len(self.accountant) == self._from_before
 
     def replace(self, accountant: Accountant, *, fresh: bool) -> None:
-        """Keep the account with another accountant, which holds what is released already.
-
-        Args:
-            accountant: The accountant.
-            fresh: Whether this process has charged none of it.
-        """
+        """Continue the account with another accountant, which has what is released already."""
+        # `fresh`: this process has charged none of it.
         self.accountant.hold({})
         self.accountant = self.released.accountant = accountant
         accountant.hold(self._released)
@@ -151,19 +129,12 @@ class Account:
     def keep_with(self, accountant: IAccountant) -> None:
         """Let the account be kept by an accountant of the user's.
 
-        One that bounds any history keeps the account itself. One that only has Opacus's four methods is told of every
-        release beside the engine's own, which stays what budgets and checkpoints go by.
-
         Privacy:
             Nothing that was released is forgotten: what the account holds is carried over, what the accountant holds
             counts too. What one with four methods says is the user's claim; `engine.epsilon_bounds` is proved.
-
-        Args:
-            accountant: The accountant.
-
-        Raises:
-            InvalidOptionError: If it is no accountant, gives no guarantee, or holds what the account cannot add.
         """
+        # One that bounds any history replaces the account's. One that only has Opacus's four methods is told of every
+        # release beside the engine's own, which stays what budgets and checkpoints go by.
         if isinstance(accountant, Accountant):
             self._keep_with(accountant)
             self.own = None
@@ -175,7 +146,7 @@ class Account:
         self.own = accountant
 
     def _keep_with(self, accountant: Accountant) -> None:
-        """Put an accountant that bounds histories in the place of the account's."""
+        """Replace the account's accountant by one that bounds histories."""
         before = self.accountant
         if accountant is before:
             return
@@ -199,16 +170,7 @@ class Account:
         self.replace(accountant, fresh=was_fresh)
 
     def open(self, optimizer: DPOptimizer, sampling: Sampling, mechanism: Mapping[str, Any]) -> None:
-        """Charge the steps of an optimizer from now on.
-
-        Args:
-            optimizer: The private optimizer.
-            sampling: How its batches are sampled.
-            mechanism: What one of its steps releases, in plain values.
-
-        Raises:
-            ResumeError: If somebody else writes to the ledger.
-        """
+        """Charge the steps of an optimizer from now on; ``mechanism`` describes one of its steps in plain values."""
         if self.ledger is not None:
             self.ledger.lock()
         shared = self.ledger is not None and self.ledger.shared
@@ -232,7 +194,7 @@ class Account:
         optimizer.attach_release_hook(charge)
 
     def _warn_of_other_processes(self, model: nn.Module) -> None:
-        """Say where another process will have trained weights, and an account that holds nothing of the training."""
+        """Warn that another process will have trained weights, and an account without the training."""
         if os.getpid() != self._made_in:
             _log.warning(
                 "this PrivacyEngine was made in process %d and trains in process %d: ε is known here alone, and the "
@@ -247,40 +209,24 @@ class Account:
             )  # fmt: skip
 
     def _claim(self) -> None:
-        """Let the account be of this object and process; a copy or a fork of one in use would not know the rest."""
+        """Bind the account to this object and process; a copy or a fork of one in use would not know the rest."""
         if self._owner is None:
             self._owner = Owner(self)
         self._owner.require(self, remedy=_REMEDY)
 
     def discrete(self, coordinates: int) -> None:
-        """Count all releases as ones with discrete noise, which costs a little of δ.
-
-        Args:
-            coordinates: Numbers of one release; 0 changes nothing.
-        """
+        """Count all releases as ones with discrete noise, of so many numbers each, which costs a little of δ."""
         self.coordinates = max(self.coordinates, coordinates)
         for budget in self.budgets:
             budget.coordinates = self.coordinates
 
     def add_budget(self, budget: Budget) -> None:
-        """Keep a budget from now on.
-
-        Args:
-            budget: What must not be exceeded.
-        """
+        """Enforce a budget from now on."""
         budget.coordinates = self.coordinates
         self.budgets.append(budget)
 
     def require_relation(self, relation: str) -> None:
-        """Take over what neighbouring data sets are; an account has one relation.
-
-        Args:
-            relation: Of the batches that are about to be charged.
-
-        Raises:
-            InvalidOptionError: If the account holds, or is open for, another.
-            CopyError: If this is a copy of an account that is in use, or in a fork of its process.
-        """
+        """Set the neighbouring relation of batches that are about to be charged; an account has one."""
         if self._owner is not None:
             self._claim()
         if relation == self.accountant.relation:
@@ -293,17 +239,7 @@ class Account:
         self.accountant.relation = relation
 
     def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return bounds on what was released so far, discrete noise included.
-
-        Args:
-            delta: δ that ε is meant at.
-
-        Returns:
-            The bounds.
-
-        Raises:
-            InvalidOptionError: If δ is below what discreteness alone costs.
-        """
+        """Return bounds on the ε of all releases so far at δ, discrete noise included."""
         if self.ledger is not None:
             self.ledger.require_readable()
         bounds = released_bounds(self.accountant, delta, coordinates=self.coordinates)
@@ -315,20 +251,7 @@ class Account:
         return bounds
 
     def noise_for(self, budget: Budget, sampling: Sampling, *, epochs: int, coordinates: int) -> float:
-        """Choose the noise for a budget, counted from here on.
-
-        Args:
-            budget: What must not be exceeded; is told how many steps the noise was chosen for.
-            sampling: How batches are sampled.
-            epochs: Passes over the private loader.
-            coordinates: Numbers of one release with discrete noise; 0 for continuous noise.
-
-        Returns:
-            σ.
-
-        Raises:
-            BudgetError: If no noise keeps the budget.
-        """
+        """Return the σ that meets a budget over some epochs from here on; the budget learns what it was chosen for."""
         epochs = _validate.positive_int(epochs, "epochs")
         coordinates = max(coordinates, self.coordinates)
 
@@ -359,14 +282,7 @@ class Account:
         return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
 
     def goes_back(self, runs: Mapping[str, int]) -> bool:
-        """Say whether a state is an earlier one of what this process has released, and no ledger tells it from another.
-
-        Args:
-            runs: The saved `runs`.
-
-        Returns:
-            True if so.
-        """
+        """Return whether saved `runs` are behind what this process has released, and no ledger tells them apart."""
         return self.goes_on and runs != self.runs
 
     @property
@@ -387,19 +303,8 @@ class Account:
         coordinates: int,
         runs: Mapping[str, int],
     ) -> None:
-        """Continue a saved account; what this process or the ledger holds beyond it stays counted.
-
-        Args:
-            state: The saved state of the accountant.
-            place: Where the ledger had got to when it was saved; None if there was no ledger.
-            coordinates: The saved `coordinates`.
-            runs: The saved `runs`.
-
-        Raises:
-            ResumeError: If the ledger has lost releases, or was not given, or this process has released something that
-                the saved account does not continue.
-            InvalidOptionError: If the accountant's state cannot be loaded.
-        """
+        """Continue a saved account; what this process or the ledger has beyond it stays counted."""
+        # `place`: position of the ledger when it was saved; None if there was no ledger.
         relation = self.accountant.relation
         if self._owner is None and len(self.accountant) == 0:
             relation = state.get("relation", relation)
@@ -428,7 +333,7 @@ class Account:
             self.ledger.append(before)
 
     def _joined_with(self, saved: Sequence[Charge], runs: Mapping[str, int]) -> list[Charge]:
-        """Return a saved account together with the one in memory, of which one continues the other."""
+        """Return the union of a saved account and the one in memory, of which one continues the other."""
         held = charges_of(self.accountant)
         if _includes(self.runs, runs):
             return [*held, *lacking(saved, held)]
@@ -442,7 +347,7 @@ class Account:
     def _joined_with_ledger(
         self, ledger: LedgerFile, saved: Sequence[Charge], place: Mapping[str, Any] | None, runs: Mapping[str, int]
     ) -> tuple[list[Charge], Entry | None]:
-        """Return the ledger's account with what was saved or is held beside it, and a release to write for that."""
+        """Return the ledger's account with what was saved or counted beside it, and a release to write for that."""
         held, written = charges_of(self.accountant), total(ledger.entries)
         if place is not None:
             ledger.require(place)
@@ -456,17 +361,17 @@ class Account:
         return [*written, *saved, *beside], Entry(_BEFORE, len(ledger.entries), tuple(saved), digest)
 
     def _note(self, run: str, number: int) -> None:
-        """Note that the account holds so many releases of a run."""
+        """Note that the account has so many releases of a run."""
         self.runs[run] = max(number, self.runs.get(run, 0))
 
     def _hold_only(self, charges: Sequence[Charge]) -> None:
-        """Let the account be these charges."""
+        """Set the account to these charges."""
         replace_charges(self.accountant, charges)
         self._released.clear()
         self._released.update(counted(charges))
 
     def place(self) -> dict[str, Any] | None:
-        """Return where the ledger has got to, or None without one."""
+        """Return the position of the ledger, or None without one."""
         return None if self.ledger is None else self.ledger.place()
 
     def _require(self, optimizer: DPOptimizer, sampling: Sampling) -> None:
@@ -485,7 +390,7 @@ class Account:
                 raise SkipStep
 
     def _charge(self, optimizer: DPOptimizer, sampling: Sampling, released: Sequence[torch.Tensor]) -> None:
-        """Write a step whose values are formed and that nothing has seen yet."""
+        """Write a step whose release is formed and not visible to anything yet."""
         events = sampling.events(optimizer)
         self.charged = True
         run = self._run_of(optimizer)
@@ -526,62 +431,31 @@ class Account:
         )
 
     def _run_of(self, optimizer: DPOptimizer) -> str:
-        """Return whose noise an optimizer uses: a digest of the key, which does not tell the key."""
+        """Return whose noise an optimizer uses: a digest of the key, which does not reveal the key."""
         return run_of(optimizer.noise_source.state_dict()) or self._unkeyed.setdefault(
             id(optimizer.noise_source), secrets.token_hex(8)
         )
 
 
 def _relation(mechanisms: Sequence[Mapping[str, Any]], *, default: str) -> str:
-    """Return what neighbouring data sets are for a ledger on disk.
-
-    Args:
-        mechanisms: Its segments; a ledger has one relation.
-        default: What is meant where they do not say.
-
-    Returns:
-        The relation.
-    """
+    """Return the neighbouring relation of a ledger's segments, ``default`` where they do not say."""
     said = [str(m["relation"]) for m in mechanisms if "relation" in m]
     return said[-1] if said else default
 
 
 def _charges_in(state: Mapping[str, Any], relation: str) -> list[Charge]:
-    """Return what a saved accountant holds.
-
-    Args:
-        state: What its `state_dict` returned.
-        relation: What it must be saved for.
-
-    Returns:
-        Its charges.
-    """
+    """Return the charges of a saved accountant, which must have the relation."""
     keeper = bounding_accountant(relation=relation)
     keeper.load_state_dict(state)
     return charges_of(keeper)
 
 
 def _includes(runs: Mapping[str, int], others: Mapping[str, int]) -> bool:
-    """Return whether an account holds every release that another holds.
-
-    Args:
-        runs: The account's.
-        others: The other's.
-
-    Returns:
-        True if so.
-    """
+    """Return whether an account has every release that another has, by their `runs`."""
     return all(runs.get(run, 0) >= number for run, number in others.items())
 
 
 def run_of(noise_state: Mapping[str, Any]) -> str | None:
-    """Return a digest of the key of a noise source, or None if it has none.
-
-    Args:
-        noise_state: The source's state.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Return a digest of the key in a noise source's state, 16 hexadecimal digits, or None if it has no key."""
     key = noise_state.get("key")
     return None if key is None else hashlib.sha256(f"ghostclip run {key}".encode()).hexdigest()[:16]

@@ -30,22 +30,13 @@ def all_or_nothing(
     account: Account,
     schedulers: Iterable[object] = (),
 ) -> Iterator[None]:
-    """Put everything back that a training's state is loaded into, if the block raises.
-
-    Args:
-        module: The model.
-        optimizer: The private optimizer.
-        sampling: How its batches are sampled.
-        account: What its steps are charged to. A line that was written into its ledger stays there.
-        schedulers: Schedulers, None among them.
-
-    Yields:
-        Nothing.
+    """Restore everything that a training's state is loaded into, if the block raises.
 
     Cost:
         A copy of the model in main memory while the block runs.
     """
     # Accountants and schedulers may be of the user's classes.
+    # A line that was written into the account's ledger stays there.
     holders = [account, account.accountant, account.own, sampling, *schedulers]
     undo = [_kept_generators()]
     if module is not None:
@@ -64,7 +55,7 @@ def all_or_nothing(
 
 
 def _kept_module(module: nn.Module) -> Undo:
-    """Keep the parameters and buffers of a model, and which tensors they are."""
+    """Return a function that restores the parameters and buffers of a model, and which tensors they are."""
     tables = [table for part in module.modules() for table in (_torch.parameter_table(part), _torch.buffer_table(part))]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
     tensors = {id(tensor): tensor for _, table in before for tensor in table.values() if tensor is not None}
@@ -88,7 +79,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def _kept_generators() -> Undo:
-    """Keep torch's global generators."""
+    """Return a function that restores torch's global generators."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
@@ -101,14 +92,14 @@ def _kept_generators() -> Undo:
 
 
 def _kept_values(optimizer: DPOptimizer) -> Undo:
-    """Keep what loading sets on a private optimizer."""
+    """Return a function that restores what loading sets on a private optimizer."""
     names = ("releases", "_noise_multiplier")
     before = {name: vars(optimizer)[name] for name in names}
     return lambda: vars(optimizer).update(before)
 
 
 def _kept_attributes(holder: object) -> Undo:
-    """Keep an object's attributes, and what its lists, dicts, sets and generators hold; others may hold them, too."""
+    """Return a function that restores an object's attributes, and its lists, dicts, sets and generators in place."""
     before = dict(vars(holder))
     contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set)]
     generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
@@ -130,7 +121,7 @@ def _is_part(value: object) -> bool:
 
 
 def _reached(holders: Iterable[object]) -> list[object]:
-    """Return objects and what objects of this package they hold, each once."""
+    """Return objects, and objects of this package that they refer to, each once."""
     found: dict[int, object] = {}
     waiting = [holder for holder in holders if holder is not None]
     while waiting:

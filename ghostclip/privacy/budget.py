@@ -102,14 +102,14 @@ class Budget:
         return steps <= self._left
 
     def _left_of_known(self, accountant: Accountant, kind: Kind) -> int | None:
-        """Return how many of the steps that are known to fit are left, or None if the account holds anything else."""
+        """Return how many of the steps that are known to fit are left, or None if the account has anything else."""
         if self._known is None or kind_of(self._known) != kind:
             return None
         held = self._counted(accountant)
         return None if held.keys() - {kind} else self._known[2] - held.get(kind, 0)
 
     def _counted(self, accountant: Accountant) -> dict[Kind, int]:
-        """Return what the account holds, without what is left out."""
+        """Return the account's charges, without what is excluded."""
         held = counted(charges_of(accountant))
         rest = {kind: count - self._excluded.get(kind, 0) for kind, count in held.items()}
         return {kind: count for kind, count in rest.items() if count}

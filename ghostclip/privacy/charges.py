@@ -16,71 +16,30 @@ Charge = Entry | OtherEntry
 
 @lru_cache(maxsize=64)
 def cost_of(event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> Charge:
-    """Return what releases on a sample cost.
-
-    Args:
-        event: How units were selected.
-        noise_multiplier: σ, in units of one record's sensitivity.
-        count: How many such events.
-
-    Returns:
-        What an accountant records for them.
-    """
+    """Return the charge of ``count`` events with noise multiplier σ, in units of one record's sensitivity."""
     keeper = bounding_accountant(relation=event.relation)
     keeper.record(event, noise_multiplier=noise_multiplier, count=count)
     return charges_of(keeper)[0]
 
 
 def charges_of(accountant: Accountant) -> list[Charge]:
-    """Return everything that an accountant has recorded.
-
-    Args:
-        accountant: The accountant.
-
-    Returns:
-        Its entries, Poisson steps first.
-
-    Raises:
-        InvalidOptionError: If one of them is out of range.
-    """
+    """Return everything that an accountant has recorded, Poisson steps first."""
     accountant.check()
     return [cast("Charge", tuple(entry)) for entry in (*accountant.history, *accountant.others)]
 
 
 def kind_of(charge: Charge) -> Kind:
-    """Return a charge without its number.
-
-    Args:
-        charge: The charge.
-
-    Returns:
-        What makes two charges equal ones.
-    """
+    """Return a charge without its number, equal for equal charges."""
     return cast("Kind", (charge[0], charge[1]))
 
 
 def times(kind: Kind, count: int) -> Charge:
-    """Return so many equal charges as one.
-
-    Args:
-        kind: Which.
-        count: How many.
-
-    Returns:
-        The charge.
-    """
+    """Return ``count`` equal charges as one."""
     return cast("Charge", (*kind, count))
 
 
 def joined(charges: Iterable[Charge]) -> list[Charge]:
-    """Return charges with equal ones that follow each other as one.
-
-    Args:
-        charges: In their order.
-
-    Returns:
-        A new list.
-    """
+    """Return charges in order, consecutive equal ones as one."""
     runs: list[Charge] = []
     for charge in charges:
         same = bool(runs) and kind_of(runs[-1]) == kind_of(charge)
@@ -89,14 +48,7 @@ def joined(charges: Iterable[Charge]) -> list[Charge]:
 
 
 def counted(charges: Iterable[Charge]) -> dict[Kind, int]:
-    """Return how many there are of each kind.
-
-    Args:
-        charges: In any order.
-
-    Returns:
-        Numbers by kind.
-    """
+    """Return the number of charges of each kind."""
     counts: dict[Kind, int] = {}
     for charge in charges:
         counts[kind_of(charge)] = counts.get(kind_of(charge), 0) + charge[2]
@@ -104,38 +56,19 @@ def counted(charges: Iterable[Charge]) -> dict[Kind, int]:
 
 
 def lacking(charges: Iterable[Charge], held: Iterable[Charge]) -> list[Charge]:
-    """Return what of some charges others do not hold.
-
-    Args:
-        charges: What is wanted.
-        held: What is there.
-
-    Returns:
-        One charge for each kind of which there are too few.
-    """
+    """Return the charges that are missing among others, one for each kind."""
     there = counted(held)
     missing = {kind: count - there.get(kind, 0) for kind, count in counted(charges).items()}
     return [times(kind, count) for kind, count in missing.items() if count > 0]
 
 
 def replace_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:
-    """Let an accountant hold these charges and nothing else.
-
-    Args:
-        accountant: Forgets what it held.
-        charges: In their order.
-    """
+    """Replace all that an accountant has recorded by charges, in their order."""
     accountant.history = [charge for charge in charges if not isinstance(charge[0], str)]
     accountant.others = [charge for charge in charges if isinstance(charge[0], str)]
 
 
 def add_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:
-    """Record charges.
-
-    Args:
-        accountant: Holds what was released before.
-        charges: What is released now.
-    """
     for charge in charges:
         if isinstance(charge[0], str):
             last = accountant.others[-1:]
@@ -147,32 +80,14 @@ def add_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:
 
 
 def accountant_of(accountant: Accountant, charges: Sequence[Charge]) -> Accountant:
-    """Return an accountant of the same kind and relation that holds these charges only.
-
-    Args:
-        accountant: Which kind.
-        charges: What it holds.
-
-    Returns:
-        A new accountant.
-    """
+    """Return a new accountant of the same kind and relation with these charges only."""
     other = bounding_accountant(accountant.mechanism(), relation=accountant.relation)
     replace_charges(other, charges)
     return other
 
 
 def checked_charge(values: Sequence[Any]) -> Charge:
-    """Return a charge that was read from a file.
-
-    Args:
-        values: Three plain values.
-
-    Returns:
-        The charge.
-
-    Raises:
-        InvalidOptionError: If it is of another form.
-    """
+    """Return a charge that was read from a file as three plain values."""
     if isinstance(values[0], str):
         return checked_others([values], where="ledger")[0]
     sigma, rate, count = values

@@ -40,15 +40,7 @@ Place = str | os.PathLike[str] | IO[bytes]
 
 
 def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, Any]:
-    """Describe what a step releases, as far as its privacy depends on it.
-
-    Args:
-        optimizer: The private optimizer.
-        sampling: How its batches are sampled, if known.
-
-    Returns:
-        Plain values by name.
-    """
+    """Describe what a step releases, as far as its privacy depends on it, in plain values."""
     policy = optimizer.clipper.policy
     described: dict[str, Any] = {
         "noise_multiplier": optimizer.noise_multiplier,
@@ -77,24 +69,12 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
 
 
 def _sampler_of(sampling: Sampling | None) -> Any:
-    """Return what holds the position in the data, or None where it keeps no state."""
+    """Return the object with the position in the data, or None where it has no state."""
     return None if sampling is None else sampling.sampler
 
 
 def training_state(account: Account, optimizer: DPOptimizer | None, sampling: Sampling | None) -> dict[str, Any]:
-    """Collect everything but the model that a resumed training needs to be the same training.
-
-    Args:
-        account: What was released.
-        optimizer: The private optimizer, if it is to be saved.
-        sampling: How its batches are sampled, if known.
-
-    Returns:
-        Plain values and tensors.
-
-    Raises:
-        MissingGradientError: In the middle of a logical batch, whose sums no checkpoint holds.
-    """
+    """Return everything but the model that a resumed training needs; refuse the middle of a logical batch."""
     state = account_state(account, optimizer, sampling)
     if optimizer is not None:
         optimizer.require_released()
@@ -104,16 +84,7 @@ def training_state(account: Account, optimizer: DPOptimizer | None, sampling: Sa
 
 
 def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sampling | None) -> dict[str, Any]:
-    """Collect what was released, and where sampling and noise have got to.
-
-    Args:
-        account: What was released.
-        optimizer: The private optimizer, if its noise is to be continued.
-        sampling: How its batches are sampled, if known.
-
-    Returns:
-        Plain values.
-    """
+    """Return what was released, and the positions of sampling and noise, in plain values."""
     state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
     account.accountant.require_whole()
     state[LEDGER], state[COORDINATES], state[RUNS] = account.place(), account.coordinates, dict(account.runs)
@@ -137,11 +108,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _continue_generators(saved: Mapping[str, Any]) -> None:
-    """Set torch's global generators, as far as the devices are there.
-
-    Args:
-        saved: What `_generators` returned.
-    """
+    """Restore torch's global generators, as far as the devices are there."""
     torch.set_rng_state(saved["cpu"])
     if torch.cuda.is_available():
         for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
@@ -149,16 +116,7 @@ def _continue_generators(saved: Mapping[str, Any]) -> None:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, scheduled: set[str]) -> list[str]:
-    """Return in what two mechanisms differ.
-
-    Args:
-        saved: What the checkpoint says.
-        current: What the optimizer does.
-        scheduled: Names that a scheduler will restore.
-
-    Returns:
-        One text for each difference.
-    """
+    """Return a text for each difference of two mechanisms, but for ``scheduled`` names, which a scheduler restores."""
     names = sorted((saved.keys() & current.keys()) - scheduled)
     plain = json.loads(json.dumps({name: [saved[name], current[name]] for name in names}))
     return [f"{name}: saved {was!r}, now {now!r}" for name, (was, now) in plain.items() if was != now]
@@ -173,22 +131,8 @@ def reconciled(
     allow_change: bool,
     fresh: bool,
 ) -> dict[str, Any]:
-    """Return a checkpoint as a training may continue it: of the same mechanism, or with fresh randomness.
-
-    Args:
-        checkpoint: What was loaded.
-        optimizer: The private optimizer, made anew.
-        sampling: How its batches are sampled, if known.
-        scheduled: Names of the mechanism's values that a scheduler will restore.
-        allow_change: Whether the mechanism may differ.
-        fresh: Whether the randomness is to be fresh in any case.
-
-    Returns:
-        The checkpoint, without what must not be continued.
-
-    Raises:
-        ResumeError: If the mechanism differs and must not.
-    """
+    """Return a checkpoint as a training may continue it: of the same mechanism, or with fresh randomness."""
+    # `scheduled`: names of the mechanism's values that a scheduler will restore.
     different = differences(checkpoint.get(MECHANISM, {}), mechanism(optimizer, sampling), scheduled=scheduled)
     if different and not allow_change:
         raise ResumeError(
@@ -199,16 +143,7 @@ def reconciled(
 
 
 def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
-    """Put a saved optimizer and the positions of noise, batches and dropout back.
-
-    Args:
-        checkpoint: What was loaded.
-        optimizer: The private optimizer, or None to leave it out.
-        sampling: How its batches are sampled, if known.
-
-    Raises:
-        ResumeError: If the state is incomplete or belongs to something else.
-    """
+    """Restore a saved optimizer and the positions of noise, batches and dropout."""
     if optimizer is not None:
         if OPTIMIZER not in checkpoint:
             raise ResumeError("checkpoint: it was saved without its optimizer. Pass optimizer=None, or save it too.")
@@ -220,15 +155,7 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, sampling:
 
 
 def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's saved state with this rank's parts of what it holds in parts.
-
-    Args:
-        saved: What its `state_dict` returned, whole.
-        optimizer: The optimizer, of several together one by one.
-
-    Returns:
-        What its `load_state_dict` takes.
-    """
+    """Return an optimizer's saved state with this rank's parts of divided tensors."""
     members = getattr(optimizer, "members", None)
     if members is not None:
         states = list(saved.get("members", []))
@@ -244,16 +171,7 @@ def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
-    """Put the positions of noise and batches back.
-
-    Args:
-        checkpoint: What was loaded.
-        optimizer: The private optimizer, or None to leave it out.
-        sampling: How its batches are sampled, if known.
-
-    Raises:
-        ResumeError: If the state belongs to something else.
-    """
+    """Restore the positions of noise and batches."""
     sampler = _sampler_of(sampling)
     if sampler is not None and SAMPLER in checkpoint:
         sampler.load_state_dict(checkpoint[SAMPLER])
@@ -271,19 +189,9 @@ def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | No
 def with_fresh_randomness(
     checkpoint: Mapping[str, Any], optimizer: DPOptimizer, sampling: Sampling | None
 ) -> dict[str, Any]:
-    """Return a checkpoint that continues with noise and batches that nothing was released with before.
-
-    Args:
-        checkpoint: What was loaded.
-        optimizer: The private optimizer, made anew.
-        sampling: How its batches are sampled, if known.
-
-    Returns:
-        The checkpoint without the noise's state and what was paid for of a pass, and with the key of the new sampler.
-
-    Raises:
-        ResumeError: If the new noise follows from the same seed as the old.
-    """
+    """Return a checkpoint that continues with noise and batches that nothing was released with before."""
+    # Without the noise's state and the paid part of a pass, and with the key of the new sampler. New noise from the
+    # same seed as the old is refused.
     fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES)}
     # The next step is charged as one of another pass.
     fresh[SAMPLING] = {}
@@ -301,14 +209,7 @@ def with_fresh_randomness(
 
 
 def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint that leaves noise, batches and torch's generators where they are.
-
-    Args:
-        checkpoint: What was loaded.
-
-    Returns:
-        The checkpoint without their states.
-    """
+    """Return a checkpoint without the states of noise, batches and torch's generators."""
     positions = (NOISE, SAMPLER, SAMPLING, RELEASES, GENERATORS)
     return {name: value for name, value in checkpoint.items() if name not in positions}
 
@@ -319,9 +220,6 @@ def branch_off(optimizer: DPOptimizer) -> None:
     Privacy:
         Another process may continue that earlier state with the same key. Where the two differ from here on, equal
         noise would tell the difference of their sums.
-
-    Args:
-        optimizer: The private optimizer; what ranks share, or a user's generator fixes, stays as it is.
     """
     source = optimizer.noise_source
     if isinstance(source, KeyedNoise) and source.generator is None:
@@ -329,16 +227,7 @@ def branch_off(optimizer: DPOptimizer) -> None:
 
 
 def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
-    """Continue a saved account.
-
-    Args:
-        checkpoint: What was loaded.
-        account: What is released from here on is charged to.
-
-    Raises:
-        ResumeError: If its ledger has lost releases, or was not given.
-        InvalidOptionError: If the accountant's state cannot be loaded.
-    """
+    """Continue a saved account."""
     account.load(
         checkpoint[ACCOUNTANT],
         checkpoint[LEDGER],
@@ -350,13 +239,7 @@ def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
 def continue_schedules(
     checkpoint: dict[str, Any], optimizer: DPOptimizer | None, schedulers: Mapping[str, Any]
 ) -> None:
-    """Set schedulers, and what they had changed, to where the saved training had got; drop what is restored.
-
-    Args:
-        checkpoint: What was loaded; loses the entries of optimizer and schedulers.
-        optimizer: The private optimizer, if it is restored.
-        schedulers: The scheduler of `noise_multiplier` and of `max_grad_norm`, each or None.
-    """
+    """Restore schedulers, by value name, and what they had changed; remove the restored entries."""
     checkpoint.pop(OPTIMIZER, None)
     saved = checkpoint.get(MECHANISM, {})
     for name, scheduler in schedulers.items():
@@ -369,19 +252,8 @@ def continue_schedules(
 
 
 def save(state: dict[str, Any], place: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> None:
-    """Write a checkpoint; a file appears under its name only when it is complete.
-
-    Of a model that ranks hold in parts, or stages of, rank 0 writes the whole; then this is called on all of them.
-
-    Args:
-        state: What to write.
-        place: A path or an open binary file.
-        options: Further options of `torch.save`.
-        module: The model, private or not; None for none that is a pipeline.
-
-    Raises:
-        OutputError: If the file could not be written; the one that lay there before still does.
-    """
+    """Write a checkpoint; a file appears under its name only when it is complete."""
+    # Of a model that ranks have in parts, or stages of, rank 0 writes the whole; then this is called on all of them.
     pipeline = _pipeline_in(module)
     if pipeline is not None or is_in_parts(state):
         whole = gathered_whole(state) if pipeline is None else pipeline.gathered(state, whole=MODULE, each=_OF_EACH)
@@ -415,19 +287,7 @@ def _pipeline_in(module: nn.Module | None) -> Pipeline | None:
 
 
 def load(place: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> dict[str, Any]:
-    """Read a checkpoint, by default without running any code from it.
-
-    Args:
-        place: A path or an open binary file.
-        options: Further options of `torch.load`.
-        module: The model, private or not: of a pipeline what its rank continues with is returned.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ResumeError: If it cannot be read, another version wrote it, it was changed since, or it holds no account.
-    """
+    """Read a checkpoint, by default without running any code from it; of a pipeline this rank's part."""
     name = os.fspath(place) if isinstance(place, (str, os.PathLike)) else "checkpoint"
     try:
         checkpoint = torch.load(place, **{"weights_only": True, **options})
@@ -450,17 +310,7 @@ def load(place: Place, options: Mapping[str, Any], *, module: nn.Module | None =
 
 
 def checked_version(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state if this version can read it.
-
-    Args:
-        state: What was saved.
-
-    Returns:
-        The same.
-
-    Raises:
-        ResumeError: If another version wrote it.
-    """
+    """Return a saved state if this version can read it."""
     if VERSION not in state:
         raise ResumeError(
             "checkpoint without a format of ghostclip, as Opacus writes them: it lacks the keys of noise and sampling "
@@ -477,13 +327,7 @@ def checked_version(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Load the model's part.
-
-    Args:
-        module: The model, private or not.
-        checkpoint: What was loaded.
-        options: Further options of `load_state_dict`.
-    """
+    """Load the model's part of a checkpoint."""
     held = {name: tensor for name, tensor in module.state_dict().items() if _torch.is_sharded_tensor(tensor)}
     saved = {name: parts_for(value, held.get(name)) for name, value in checkpoint[MODULE].items()}
     module.load_state_dict(saved if held else checkpoint[MODULE], **options)

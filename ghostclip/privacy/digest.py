@@ -17,19 +17,12 @@ _BY_SUMS: Final = "sums:"
 
 
 def digest_of(state: Mapping[str, Any]) -> str:
-    """Return a digest of plain values and tensors, however deep in mappings and sequences.
-
-    Objects of other types count by their type only; devices do not count, since a state may be loaded onto others.
-
-    Args:
-        state: What is about to be saved, or was loaded.
-
-    Returns:
-        "sums:" and 32 hexadecimal digits.
+    """Return a digest of plain values and tensors in nested mappings and sequences.
 
     Cost:
         One pass over all tensors where they lie, and one read of a few numbers for each device.
     """
+    # Objects of other types count by their type only; devices do not count, since a state may be loaded onto others.
     digest, prints = hashlib.blake2b(digest_size=16), []
 
     def add_values(values: Tensor) -> None:
@@ -41,15 +34,7 @@ def digest_of(state: Mapping[str, Any]) -> str:
 
 
 def is_digest_of(saved: object, state: Mapping[str, Any]) -> bool:
-    """Return whether a state is the one that a digest was made of.
-
-    Args:
-        saved: The digest.
-        state: What was loaded.
-
-    Returns:
-        True if so, for digests of earlier versions too.
-    """
+    """Return whether a digest, also of an earlier version, was made of a state."""
     if isinstance(saved, str) and saved.startswith(_BY_SUMS):
         return saved == digest_of(state)
     digest = hashlib.blake2b(digest_size=16)
@@ -58,7 +43,7 @@ def is_digest_of(saved: object, state: Mapping[str, Any]) -> bool:
 
 
 def _add(digest: Any, value: object, add_values: Callable[[Tensor], None]) -> None:
-    """Let a digest cover a value, with its type and length, so that no two states read the same."""
+    """Add a value to a digest, with its type and length, so that no two states read the same."""
     if isinstance(value, Tensor):
         _add_tensor(digest, value, add_values)
     elif isinstance(value, Mapping):

@@ -30,14 +30,6 @@ def released_bounds(accountant: Accountant, delta: float, *, coordinates: int) -
     Privacy:
         The upper bound holds whatever part of the account was released with discrete noise: all of it counts as such.
         The lower one is that of continuous noise.
-
-    Args:
-        accountant: Holds what was released.
-        delta: δ, in (0, 1).
-        coordinates: d, the most numbers that one discrete release held; 0 if the noise was continuous.
-
-    Returns:
-        The bounds; the upper one is inf where δ' leaves nothing of δ.
     """
     bounds = accountant.epsilon_bounds(delta)
     noisy = [(sigma, count) for sigma, count in _sigmas(accountant) if 0 < sigma < math.inf]
@@ -58,15 +50,7 @@ def released_bounds(accountant: Accountant, delta: float, *, coordinates: int) -
 
 
 def coordinates_of(module: nn.Module, noise_level: str) -> int:
-    """Return how many numbers a release with discrete noise holds.
-
-    Args:
-        module: The model, private or not.
-        noise_level: Of the engine's noise.
-
-    Returns:
-        Trainable elements; 0 for continuous noise.
-    """
+    """Return how many numbers a release with discrete noise has; 0 for continuous noise."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad) if noise_level == "exact" else 0
 
 

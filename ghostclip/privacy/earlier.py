@@ -23,24 +23,15 @@ _KEY: Final = "_ghostclip_released_by"
 
 
 class Released:
-    """What one account has released, without what else an engine holds.
+    """The releases of one account, without the rest of an engine."""
 
-    Attributes:
-        accountant: Holds it; exchanged with the account's.
-        runs: The account's `runs`, the table itself.
-    """
-
+    # the account's table itself
+    # exchanged with the account's
     def __init__(self, accountant: Accountant, runs: dict[str, int]) -> None:
-        """Hold what an account counts.
-
-        Args:
-            accountant: The account's.
-            runs: The account's table of releases by run.
-        """
         self.accountant, self.runs = accountant, runs
 
     def holds(self, other: Released) -> bool:
-        """Return whether this account goes on from another: it is the same, or was loaded or composed from it."""
+        """Return whether this account continues another: it is the same, or was loaded or composed from it."""
         loaded = bool(other.runs) and all(self.runs.get(run, 0) >= count for run, count in other.runs.items())
         return other is self or other.accountant is self.accountant or loaded
 
@@ -56,12 +47,7 @@ class _Marks(list[Released]):
 
 
 def remember(model: nn.Module, released: Released) -> None:
-    """Let the modules with trained parameters remember an account; called at its first release into a model.
-
-    Args:
-        model: The model.
-        released: The account's.
-    """
+    """Let the modules with trained parameters remember an account; called at its first release into a model."""
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             marks = vars(module).setdefault(_KEY, _Marks())
@@ -70,30 +56,13 @@ def remember(model: nn.Module, released: Released) -> None:
 
 
 def earlier(model: nn.Module, released: Released) -> list[Released]:
-    """Return the other accounts that have released into a model, or a part of it.
-
-    Args:
-        model: The model.
-        released: Of the account that asks.
-
-    Returns:
-        Those that it does not go on from, each once.
-    """
+    """Return the other accounts that have released into a model, or a part of it, that this one does not continue."""
     found = {id(one): one for module in model.modules() for one in vars(module).get(_KEY, ())}
     return [one for one in found.values() if not released.holds(one) and len(one.accountant)]
 
 
 def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> str:
-    """Say that a model was trained by other engines before, and what to do.
-
-    Args:
-        model: The model.
-        others: Of `earlier`, at least one.
-        delta: δ.
-
-    Returns:
-        The text of a warning.
-    """
+    """Return the text of a warning: a model was trained by other engines before."""
     spent = " and ".join(f"ε ≤ {_epsilon(one.accountant, delta)} in {len(one.accountant)} releases" for one in others)
     return (
         f"{type(model).__name__} was trained by another PrivacyEngine before ({spent}, at δ = {delta:g}). This "
@@ -104,16 +73,7 @@ def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> st
 
 
 def texts_of(others: Iterable[Released], own: Released, delta: float) -> Iterator[str]:
-    """Say for a summary what other engines have released into the models.
-
-    Args:
-        others: Of `earlier`.
-        own: Of the account that is summed up.
-        delta: δ.
-
-    Yields:
-        A clause for each that it does not go on from by now.
-    """
+    """Yield clauses for a summary on what other engines have released into the models."""
     for one in others:
         if own.holds(one):
             continue

@@ -39,39 +39,23 @@ class Entry(NamedTuple):
 class LedgerFile:
     """An append-only file of releases and of the mechanisms they belong to.
 
-    Reading it is free; writing takes the file for this object (`lock`), until `close` or the end of the process. Each
-    line carries the ledger's identity, its number, and a hash over all lines before it (see `ledger_lines`). Half a
-    line at the end was never followed by its release, because a line is on the disk before that: it is not read, and
-    cut off before the next is written.
-
-    Ranks of one training have one ledger (`share`): rank 0 alone opens, locks and writes the file. `lock`,
-    `begin_segment` and `append` are then called on all ranks, which get the lines that rank 0 has written, or its
-    error. That is one exchange for each: no exchange of the step can carry a line, because it holds a digest of the
-    noisy sum over all ranks and must be on the disk before any of them goes on.
-
     Privacy:
         `append` returns only when the line is on the disk (fsync), on every rank. What is released afterwards is
         therefore counted, whatever happens: a crash in between over-counts, nothing under-counts. The file alone cannot
         tell that whole lines were cut off its end; whoever knew them can (`require`: checkpoints, and this object while
         it is open).
         The file holds no secrets.
-
-    Args:
-        path: The file; made, with its folder, when it is first locked. Symbolic links are followed once, here.
-        alone: Whether what is wrong with the file is raised here. False leaves that to `require_alone` and `share`,
-            where it is known who has to be told.
-
-    Attributes:
-        given: The path as the user wrote it.
-        shared: Whether it is the ledger of several ranks.
-        entries: All releases, in order.
-        mechanisms: What they belong to, in order.
-
-    Raises:
-        InvalidOptionError: If something other than a regular file lies there.
-        ResumeError: If the file is empty, damaged or of another version.
     """
 
+    # Reading it needs no lock; writing takes the file for this object (`lock`), until `close` or the end of the
+    # process. Each line has the ledger's identity, its number, and a hash over all lines before it (see
+    # `ledger_lines`). Half a line at the end was never followed by its release, because a line is on the disk before
+    # that: it is not read, and cut off before the next is written. Ranks of one training have one ledger (`share`):
+    # rank 0 alone opens, locks and writes the file. `lock`, `begin_segment` and `append` are then called on all ranks,
+    # which get the lines that rank 0 has written, or its error. That is one exchange for each: no exchange of the step
+    # can carry a line, because it contains a digest of the noisy sum over all ranks and must be on the disk before any
+    # of them goes on. `alone`: errors of the file are raised here, and not in `require_alone` or `share`, where it is
+    # known who has to be told.
     def __init__(self, path: str | os.PathLike[str], *, alone: bool = True) -> None:
         self.path = Path(os.path.realpath(path))
         self.given = os.fspath(path)
@@ -93,22 +77,13 @@ class LedgerFile:
             self._wrong = error
 
     def require_readable(self) -> None:
-        """Raise what is wrong with the file, if that was left for later.
-
-        Raises:
-            GhostClipError: What the constructor would have raised.
-            OSError: What the constructor would have raised.
-        """
+        """Raise the constructor's error, if that was deferred."""
         if self._wrong is not None:
             # Another one each time: ranks mark an error that all of them were told of.
             raise type(self._wrong)(*self._wrong.args) from self._wrong
 
     def require_alone(self) -> None:
-        """Let the ledger be this process's own.
-
-        Raises:
-            InvalidOptionError: If ranks share it: what one of them released by itself would not be written.
-        """
+        """Refuse a ledger that ranks share: what one of them released by itself would not be written."""
         self.require_readable()
         if self.shared:
             raise InvalidOptionError(
@@ -117,19 +92,9 @@ class LedgerFile:
             )
 
     def share(self, *, fresh: bool) -> bool:
-        """Let rank 0's file be the ledger of all ranks, which hold what it holds; called on all of them.
-
-        Files of the other ranks are not used, also where the path leads to another one there.
-
-        Args:
-            fresh: Whether this rank has accounted for nothing but what it has read.
-
-        Returns:
-            Whether this rank has held something else before.
-
-        Raises:
-            ResumeError: On all ranks, if one has accounted for what rank 0's file does not hold.
-        """
+        """Adopt rank 0's file as the ledger of all ranks."""
+        # Return whether this rank's content was different. Called on all. Files of the other ranks are not used, even
+        # if the path leads to another one there. `fresh`: this rank has accounted for nothing but what it has read.
         if self.shared:
             return False
         self._follows = not is_first()
@@ -154,20 +119,13 @@ class LedgerFile:
         return self._places[-1] != before
 
     def _hold(self, content: bytes) -> None:
-        """Hold what another rank's file holds, and nothing else."""
+        """Adopt the content of another rank's file."""
         self._forget()
         if content:
             self._read(content)
 
     def _on_first_rank(self, work: Callable[[], None]) -> None:
-        """Do something with the file, on rank 0 alone where ranks share it; all of them hold what it holds then.
-
-        Args:
-            work: Leaves the file open.
-
-        Raises:
-            ResumeError: If another rank, or none, is rank 0 by now.
-        """
+        """Do something with the file on rank 0 alone, where ranks share it, and give all of them its content."""
         if not self.shared:
             work()
             return
@@ -199,14 +157,7 @@ class LedgerFile:
         self._end = 0
 
     def _read(self, content: bytes) -> None:
-        """Take in the whole lines of a file.
-
-        Args:
-            content: All that it holds.
-
-        Raises:
-            ResumeError: If they are not those of one ledger.
-        """
+        """Take in the whole lines of a file's content."""
         if not content:
             raise ResumeError(
                 f"{self.path}: the ledger is empty, and none that was begun is: it was emptied, or is another "
@@ -241,34 +192,15 @@ class LedgerFile:
         self._end += size
 
     def find(self, run: str, number: int) -> str | None:
-        """Return the fingerprint of a release that was made before, or None.
-
-        Args:
-            run: Whose noise it uses.
-            number: Its number in that run.
-
-        Returns:
-            The fingerprint.
-        """
+        """Return the fingerprint of a release of a run that was made before, or None."""
         return self._known.get((run, number))
 
     def place(self) -> dict[str, Any]:
-        """Return where the ledger has got to, for a checkpoint.
-
-        Returns:
-            What `require` takes, in plain values.
-        """
+        """Return the ledger's position, in plain values for a checkpoint and `require`."""
         return {**self._places[-1]._asdict(), "releases": len(self.entries)}
 
     def require(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a ledger that does not hold what it held when something else was saved.
-
-        Args:
-            saved: What `place` returned then.
-
-        Raises:
-            ResumeError: If it is another ledger, or lacks lines that it had.
-        """
+        """Refuse a ledger that is another one, or lacks lines that it had at a saved `place`."""
         was, now = LedgerPosition(saved["ledger"], saved["lines"], saved["chained"]), self._places[-1]
         if len(self.entries) < saved["releases"] or (was.lines > now.lines and was.ledger == now.ledger):
             raise ResumeError(
@@ -284,32 +216,17 @@ class LedgerFile:
             )
 
     def releases_at(self, saved: Mapping[str, Any]) -> list[Entry]:
-        """Return the releases that the ledger held when something else was saved.
-
-        Args:
-            saved: What `place` returned then; `require` has let it pass.
-
-        Returns:
-            The releases.
-        """
+        """Return the releases that the ledger had at a saved `place`, which `require` has accepted."""
         return self.entries[: self._releases[saved["lines"]]]
 
     def begin_segment(self, mechanism: Mapping[str, Any]) -> None:
-        """Say which mechanism the following releases belong to; writes a line only if it is another one.
-
-        Args:
-            mechanism: Plain values by name.
-        """
+        """Set the mechanism of the following releases, in plain values; a line is written only if it is another one."""
         plain = json.loads(json.dumps(dict(mechanism)))
         if [plain] != self.mechanisms[-1:]:
             self._write({"mechanism": plain})
 
     def append(self, entry: Entry) -> None:
-        """Write a release that is about to be made.
-
-        Args:
-            entry: The release.
-        """
+        """Write a release that is about to be made."""
         self._write(entry._asdict())
 
     def lock(self) -> None:
@@ -317,11 +234,7 @@ class LedgerFile:
         self._on_first_rank(self._take_file)
 
     def _take_file(self) -> None:
-        """Take the file for this object.
-
-        Raises:
-            ResumeError: If somebody else holds it, or it is not the file that was read.
-        """
+        """Take the file for this object; refuse one in use, or that is not the file that was read."""
         if self._file is not None:
             return
         if self._owner not in (0, os.getpid()):
@@ -346,11 +259,7 @@ class LedgerFile:
         _HELD.add(self)
 
     def _require_as_read(self) -> None:
-        """Refuse a file that somebody has written to since this object has read it.
-
-        Raises:
-            ResumeError: If it is another one now.
-        """
+        """Refuse a file that somebody has written to since this object has read it."""
         known, now = self._places[-1], LedgerFile(self.path)._places[-1]
         if known != now:
             raise ResumeError(
@@ -359,18 +268,14 @@ class LedgerFile:
             )
 
     def close(self) -> None:
-        """Give the file back; the next line that is written takes it again, if nobody else has written one."""
+        """Release the file; the next line that is written takes it again, if nobody else has written one."""
         _HELD.discard(self)
         if self._file is not None:
             self._close()
         self._file, self._owner, self._pending = None, 0, b""
 
     def _begun(self) -> IO[bytes]:
-        """Make the file, with its first line: under its name it is never empty.
-
-        Returns:
-            The file, locked.
-        """
+        """Make and lock the file, with its first line: under its name it is never empty."""
         line, _ = encoded({VERSION: FORMAT}, LedgerPosition(ledger=secrets.token_hex(8)))
         unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.unfinished")
         file = unfinished.open("w+b", buffering=0)
@@ -388,14 +293,7 @@ class LedgerFile:
         return file
 
     def _opened(self) -> IO[bytes]:
-        """Open the file that is there.
-
-        Returns:
-            The file, locked.
-
-        Raises:
-            ResumeError: If it is gone, or somebody holds it.
-        """
+        """Open and lock the file that is there."""
         try:
             file = self.path.open("r+b", buffering=0)
         except FileNotFoundError as error:
@@ -438,14 +336,7 @@ class LedgerFile:
         self._take(json.loads(line.rpartition(b"\t")[0]), place, len(line))
 
     def _require_same_file(self, file: IO[bytes]) -> None:
-        """Refuse to write where the file is not, or not as, this object has left it.
-
-        Args:
-            file: The open file.
-
-        Raises:
-            ResumeError: If it was deleted, moved, replaced, shortened, or written to by somebody else.
-        """
+        """Refuse to write if the file was deleted, moved, replaced, shortened, or written to by somebody else."""
         try:
             there = self.path.stat()
         except OSError as error:
@@ -493,15 +384,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
-    """Refuse what no line can be kept in: folders, devices, pipes, sockets.
-
-    Args:
-        path: Where links have led to.
-        given: What the user has written.
-
-    Raises:
-        InvalidOptionError: If something other than a file lies there, or its folder does not exist.
-    """
+    """Refuse paths that no line can be written to: folders, devices, pipes, sockets."""
     # A device that a shell has redirected to a file is one all the same.
     root, *below = (*Path(given).absolute().parts[1:], "")
     regular = root != "proc" and (root != "dev" or below[:1] == ["shm"])
@@ -524,13 +407,13 @@ def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Lock a file for as long as it is open, or raise OSError; a killed process holds no lock."""
+    """Lock a file for as long as it is open, or raise OSError; a killed process has no lock."""
     if sys.platform != "win32":
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _lock_unless_forgotten(file: IO[bytes]) -> None:
-    """Lock a file, also where an engine holds it that nobody uses any more and that lives on in a cycle."""
+    """Lock a file, even if an unused engine in a reference cycle still locks it."""
     try:
         _lock(file)
     except OSError:
@@ -539,15 +422,7 @@ def _lock_unless_forgotten(file: IO[bytes]) -> None:
 
 
 def _place(unfinished: Path, path: Path) -> None:
-    """Give a file its name, which no other may have taken meanwhile.
-
-    Args:
-        unfinished: The file.
-        path: The name.
-
-    Raises:
-        ResumeError: If there is a file of that name.
-    """
+    """Rename a file to a path that must not exist yet."""
     try:
         path.hardlink_to(unfinished)
     except FileExistsError as error:
@@ -563,7 +438,7 @@ def _all_of(file: IO[bytes], *, start: int = 0) -> bytes:
 
 
 def _write_all(file: IO[bytes], line: bytes, *, at: int) -> None:
-    """Write a line at a place; an unbuffered file may take it in several parts."""
+    """Write a line at an offset; an unbuffered file may take it in several parts."""
     file.seek(at)
     while line:
         line = line[file.write(line) :]
@@ -593,12 +468,5 @@ def _folder_to_disk(folder: Path) -> None:
 
 
 def total(entries: Sequence[Entry]) -> list[Charge]:
-    """Return what releases cost together.
-
-    Args:
-        entries: Releases.
-
-    Returns:
-        Charges; consecutive equal ones are one.
-    """
+    """Return the charges of releases, consecutive equal ones as one."""
     return joined(charge for entry in entries for charge in entry.events)

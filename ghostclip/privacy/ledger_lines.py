@@ -37,15 +37,7 @@ class LedgerPosition(NamedTuple):
 
 
 def encoded(values: Mapping[str, Any], after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
-    """Return the line that continues a ledger.
-
-    Args:
-        values: Plain values by name.
-        after: Where the ledger has got to, with its identity.
-
-    Returns:
-        The line with its end, and where the ledger has got to then.
-    """
+    """Return the line of plain values that continues a ledger, with its end, and the new position."""
     numbered = {**values, LEDGER: after.ledger, NUMBER: after.lines}
     body = json.dumps(numbered, separators=(",", ":"), sort_keys=True).encode()
     chained = _hash_of(body, after.chained)
@@ -53,19 +45,8 @@ def encoded(values: Mapping[str, Any], after: LedgerPosition) -> tuple[bytes, Le
 
 
 def decoded(line: bytes, after: LedgerPosition, *, name: str) -> tuple[dict[str, Any], LedgerPosition]:
-    """Return what a line says, if it continues the ledger.
-
-    Args:
-        line: The line without its end.
-        after: Where the ledger has got to.
-        name: Of the file, for messages.
-
-    Returns:
-        Values by name, and where the ledger has got to then.
-
-    Raises:
-        ResumeError: If it is damaged, does not follow the line before, or is of another version.
-    """
+    """Return the values of a line without its end, and the new position."""
+    # Refuse one that does not continue the ledger.
     body, _, written = line.rpartition(_SEPARATOR)
     if written != _hash_of(body, after.chained).encode():
         raise ResumeError(f"{name}, line {after.lines + 1}: {_what_is_wrong(line, after)}")
@@ -76,15 +57,7 @@ def decoded(line: bytes, after: LedgerPosition, *, name: str) -> tuple[dict[str,
 
 
 def is_whole(line: bytes, after: LedgerPosition) -> bool:
-    """Say whether a line continues the ledger.
-
-    Args:
-        line: The line without its end.
-        after: Where the ledger has got to.
-
-    Returns:
-        True if so.
-    """
+    """Return whether a line without its end continues the ledger."""
     body, _, written = line.rpartition(_SEPARATOR)
     return written == _hash_of(body, after.chained).encode()
 
@@ -102,15 +75,7 @@ def _of_other_version(version: object) -> str:
 
 
 def _what_is_wrong(line: bytes, after: LedgerPosition) -> str:
-    """Say in what a line does not continue the ledger.
-
-    Args:
-        line: The line without its end.
-        after: Where the ledger has got to.
-
-    Returns:
-        What is wrong, and what to do.
-    """
+    """Return why a line does not continue the ledger, and the remedy."""
     try:
         values = json.loads(line.rpartition(_SEPARATOR)[0])
     except ValueError:

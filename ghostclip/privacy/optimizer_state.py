@@ -29,11 +29,6 @@ class OptimizerAccount:
     Privacy:
         The string holds the keys that noise and batches follow from: whoever has it can undo the protection
         (`without_keys` takes them out). Loading never lowers an account that this process has added to.
-
-    Args:
-        account: What the optimizer's steps are charged to.
-        optimizer: The private optimizer.
-        sampling: How its batches are sampled.
     """
 
     def __init__(self, account: Account, optimizer: DPOptimizer, sampling: Sampling) -> None:
@@ -43,23 +38,11 @@ class OptimizerAccount:
         self._loaded: tuple[str, int] | None = None
 
     def text(self) -> str:
-        """Return the account and the positions of noise and sampler, as JSON.
-
-        Returns:
-            What `load` takes.
-        """
+        """Return the account and the positions of noise and sampler, as JSON."""
         return _sealed(checkpoints.account_state(self._account, self._optimizer, self._sampling))
 
     def load(self, text: str | None) -> None:
-        """Continue a saved account.
-
-        Args:
-            text: What `text` returned; None if the state held none.
-
-        Raises:
-            ResumeError: If there is none, it is of another mechanism, or this process has released something that is
-                not part of it; nothing is changed then.
-        """
+        """Continue a saved account; nothing changes where it is refused, as for a state without one, None."""
         if text is None:
             raise ResumeError(
                 "optimizer state without an account: it was saved by an optimizer that was not private, or without "
@@ -93,16 +76,8 @@ class OptimizerAccount:
 
 
 def without_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state without the keys of noise and sampling, safe to hand on with the model.
-
-    A training that loads it continues the account, with noise and batches from new keys.
-
-    Args:
-        state_dict: What `state_dict()` of a private optimizer returned.
-
-    Returns:
-        A copy; tensors are shared.
-    """
+    """Return a copy of an optimizer's state without the keys of noise and sampling, safe to publish with the model."""
+    # A training that loads it continues the account, with noise and batches from new keys. Tensors are shared.
     groups = []
     for group in state_dict["param_groups"]:
         copy = dict(group)

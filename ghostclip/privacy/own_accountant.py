@@ -12,14 +12,7 @@ _METHODS = ("step", "get_epsilon", "__len__", "mechanism")
 
 
 def refuse_unfit(accountant: IAccountant) -> None:
-    """Refuse what cannot be told of an account's releases.
-
-    Args:
-        accountant: An accountant of the user's, without bounds of its own.
-
-    Raises:
-        InvalidOptionError: If it lacks one of Opacus's four methods, or holds steps already.
-    """
+    """Refuse an accountant without Opacus's four methods, or with steps already."""
     missing = [name for name in _METHODS if not callable(getattr(accountant, name, None))]
     if missing:
         raise InvalidOptionError(
@@ -34,15 +27,7 @@ def refuse_unfit(accountant: IAccountant) -> None:
 
 
 def refuse_untold(own: IAccountant | None, charges: Sequence[Charge]) -> None:
-    """Refuse charges that an accountant with four methods has no word for.
-
-    Args:
-        own: The accountant, or None.
-        charges: What is about to be released.
-
-    Raises:
-        InvalidOptionError: If there are such charges.
-    """
+    """Refuse charges that an accountant with four methods cannot represent."""
     strange = [charge[0] for charge in charges if isinstance(charge[0], str)]
     if own is not None and strange:
         raise InvalidOptionError(
@@ -52,12 +37,7 @@ def refuse_untold(own: IAccountant | None, charges: Sequence[Charge]) -> None:
 
 
 def tell(own: IAccountant | None, charges: Sequence[Charge]) -> None:
-    """Tell an accountant with four methods of releases.
-
-    Args:
-        own: The accountant, or None.
-        charges: What was released.
-    """
+    """Record releases in an accountant with four methods, if there is one."""
     if own is None:
         return
     for first, second, count in charges:
@@ -66,15 +46,7 @@ def tell(own: IAccountant | None, charges: Sequence[Charge]) -> None:
 
 
 def continue_own(own: IAccountant | None, accountant: Accountant) -> None:
-    """Let an accountant with four methods hold what a loaded account holds.
-
-    Args:
-        own: The accountant with four methods, or None.
-        accountant: The account's own.
-
-    Raises:
-        InvalidOptionError: If it holds other steps and cannot load.
-    """
+    """Replace the history of an accountant with four methods by that of a loaded account."""
     if own is None:
         return
     held = charges_of(accountant)

@@ -53,46 +53,19 @@ class Sampling(Protocol):
     """How the noise of steps is correlated; None for independent noise."""
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
-        """Return what whole passes over the loader will cost.
-
-        Args:
-            noise_multiplier: σ of their steps.
-            epochs: Passes.
-
-        Returns:
-            Charges.
-        """
+        """Return what whole passes over the loader will cost."""
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the account; changes nothing.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            Charges, none if the step is paid for already.
-        """
+        """Return the charges of the step that is about to be released, none if it is paid for; changes nothing."""
 
     def settle(self, events: list[Charge]) -> None:
-        """Take note that the step was written into the account.
-
-        Args:
-            events: What `events` returned for it.
-        """
+        """Note that the charges of a step were written into the account."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know of steps that are paid for already.
-
-        Returns:
-            Plain values by name.
-        """
+        """Return what a resumed run must know of steps that are paid for already, in plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; the sampler has continued already.
-
-        Args:
-            state: What `state_dict` returned; empty if nothing is paid for.
-        """
+        """Continue from a saved state, empty if nothing is paid for; the sampler has continued already."""
 
 
 class EventSampling:
@@ -104,9 +77,6 @@ class EventSampling:
         takes part with probability at most k·q and then moves the sum by at most k times as much; that is what is
         charged, whatever the passes had in common. Truncated batches have no such bound (a unit may displace others
         in each of them), so that several passes are refused there.
-
-    Args:
-        loader: The private loader, or how the user says that batches are sampled.
     """
 
     padded: Sequence[Padded] = ()
@@ -129,17 +99,7 @@ class EventSampling:
             self.replicas = loader.private_sampler.num_replicas
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the account.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            One event.
-
-        Raises:
-            InvalidOptionError: If several undeclared backward passes went into a step on a truncated batch.
-        """
+        """Return one event; refuse several undeclared backward passes on a truncated batch."""
         passes, event = optimizer.accumulated_iterations, self.event
         if passes > 1 and event.kind == "truncated_poisson":
             raise InvalidOptionError(
@@ -153,34 +113,18 @@ class EventSampling:
         return [cost_of(event, noise_multiplier=optimizer.noise_multiplier)]
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
-        """Return what whole passes over the loader will cost.
-
-        Args:
-            noise_multiplier: σ of their steps.
-            epochs: Passes.
-
-        Returns:
-            One charge for all steps.
-        """
+        """Return one charge for all steps of whole passes."""
         return [cost_of(self.event, noise_multiplier=noise_multiplier, count=epochs * self._steps)]
 
     def settle(self, events: list[Charge]) -> None:
-        """Nothing to remember: steps are independent.
-
-        Args:
-            events: What was written.
-        """
+        """Nothing to remember: steps are independent."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to remember: steps are independent."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to remember: steps are independent.
-
-        Args:
-            state: Empty.
-        """
+        """Nothing to remember: steps are independent."""
 
 
 class PeriodSampling:
@@ -268,29 +212,11 @@ class PeriodSampling:
         return joined([cost_of(event, noise_multiplier=sigma * factor) for factor in factors])
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
-        """Return what whole passes over the loader will cost.
-
-        Args:
-            noise_multiplier: σ of their steps.
-            epochs: Passes.
-
-        Returns:
-            A charge for each kind of period.
-        """
+        """Return a charge for each kind of period of whole passes."""
         return self._charges(noise_multiplier, 1, 0, epochs * self._per_epoch)
 
     def row(self, optimizer: DPOptimizer) -> int:
-        """Return which step of a correlated mechanism the release that is about to be made is: its draw's number.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            Number of the draw in the training.
-
-        Raises:
-            InvalidOptionError: If there is no draw that it is of.
-        """
+        """Return which step of a correlated mechanism the next release is: the number of its draw."""
         number = None if self.draws is None else self.draws.next_number
         if number is None:
             raise InvalidOptionError("correlated noise: the step is of no batch of the private loader.")
@@ -298,11 +224,7 @@ class PeriodSampling:
         return number
 
     def settle(self, events: list[Charge]) -> None:
-        """Take note of a step.
-
-        Args:
-            events: What was written for it.
-        """
+        """Note a step and its charges."""
         begun = self._passes.count - self._passes_seen
         self._passes_seen = self._passes.count
         self._steps_in_pass += 1
@@ -327,11 +249,7 @@ class PeriodSampling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state: What `state_dict` returned; if it is empty, the next step is charged as one of another pass.
-        """
+        """Continue from a saved state; after an empty one the next step is charged as one of another pass."""
         # As if a pass had ended, so that the first step is charged whatever loader it comes from.
         self._passes_seen, self._steps_in_pass, self._charged_at = (
             int(state.get("passes_seen", self._passes.count)),
@@ -405,7 +323,7 @@ def _sampling_for(
     before: Sampling | None,
     mechanism: Mechanism | None,
 ) -> Sampling:
-    """Decide the same, without a look at what is in a batch."""
+    """Decide the same, without checking what is in a batch."""
     if isinstance(loader, DeclaredSampling):
         return EventSampling(loader)
     # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
@@ -470,7 +388,7 @@ def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
 
 
 class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
-    """A loader whose passes end when it is told so."""
+    """A loader whose passes end on request."""
 
     stop_when: Callable[[], bool] | None = None
 
@@ -486,24 +404,17 @@ class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
 
 
 class _CountedPasses(Sampler[list[int]]):
-    """A batch sampler that counts how often it was started and logs what it hands out.
+    """Batch sampler that counts its passes and logs what it hands out.
 
     Privacy:
         A record that comes a second time in a pass is refused when it comes: the user may have exchanged the sampler.
-
-    Attributes:
-        count: Passes that were started.
-        draws: The batches that no release has used yet.
-
-    Args:
-        batches: The batch sampler.
     """
 
     def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
         self.batch_size = batches.batch_size
         self.count = 0
-        self.draws = DrawLog(once_a_pass=True)
+        self.draws = DrawLog(once_a_pass=True)  # the batches that no release has used yet
         self._drawn = 0
 
     def tracking(self) -> AbstractContextManager[None]:
@@ -535,15 +446,7 @@ class _CountedPasses(Sampler[list[int]]):
 
 
 def _take_once(batch: list[int], taken: bytearray) -> None:
-    """Mark the records of a batch as taken in a pass.
-
-    Args:
-        batch: Numbers of records.
-        taken: 1 at each number that was taken; grows.
-
-    Raises:
-        DataError: If one of them was taken before.
-    """
+    """Mark the records of a batch as taken in a pass; refuse one that was taken before."""
     for index in batch:
         if index >= len(taken):
             taken.extend(bytes(index + 1 - len(taken) + len(taken) // 2))
@@ -576,17 +479,7 @@ class _Periods:
 
 
 def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:
-    """Return the loader's batch sampler if no record can be in two batches of a pass.
-
-    Args:
-        loader: The user's loader.
-
-    Returns:
-        The batch sampler.
-
-    Raises:
-        DataError: If a record may be in several.
-    """
+    """Return the loader's batch sampler if no record can be in two batches of a pass."""
     batches = splittable_batches(loader)
     sampler = getattr(batches, "sampler", None)
     once = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)

@@ -40,19 +40,8 @@ def summary_text(
     sampling: Sampling | None,
     unchecked: Iterable[str] = (),
 ) -> str:
-    """Return what was released, what for, and what is not covered.
-
-    Args:
-        bounds: On ε.
-        delta: δ.
-        releases: How many releases are accounted for.
-        level: Of the noise.
-        sampling: How batches are sampled; None before anything was made private.
-        unchecked: Of each model, the checks that were switched off or could not run; empty texts are left out.
-
-    Returns:
-        One line.
-    """
+    """Return one line on what was released, what for, and what is not covered."""
+    # unchecked: of each model, the checks that were switched off or could not run; empty texts are left out.
     parts = [f"(ε ≤ {rounded_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
     if bounds.lower > 0:
         parts.append(f"no accountant could report less than ε = {rounded_down(bounds.lower)}")
@@ -82,24 +71,10 @@ def summary_text(
 
 
 def rounded_up(epsilon: float) -> str:
-    """Write an upper bound with four decimals, never below it.
-
-    Args:
-        epsilon: The bound.
-
-    Returns:
-        The number.
-    """
+    """Format an upper bound with four decimals, never below it."""
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"
 
 
 def rounded_down(epsilon: float) -> str:
-    """Write a lower bound with four decimals, never above it.
-
-    Args:
-        epsilon: The bound.
-
-    Returns:
-        The number.
-    """
+    """Format a lower bound with four decimals, never above it."""
     return f"{math.floor(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"

@@ -21,17 +21,8 @@ _ARGUMENTS = (
 
 @register_op("embedding_bag", arguments=_ARGUMENTS)
 def embedding_bag(call: Call) -> Captured | None:
-    """Rule for a bag: each look-up receives its bag's gradient, weighted; of ``max``, the features it wins.
-
-    Args:
-        call: Ids of shape ``(n, K)``, or ``(look-ups,)`` with offsets ``(n,)``; a table.
-
-    Returns:
-        The table's ``Rows``; None for trainable weights of look-ups.
-
-    Raises:
-        UnsupportedModelError: ``scale_grad_by_freq`` or ``max_norm`` is set.
-    """
+    """Rule for a bag: each look-up receives its bag's gradient, weighted; of ``max``, the features it wins."""
+    # None for trainable weights of look-ups.
     refuse_max_norm(call)
     mode = call.get("mode", "mean")
     if "per_sample_weights" in call.tracked:

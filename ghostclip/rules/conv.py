@@ -23,14 +23,7 @@ def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 @register_op("conv1d", "conv2d", "conv3d", arguments="input weight bias stride padding dilation groups", by_form=True)
 def convolution(call: Call) -> Captured | None:
-    """Rule for a convolution: weight ``Windows`` of the input.
-
-    Args:
-        call: An input of shape ``(N, S·I, *space)``, a kernel, perhaps a bias.
-
-    Returns:
-        What it captures; None for a tracked input or one without a row axis.
-    """
+    """Rule for a convolution: weight ``Windows`` of the input; None for a tracked input or one without a row axis."""
     return _captured(call, transposed=False)
 
 
@@ -39,14 +32,7 @@ _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
 @register_op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", arguments=_TRANSPOSED, by_form=True)
 def transposed_convolution(call: Call) -> Captured | None:
-    """Rule for a transposed convolution: the kernel's gradient is a convolution's with input and output exchanged.
-
-    Args:
-        call: An input of shape ``(N, S·O, *space)``, a kernel ``(S·O, I, *kernel)``, perhaps a bias.
-
-    Returns:
-        What it captures; None for a tracked input or one without a row axis.
-    """
+    """Rule for a transposed convolution: the kernel's gradient is a convolution's with input and output exchanged."""
     return _captured(call, transposed=True)
 
 

@@ -17,17 +17,7 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
     "embedding", arguments="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse", by_form=True
 )
 def embedding(call: Call) -> Captured | None:
-    """Rule for a look-up: ``Rows``; rows of ``padding_idx`` receive nothing, as in torch.
-
-    Args:
-        call: Ids of any shape, all their axes leading, and a table of shape ``(V, I)``.
-
-    Returns:
-        What it captures.
-
-    Raises:
-        UnsupportedModelError: ``scale_grad_by_freq`` or ``max_norm`` is set.
-    """
+    """Rule for a look-up: ``Rows``; rows of ``padding_idx`` receive nothing, as in torch."""
     ids, weight = call.values["input"], call.values["weight"]
     refuse_max_norm(call)
     if call.get("scale_grad_by_freq", False):
@@ -47,16 +37,10 @@ def embedding(call: Call) -> Captured | None:
 
 
 def refuse_max_norm(call: Call) -> None:
-    """Refuse a look-up that renormalises the rows it meets, in the table itself.
+    """Refuse a look-up with ``max_norm``, which renormalises the rows it meets in the table itself.
 
     Privacy:
         Which rows of the table changed tells which ids are in the batch, without any noise.
-
-    Args:
-        call: The look-up.
-
-    Raises:
-        UnsupportedModelError: It does.
     """
     bound = call.get("max_norm")
     if bound is not None:
@@ -70,15 +54,7 @@ def refuse_max_norm(call: Call) -> None:
 
 
 def padding_row(call: Call, rows: int) -> int | None:
-    """Return the number of the row that takes no gradient.
-
-    Args:
-        call: The look-up.
-        rows: V.
-
-    Returns:
-        Counted from the front; None where every row takes gradients.
-    """
+    """Return the number of the row that takes no gradient, counted from the front; None if there is none."""
     padding = call.get("padding_idx")
     if padding is None:
         return None
@@ -86,17 +62,7 @@ def padding_row(call: Call, rows: int) -> int | None:
 
 
 def rows_factor(ids_BT: Tensor, g_BTI: Tensor, shape: torch.Size, padding: int | None) -> Rows:
-    """Return the factor of a look-up with the padding row's gradient left out.
-
-    Args:
-        ids_BT: The rows looked up, shape ``(B, T)``, integers.
-        g_BTI: Gradients of what was looked up, shape ``(B, T, I)``.
-        shape: The table's shape ``(V, I)``.
-        padding: As ``padding_row`` returns it.
-
-    Returns:
-        ``Rows`` of the table.
-    """
+    """Return the factor of a look-up without the padding row's gradient."""
     if padding is not None:
         g_BTI = g_BTI.masked_fill((ids_BT == padding).unsqueeze(-1), 0.0)
     return Rows(ids_BT, g_BTI, shape=shape)

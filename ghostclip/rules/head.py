@@ -47,16 +47,8 @@ def vocabulary_losses(call: Call) -> Captured | None:
 
 
 def _in_rows(grad_BTI: Tensor, place_BT: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient of hidden states where these stood.
-
-    Args:
-        grad_BTI: Positions by sample.
-        place_BT: Number of each one's row, from one on; zero for padding.
-        shape: ``(*L, I)``.
-
-    Returns:
-        A tensor of that shape.
-    """
+    """Return the gradient of hidden states ``(*L, I)`` from that by sample."""
+    # ``place_BT`` counts rows from 1, 0 is padding.
     rows = shape.numel() // max(1, shape[-1])
     out_NI = grad_BTI.new_empty(rows + 1, shape[-1])
     out_NI[place_BT.flatten()] = grad_BTI.flatten(0, 1)
@@ -76,26 +68,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - torch's arguments
     options: Any = None,
     otherwise: Callable[..., Tensor],
 ) -> Tensor:
-    """Run torch's function of this name as the loss of every position, and its reduction after it.
-
-    A sum or mean over positions is left to be proved to be one over samples, as it is where it stands by itself.
-
-    Args:
-        input: As torch has it.
-        linear_weight: As torch has it.
-        target: As torch has it.
-        linear_bias: As torch has it.
-        weight: As torch has it.
-        reduction: As torch has it.
-        ignore_index: As torch has it.
-        label_smoothing: As torch has it.
-        options: How torch would divide its work: ours is divided in any case.
-        otherwise: Torch's own, with logits, for probabilities as targets, several axes of classes, and smoothed labels
-            of weighted classes.
-
-    Returns:
-        As torch's.
-    """
+    """Run torch's function of this name as the loss of every position and a reduction, proved like any other."""
+    # `otherwise` is torch's own, with logits: for probabilities as targets, several axes of classes, and smoothed
+    # labels of weighted classes.
     of_classes = target.dtype == torch.int64 and linear_weight.dim() == 2 and target.shape == input.shape[:-1]
     if input.dim() != 2 or not of_classes or (weight is not None and label_smoothing):
         return otherwise(

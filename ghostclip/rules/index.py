@@ -20,30 +20,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 @dataclass(frozen=True)
 class Pick:
-    """Which rows of a parameter, seen as a matrix ``(V, I)``, an operation returns.
+    """The rows of a parameter, seen as a matrix ``(V, I)``, that an operation returns."""
 
-    Attributes:
-        ids: Row numbers, shape of the index, int64.
-        shape: The parameter's shape once its axes are permuted so that picked ones lead.
-        features: I.
-        axis: Where the picked axis stands in the parameter (and the index's axes in the result).
-    """
-
-    ids: Tensor
-    shape: torch.Size
-    features: int
-    axis: int = 0
+    ids: Tensor  # row numbers, shape of the index, int64
+    shape: torch.Size  # the parameter's shape once its axes are permuted so that picked ones lead
+    features: int  # I
+    axis: int = 0  # where the picked axis stands in the parameter (and the index's axes in the result)
 
     def rows(self, ids_BT: Tensor, g_BTI: Tensor) -> Factor:
-        """Return the factor of the parameter.
-
-        Args:
-            ids_BT: Row numbers of every sample, shape ``(B, T)``.
-            g_BTI: Their gradients, shape ``(B, T, I)``.
-
-        Returns:
-            ``Rows``, or the tensor itself where it is no larger than the rows.
-        """
+        """Return the parameter's factor: ``Rows``, or the gradients themselves where they are no larger."""
         # A tensor of a GPU may be indexed by one of the host.
         found: Factor = Rows(ids_BT.to(g_BTI.device), g_BTI, shape=self.shape)
         if ids_BT.shape[1] * self.features >= prod(self.shape):
@@ -57,17 +42,8 @@ class Pick:
 
 
 def pick_of(name: str, shape: torch.Size, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Pick | None:
-    """Say what an operation picks from a parameter.
-
-    Args:
-        name: One of ``PICKING``.
-        shape: The parameter's shape.
-        arguments: Positional arguments after the parameter.
-        keywords: Keyword arguments.
-
-    Returns:
-        The rows; None where the index is no integer tensor, or mixes tensors with slices.
-    """
+    """Return what an operation of ``PICKING`` picks."""
+    # None for indices that are no integer tensor, or mixed with slices.
     names = ("index",) if name in ("take", "__getitem__") else ("dim", "index")
     given = {**dict(zip(names, arguments, strict=False)), **keywords}
     index = given.get("index")
@@ -87,15 +63,7 @@ def pick_of(name: str, shape: torch.Size, arguments: Sequence[Any], keywords: Ma
 
 
 def of_constant(pick: Pick, factor: Factor) -> Factor:
-    """Turn a factor of what was picked into one of the parameter.
-
-    Args:
-        pick: What was picked, the same for every sample unless the factor is ``Diagonal``.
-        factor: Its per-sample gradients.
-
-    Returns:
-        The parameter's.
-    """
+    """Return the parameter's factor from one of rows that are the same for every sample, or a ``Diagonal``."""
     samples, dims = factor.batch_size, pick.ids.dim()
     if isinstance(factor, Diagonal) and not pick.axis and factor.axis < dims:
         ids_BT = pick.ids.movedim(factor.axis, 0).reshape(samples, -1)

@@ -73,14 +73,7 @@ def _addmm_of_data(x: Tensor, shape: Sequence[int], *, bias: bool) -> Captured:
 
 @register_op("bilinear", arguments="input1 input2 weight bias")
 def bilinear(call: Call) -> Captured | None:
-    """Return the capture of ``y_o = x₁ᵀ W_o x₂ + b_o``: weight ``Outer`` over pairs of inputs, bias ``Dense``.
-
-    Args:
-        call: Inputs ``(*L, I)`` and ``(*L, J)``, a weight ``(O, I, J)``.
-
-    Returns:
-        What it captures; None where an input is tracked.
-    """
+    """Return the capture of ``y_o = x₁ᵀ W_o x₂ + b_o``: weight ``Outer`` over pairs of inputs, bias ``Dense``."""
     first, second, weight = (call.values[name] for name in ("input1", "input2", "weight"))
     if call.tracked & {"input1", "input2"}:
         return None

@@ -25,12 +25,7 @@ _NORMS: Final[dict[type[nn.Module], Sampler]] = {}
 
 @dataclass(frozen=True)
 class Samplers:
-    """What is registered for a module class.
-
-    Attributes:
-        gradients: Gives per-sample gradients, or None.
-        norms: Gives their norms, or None.
-    """
+    """Samplers registered for a module class."""
 
     gradients: Sampler | None
     norms: Sampler | None
@@ -103,7 +98,7 @@ def any_samplers(kinds: AbstractSet[type[nn.Module]]) -> bool:
 
 
 def samplers_of(module: nn.Module) -> Samplers | None:
-    """Return what is registered for a module's own class, or None."""
+    """Return the samplers of a module's own class, or None."""
     kind = _torch.class_of(module)
     if kind not in _GRADIENTS and kind not in _NORMS:
         return None

@@ -15,14 +15,9 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 @register_op("grouped_mm", _torch.GROUPED_MM, "grouped_mm_fallback", arguments="input weight offs bias out_dtype")
 def grouped_mm(call: Call) -> Captured | None:
-    """Rule for ``y[rows of e] = x[rows of e] W[e]``: one ``Outer`` for every expert's slice.
-
-    Args:
-        call: Rows sorted by expert, shape ``(n, I)``; matrices ``(E, I, O)``; where each expert's rows end, ``(E,)``.
-
-    Returns:
-        ``Stacked`` of the experts that got rows; None for other shapes, a tracked input or a bias.
-    """
+    """Rule for ``y[rows of e] = x[rows of e] W[e]``: ``Stacked``, one ``Outer`` for every expert that got rows."""
+    # Rows (n, I) are sorted by expert, and `offs` says where each expert's rows end. None for other shapes, a tracked
+    # input or a bias.
     x, weight, ends = call.values["input"], call.values["weight"], call.values["offs"]
     if "input" in call.tracked or x.dim() != 2 or weight.dim() != 3 or call.get("bias") is not None:
         return None

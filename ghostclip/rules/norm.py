@@ -78,17 +78,8 @@ def group_norm(call: Call) -> Captured | None:
     by_form=True,
 )
 def instance_norm(call: Call) -> Captured | None:
-    """Rule for instance norm on its own statistics: both affine parameters ``Dense``.
-
-    Args:
-        call: An input of shape ``(B, C, *space)``.
-
-    Returns:
-        What it captures; None where running statistics are given but not updated, or the input is tracked.
-
-    Raises:
-        SampleMixingError: Running statistics would be updated, which stores those of private samples.
-    """
+    """Rule for instance norm on its own statistics: both affine parameters ``Dense``."""
+    # Running statistics that would be updated are refused: they would store those of private samples.
     if call.get("running_mean") is not None and call.get("use_input_stats", True):
         message = (
             "instance_norm: track_running_stats=True stores statistics of private samples in a buffer. "
@@ -104,17 +95,7 @@ def instance_norm(call: Call) -> Captured | None:
 
 @register_op("batch_norm", arguments="input running_mean running_var weight bias training momentum eps")
 def batch_norm(call: Call) -> Captured | None:
-    """Rule for batch norm with fixed statistics, an affine map of each channel: both parameters ``Dense``.
-
-    Args:
-        call: An input of shape ``(B, C, *space)``.
-
-    Returns:
-        What it captures; None where the input is tracked.
-
-    Raises:
-        SampleMixingError: It normalises by the statistics of the batch.
-    """
+    """Rule for batch norm with fixed statistics, an affine map of each channel: both parameters ``Dense``."""
     if call.get("training", False):
         message = (
             "batch_norm: in training mode every sample's output depends on the whole batch, so that per-sample "

@@ -23,15 +23,8 @@ from ghostclip.rules.registry import Call, Captured, Split
 
 
 def position_sum(g_BTO: Tensor, beside: Outer | None = None) -> Dense:
-    """Return the factor of a bias: the gradient summed over positions (a bias norm never needs a Gram).
-
-    Args:
-        g_BTO: Gradient of the layer's output, shape ``(B, T, O)``.
-        beside: The weight's factor, of which the gradient is a side: a kernel that forms its norm first leaves the sum.
-
-    Returns:
-        The bias's factor, which forms the sum when it is asked for.
-    """
+    """Return the factor of a bias: the gradient summed over positions (a bias norm never needs a Gram)."""
+    # `beside` is the weight's factor with this gradient as a side: a kernel that forms its norm first leaves the sum.
     if g_BTO.shape[1] <= 1:
         return Dense(over_positions(to_accumulation(g_BTO)))
     summed = PositionSum(g_BTO)
@@ -42,17 +35,11 @@ def position_sum(g_BTO: Tensor, beside: Outer | None = None) -> Dense:
 
 @dataclass(frozen=True)
 class Equation:
-    """Which letter each axis has.
+    """The letters of each axis of a product."""
 
-    Attributes:
-        parameter: Letters of the tracked operand.
-        data: Letters of every other operand.
-        output: Letters of the result.
-    """
-
-    parameter: str
-    data: tuple[str, ...]
-    output: str
+    parameter: str  # letters of the tracked operand
+    data: tuple[str, ...]  # letters of every other operand
+    output: str  # letters of the result
 
     @property
     def slots(self) -> str:
@@ -94,17 +81,8 @@ class Equation:
 def capture_product(
     equation: Equation, data: Sequence[Tensor], *, weight: tuple[str, Tensor], bias: str = ""
 ) -> Captured | None:
-    """Return the capture of a product.
-
-    Args:
-        equation: Its letters.
-        data: The operands that are not tracked.
-        weight: Name and value of the tracked operand.
-        bias: Name of a tracked addend along the last axis of the output; empty where there is none.
-
-    Returns:
-        What it captures; None where the form has no factors (diagonals, broadcasting, no operand with all rows).
-    """
+    """Return the capture of a product with one tracked operand, and a bias along the last axis of the output."""
+    # None where the form has no factors: diagonals, broadcasting, no operand with all rows.
     name, value = weight
     shape = value.shape
     if any(len(letters) != tensor.dim() for letters, tensor in zip(equation.data, data, strict=True)):
@@ -139,17 +117,8 @@ def capture_product(
 
 
 def capture_bilinear(call: Call, equation: Equation, operands: tuple[str, str], *, bias: str = "") -> Captured | None:
-    """Return the capture of a product of two operands of which one is tracked.
-
-    Args:
-        call: The operation.
-        equation: Letters of the first operand as ``parameter``, of the second as the only ``data``.
-        operands: Their names in the call.
-        bias: As for ``capture_product``.
-
-    Returns:
-        What it captures; None where both are tracked or the form has no factors.
-    """
+    """Return the capture of a product of two operands of which one is tracked."""
+    # The equation's `parameter` are letters of the first operand, its only `data` those of the second.
     tracked = [name for name in operands if name in call.tracked]
     if len(tracked) != 1:
         return None

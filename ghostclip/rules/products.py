@@ -73,7 +73,7 @@ def inner_product(call: Call) -> Captured | None:
 
 @register_op("tensordot", arguments="first second dims")
 def tensordot(call: Call) -> Captured | None:
-    """Return the capture of a product over chosen axes, given as a number or as two lists."""
+    """Return the capture of a product over chosen axes, a number or two lists."""
     given = _named(call, ("a", "first"), ("b", "second"))
     first, second = (list(ascii_letters[: given.values[name].dim()]) for name in ("first", "second"))
     second = [letter.upper() for letter in second]

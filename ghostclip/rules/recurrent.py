@@ -35,20 +35,8 @@ _PACKED = ("data", "batch_sizes", "hx", *_SETTINGS)
 
 
 def recurrent_product(states: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Stand for the product of states that are known already with their weight: zeros that await its gradient.
-
-    Args:
-        states: Shape ``(*L, I)``.
-        weight: Shape ``(O, I)``.
-        bias: Shape ``(O,)``, or None.
-        rows: What the layer made of its input, shape ``(*L, ...)``: it tells whose each row is.
-
-    Returns:
-        Zeros of shape ``(*L, O)``, without memory of their own.
-
-    Raises:
-        UncoveredParameterError: Nobody takes the weight's gradient.
-    """
+    """Return zeros ``(*L, O)`` that stand for the product of known states with their weight, and await its gradient."""
+    # The layer's result `rows`, (*L, ...), tells whose each row is. The zeros have no memory of their own.
     if has_torch_function((states, weight, bias, rows)):
         stand_in: Tensor = handle_torch_function(
             recurrent_product, (states, weight, bias, rows), states, weight, bias, rows
@@ -81,14 +69,7 @@ def _recurrent_product(call: Call) -> Captured | None:
 
 @dataclass(frozen=True)
 class _Direction:
-    """What one direction of one layer runs.
-
-    Attributes:
-        kind: Its time steps.
-        steps: The rows of each step.
-        bias: Whether there are biases.
-        projected: Whether the state is projected.
-    """
+    """One direction of one layer: its kind, the rows of each step, and which weights it has."""
 
     kind: Kind
     steps: Steps
@@ -96,7 +77,7 @@ class _Direction:
     projected: bool
 
     def weights(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Weights:
-        """Return weights given as (hh, bias or hr, ...) in the dtype of the steps."""
+        """Return weights (hh, bias or hr, ...) in the dtype of the steps."""
         given = iter(tensor.to(dtype) for tensor in tensors)
         hh = next(given)
         return Weights(hh, next(given) if self.bias else None, next(given) if self.projected else None)
@@ -107,18 +88,9 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, direction: _Direction, ran: Sequence[Tensor], made: Sequence[Tensor], *entered: Any) -> Any:
-        """Enter the graph.
-
-        Args:
-            ctx: autograd's.
-            direction: What ran.
-            ran: What it left for the backward, then the weights.
-            made: What it returned: states after all rows, then the last ones.
-            *entered: What it depends on: gates, stand-ins of the products with states (or None), initial states.
-
-        Returns:
-            ``made``.
-        """
+        """Return the states of steps that ran before as a node of the graph."""
+        # ran: what the backward reads, then the weights. made: states after all rows, then the last ones. entered:
+        # gates, stand-ins of the products with states (or None), initial states.
         ctx.direction, ctx.dtypes = direction, [None if tensor is None else tensor.dtype for tensor in entered]
         ctx.kept = len(ran) - 1 - direction.bias - direction.projected
         ctx.shapes = [tensor.shape for tensor in made]
@@ -154,17 +126,7 @@ def _plainly(like: Tensor) -> AbstractContextManager[Any]:
 def _run(
     direction: _Direction, x: Tensor, firsts: Sequence[Tensor], weights: Mapping[str, Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """Run one direction of one layer.
-
-    Args:
-        direction: What to run.
-        x: Its input, shape ``(*L, I)``.
-        firsts: Its initial states, perhaps computed from parameters.
-        weights: ``ih``, ``hh``, and ``b_ih``, ``b_hh``, ``hr`` or None.
-
-    Returns:
-        States after all rows, shape ``(*L, P)``, and the last ones.
-    """
+    """Run one direction of one layer; return states after all rows, ``(*L, P)``, and the last ones."""
     gates = functional.linear(x, _given(weights["ih"]), weights["b_ih"])
     firsts = [_entered(first, gates, direction.steps.sizes[0]) for first in firsts]
     if direction.kind is KINDS["gru"]:
@@ -197,7 +159,7 @@ def _given(tensor: Tensor | None) -> Tensor:
 
 
 def _entered(first: Tensor, gates: Tensor, count: int) -> Tensor:
-    """Let an initial state that is computed from parameters meet the rows of the first step, which tell its samples."""
+    """Connect an initial state computed from parameters to the rows of the first step, which identify samples."""
     if not has_torch_function((first,)):
         return first
     rows = (gates[0] if gates.dim() == 3 else gates[:count])[:, :1]
@@ -233,15 +195,7 @@ def _layers(
 
 
 def is_packed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether arguments of a recurrent layer's function are those of a packed sequence.
-
-    Args:
-        args: Positional ones: ``(data, batch_sizes, hx, params, ...)`` or ``(input, hx, params, has_biases, ...)``.
-        kwargs: Keyword arguments.
-
-    Returns:
-        Whether steps have rows of their own numbers.
-    """
+    """Return whether arguments of a recurrent layer's function are those of a packed sequence."""
     return "batch_sizes" in kwargs or (len(args) > 3 and not isinstance(args[3], bool))
 
 

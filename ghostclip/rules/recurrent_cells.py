@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 def _gates(given: Mapping[str, Any], first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what input and state contribute to the gates."""
+    """Return the shares of input and state in the gates."""
     from_input = functional.linear(given["input"], given["w_ih"], given.get("b_ih"))
     return from_input, functional.linear(first, given["w_hh"], given.get("b_hh"))
 

@@ -20,15 +20,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Steps:
-    """Which rows each step has, and in which direction time runs.
+    """The rows of each step, and the direction of time."""
 
-    Attributes:
-        sizes: Rows of every step, never growing.
-        reverse: Whether the last step comes first.
-    """
-
-    sizes: tuple[int, ...]
-    reverse: bool = False
+    sizes: tuple[int, ...]  # rows of every step, never growing
+    reverse: bool = False  # whether the last step comes first
 
     @property
     def uniform(self) -> bool:
@@ -41,22 +36,14 @@ class Steps:
         return range(last - 1, -1, -1) if self.reverse else range(last)
 
     def before(self, first_BP: Tensor, states_NP: Tensor) -> Tensor:
-        """Return the state before every row.
-
-        Args:
-            first_BP: The initial state, shape ``(B, P)``.
-            states_NP: The state after every row, shape ``(N, P)``.
-
-        Returns:
-            Shape ``(N, P)``.
-        """
+        """Return the state before every row, ``(N, P)``."""
         rows, batch = states_NP.shape[0], self.sizes[0]
         if self.uniform:
             return torch.cat([states_NP[batch:], first_BP] if self.reverse else [first_BP, states_NP[: rows - batch]])
         return torch.cat([first_BP, states_NP])[self._places(states_NP.device)]
 
     def _places(self, device: torch.device) -> Tensor:
-        """Return where each row's state before it lies among the initial states and the rows."""
+        """Return the index of each row's previous state among the initial states and the rows."""
         sizes, batch = self.sizes, self.sizes[0]
         starts = [0]
         for size in sizes[:-1]:
@@ -75,97 +62,53 @@ class Steps:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one direction of one layer, detached.
+    """The weights of one direction of one layer, detached."""
 
-    Attributes:
-        hh: State to gates, shape ``(G·H, P)``.
-        bias: Added with it, shape ``(G·H,)``, or None.
-        hr: Projection of the state, shape ``(P, H)``, or None.
-    """
-
-    hh: Tensor
-    bias: Tensor | None = None
-    hr: Tensor | None = None
+    hh: Tensor  # state to gates, shape ``(G·H, P)``
+    bias: Tensor | None = None  # added with it, shape ``(G·H,)``, or None
+    hr: Tensor | None = None  # projection of the state, shape ``(P, H)``, or None
 
 
 @dataclass
 class Ran:
-    """What a forward leaves for the backward and for the factors.
-
-    Attributes:
-        out_NP: The state after every row.
-        ends: The state of every sequence after its last step, ``(h, c)`` or ``(h,)``, shape ``(B, P)`` and ``(B, H)``.
-        before_NP: The state before every row.
-        kept: What the backward reads.
-        unprojected_NH: The state before its projection; None where there is none.
-    """
+    """Results of a forward for the backward and for the factors."""
 
     out_NP: Tensor
+    # the state of every sequence after its last step, ``(h, c)`` or ``(h,)``, shape ``(B, P)`` and ``(B, H)``
     ends: tuple[Tensor, ...]
     before_NP: Tensor
     kept: tuple[Tensor, ...]
-    unprojected_NH: Tensor | None = None
+    unprojected_NH: Tensor | None = None  # the state before its projection; None where there is none
 
 
 @dataclass
 class RecurrentGradients:
-    """What a backward gives.
+    """Gradients that a backward returns."""
 
-    Attributes:
-        gates_NG: Gradient of the gates' part from the input.
-        hidden_NG: Gradient of their part from the state; the same tensor where the two are added.
-        firsts: Gradients of the initial states.
-        projected_NP: Gradient of the projected states; None where nothing is projected.
-    """
-
-    gates_NG: Tensor
-    hidden_NG: Tensor
+    gates_NG: Tensor  # gradient of the gates' part from the input
+    hidden_NG: Tensor  # gradient of their part from the state; the same tensor where the two are added
     firsts: tuple[Tensor, ...]
+    # gradient of the projected states; None where nothing is projected
     projected_NP: Tensor | None = field(default=None)
 
 
 class Kind(ABC):
-    """One kind of recurrent layer.
+    """One kind of recurrent layer."""
 
-    Attributes:
-        gates: G.
-        beside: What the backward holds beside the gradient that arrives and each of its results, in values for every
-            row and unit of the state; what is returned twice counts once.
-    """
-
-    gates: int
+    gates: int  # G
+    # what the backward holds beside the gradient that arrives and each of its results, in values for every row and unit
+    # of the state; what is returned twice counts once
     beside: int
 
     @abstractmethod
     def forward(self, gates_NG: Tensor, firsts: Sequence[Tensor], weights: Weights, steps: Steps) -> Ran:
-        """Run all steps.
-
-        Args:
-            gates_NG: The gates' part from the input, with its bias; overwritten.
-            firsts: Initial states, as ``Ran.ends``.
-            weights: The weights.
-            steps: The rows of each step.
-
-        Returns:
-            The states, and what the backward wants.
-        """
+        """Run all steps; ``gates_NG`` is the gates' part from the input with its bias, and is overwritten."""
 
     @abstractmethod
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards.
-
-        Args:
-            ran: ``Ran.kept``.
-            grad_NP: Gradient of the states after every row.
-            ends: Gradients of the last states.
-            weights: The weights.
-            steps: The rows of each step.
-
-        Returns:
-            The gradients. Cost: as much as the forward's products with the state.
-        """
+        """Run all steps backwards; ``ran`` is ``Ran.kept``, ``grad_NP`` and ``ends`` are gradients of the states."""
 
 
 class _State:
@@ -218,7 +161,6 @@ class LSTM(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards."""
         gates_NG, cells_NH, before_NH = ran
         width = cells_NH.shape[1]
         i, f, g, o = gates_NG.split(width, 1)
@@ -282,7 +224,6 @@ class GRU(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards."""
         gates_NG, product_NH, before_NH = ran
         r, z, n = gates_NG.chunk(3, 1)
         new_NH = (1 - z) * (1 - n * n)
@@ -311,11 +252,6 @@ class RNN(Kind):
     gates, beside = 1, 0
 
     def __init__(self, *, relu: bool) -> None:
-        """Choose the activation.
-
-        Args:
-            relu: ReLU instead of tanh.
-        """
         self._relu = relu
 
     def forward(self, gates_NG: Tensor, firsts: Sequence[Tensor], weights: Weights, steps: Steps) -> Ran:
@@ -334,7 +270,6 @@ class RNN(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        """Run all steps backwards."""
         (out_NH,) = ran
         slope_NH = (out_NH > 0).to(out_NH.dtype) if self._relu else 1 - out_NH * out_NH
         grads_NH = torch.empty_like(out_NH)

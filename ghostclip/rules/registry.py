@@ -83,18 +83,11 @@ _RULES: Final[dict[str, _Entry]] = {}
 
 
 def register_op(*names: str, arguments: str, by_form: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for operations by their ``__name__``.
+    """Register a rule for operations by their ``__name__``."""
 
-    Args:
-        *names: Names under which the operation appears (``"linear"``, ``"__matmul__"``).
-        arguments: The operation's positional argument names in order, separated by blanks.
-        by_form: What the rule captures follows from the parameters, the plain arguments, and the dtype and number of
-            axes of the data: neither from its sizes nor from its values. It need not be asked in every forward then.
-
-    Returns:
-        A decorator for a function ``Call -> Captured | None``; None means that the generic fallback must serve.
-    """
-
+    # ``arguments`` names positional ones, separated by blanks. by_form: what the rule captures follows from the
+    # parameters, the plain arguments, and dtype and number of axes of the data, neither from its sizes nor from its
+    # values. It need not be asked in every forward then.
     def decorate(rule: Rule) -> Rule:
         for name in names:
             _RULES[name] = _Entry(rule, tuple(arguments.split()), by_form)
@@ -147,14 +140,8 @@ def register_rule(
 
 
 def operation_name(func: Callable[..., Any]) -> str:
-    """Return the name under which rules know an operation.
-
-    Args:
-        func: A torch function, a property's getter, or an operator of ``torch.library``.
-
-    Returns:
-        Its own name; of operators other than torch's own, ``"library::operator"``, lest they pass for one of torch's.
-    """
+    """Return the name under which rules know an operation."""
+    # ``"library::operator"`` for operators other than torch's own.
     qualified = _torch.qualified_name(func)
     if qualified is not None:
         return qualified.removeprefix("aten::")
@@ -165,15 +152,7 @@ def operation_name(func: Callable[..., Any]) -> str:
 
 
 def is_rule_for(name: str, rule: Rule) -> bool:
-    """Return whether a rule is still the one for an operation.
-
-    Args:
-        name: The operation.
-        rule: The rule.
-
-    Returns:
-        False where another has taken its place.
-    """
+    """Return whether a rule is still the one registered for an operation."""
     entry = _RULES.get(name)
     return entry is not None and entry.rule is rule
 

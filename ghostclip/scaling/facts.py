@@ -26,38 +26,22 @@ WIDE: Final = 4
 
 @dataclass(frozen=True)
 class Facts:
-    """What was counted of the model of one device, for so many samples.
-
-    Attributes:
-        model: The model.
-        mesh: The mesh.
-        itemsize: Bytes of a value that is computed with.
-        samples: How many were counted.
-        plain: A step without privacy.
-        units: How many values each unit has that FSDP2 wraps.
-        shards: What tensor parallelism shards, with the number of rows that meet each.
-        blocks: Paths of the blocks.
-        checkpointing: Blocks are run again in every backward.
-        arrived: What came in for each parameter; with cp for whole sequences, as the costs are.
-        of_rank: The same for the positions of one rank.
-        coverages: What clipping costs, by way; with cp for whole sequences, of part of which a device clips.
-        gathered: Bytes of keys and values of one rank's positions that others get in a forward.
-        microbatches: Parts that a batch goes through the pipeline in.
-    """
+    """Counts of the model of one device, for so many samples."""
 
     model: nn.Module
     mesh: Mesh
-    itemsize: int
-    samples: int
-    plain: OrdinaryStep
-    units: list[int]
-    shards: list[tuple[Shard, int]]
-    blocks: list[str]
-    checkpointing: bool
-    arrived: dict[str, list[Statistics]]
-    of_rank: dict[str, list[Statistics]]
+    itemsize: int  # bytes of a value that is computed with
+    samples: int  # how many were counted
+    plain: OrdinaryStep  # A step without privacy
+    units: list[int]  # number of values of each unit of FSDP2
+    shards: list[tuple[Shard, int]]  # weights of tensor parallelism, with the number of rows that meet each
+    blocks: list[str]  # paths of the blocks
+    checkpointing: bool  # blocks are run again in every backward
+    arrived: dict[str, list[Statistics]]  # statistics of each parameter; with cp for whole sequences, as the costs are
+    of_rank: dict[str, list[Statistics]]  # the same for the positions of one rank
+    # cost of clipping, by way; with cp for whole sequences, part of which a device clips
     coverages: dict[str, Coverage]
-    gathered: int
+    gathered: int  # bytes of keys and values of one rank's positions that other ranks get in a forward
     microbatches: int
 
     @property

@@ -30,25 +30,16 @@ _AXES: Final = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in up to five axes.
+    """Devices in up to five axes."""
 
-    Attributes:
-        replicate: Copies of the sharded model (HSDP).
-        dp: Ranks that shard parameters, gradients and optimizer state, each with samples of its own (FSDP2).
-        tp: Ranks that share every sample, with a part of each large matrix (tensor parallelism).
-        cp: Ranks that share every sample, with a part of its positions (context parallelism).
-        pp: Ranks that share every sample, with a part of the blocks (stages of a pipeline).
-    """
-
-    replicate: int = 1
-    dp: int = 1
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
+    replicate: int = 1  # copies of the sharded model (HSDP)
+    dp: int = 1  # ranks that shard parameters, gradients and optimizer state, each with samples of its own (FSDP2)
+    tp: int = 1  # ranks that share every sample, with a part of each large matrix (tensor parallelism)
+    cp: int = 1  # ranks that share every sample, with a part of its positions (context parallelism)
+    pp: int = 1  # ranks that share every sample, with a part of the blocks (stages of a pipeline)
 
     @property
     def devices(self) -> int:
-        """How many there are."""
         return prod(asdict(self).values())
 
     @property
@@ -57,22 +48,11 @@ class Mesh:
         return self.replicate * self.dp
 
     def __str__(self) -> str:
-        """Return the axes as they are written."""
         return ",".join(f"{name}={size}" for name, size in asdict(self).items() if name == "dp" or size > 1)
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Read axes as they are written.
-
-        Args:
-            text: As ``"dp=8,tp=4"``, axes that are left out being of size 1.
-
-        Returns:
-            The mesh.
-
-        Raises:
-            InvalidOptionError: An axis is unknown, named twice or has no size.
-        """
+        """Parse axes like ``"dp=8,tp=4"``; axes that are left out have size 1."""
         sizes: dict[str, int] = {}
         known = [axis.name for axis in fields(cls)]
         for part in text.split(","):
@@ -94,17 +74,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Shard:
-    """A weight of which each rank of the tensor axis has a part.
-
-    Attributes:
-        module: Path of its module.
-        weight: This rank's part.
-        style: As the plan names it.
-    """
+    """A weight of which each rank of the tensor axis has a part."""
 
     module: str
     weight: nn.Parameter
-    style: str
+    style: str  # as the plan names it
 
     @property
     def completes_output(self) -> bool:
@@ -118,7 +92,7 @@ class Shard:
 
 
 def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
-    """Leave of a model on the meta device what one rank of the tensor axis computes with; return what was sharded."""
+    """Reduce a model on the meta device to what one rank of the tensor axis computes with; return its shards."""
     if ways == 1:
         return []
     plan = require_plan(model, ways)
@@ -133,7 +107,7 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
 
 
 def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
-    """Return how a model says that its layers are divided: styles by path, ``*`` for the numbers of blocks."""
+    """Return a model's tensor-parallel plan: styles by path, ``*`` for the numbers of blocks."""
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise UnsupportedModelError(
@@ -191,7 +165,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
-    """Leave of a model the blocks of one stage of a pipeline, and all outside of blocks; return the blocks left."""
+    """Reduce a model to the blocks of one stage of a pipeline, and all outside of blocks; return the blocks."""
     blocks = blocks_of(model)
     if stages == 1:
         return blocks
@@ -214,10 +188,8 @@ def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]
 
 
 def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
-    """Return how many values the units of FSDP2 have: of each block, and of each module outside that owns parameters.
-
-    A tied parameter is in the first that has it.
-    """
+    """Return how many values the units of FSDP2 have."""
+    # Of each block, and of each module outside that owns parameters. A tied parameter is in the first that has it.
     seen: set[nn.Parameter] = set()
     units = []
     inside = tuple(f"{path}." for path, _ in blocks)
@@ -231,6 +203,6 @@ def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[
 
 
 def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
-    """Return how many values the first device keeps where FSDP2 shards each parameter along its first axis."""
+    """Return how many values the first device stores where FSDP2 shards each parameter along its first axis."""
     shapes = [p.shape for p in model.parameters() if p.requires_grad or not trainable]
     return sum(ceil(shape[0] / ways) * prod(shape[1:]) if shape else 1 for shape in shapes)

@@ -25,31 +25,18 @@ _A_STAGE: Final = 4
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What one device of a mesh holds, sends and computes.
-
-    Attributes:
-        title: The model, the mesh and the options.
-        ways: Names of the columns: non-private, and the strategies that fit.
-        batch_size: Samples of a physical batch, of each group of devices that has samples of its own.
-        device_bytes: Memory of a device.
-        fixed: Bytes that do not depend on the batch.
-        a_sample: Bytes for each sample.
-        wire: Bytes that a device sends in a physical batch.
-        flops: FLOPs of a device in a physical batch.
-        coverage: How each layer of one device is handled.
-        measured: Samples that the coverage is of.
-    """
+    """Memory, traffic and work of one device of a mesh."""
 
     title: list[str]
-    ways: tuple[str, ...]
-    batch_size: int
-    device_bytes: int
-    fixed: list[Row]
-    a_sample: list[Row]
-    wire: list[Row]
+    ways: tuple[str, ...]  # names of the columns: non-private, and the strategies that fit
+    batch_size: int  # samples of a physical batch, of each group of devices that has samples of its own
+    device_bytes: int  # memory of a device
+    fixed: list[Row]  # bytes that do not depend on the batch
+    a_sample: list[Row]  # bytes for each sample
+    wire: list[Row]  # bytes that a device sends in a physical batch
     flops: list[Row]
-    coverage: Coverage = field(repr=False)
-    measured: int = 2
+    coverage: Coverage = field(repr=False)  # how each layer of one device is handled
+    measured: int = 2  # samples that the coverage is of
 
     def physical_batch(self) -> tuple[int, ...]:
         """Return the largest physical batch that fits on a device, of which a tenth is left, by way; 0 for none."""
@@ -76,7 +63,6 @@ class DevicePlan:
         }
 
     def __str__(self) -> str:
-        """Return a page of text."""
         device, sent = readable_bytes(self.device_bytes), f"bytes that a device sends, B = {self.batch_size}"
         memory = [
             *_lines(self.fixed, readable_bytes),
@@ -160,7 +146,7 @@ def plan_devices(  # noqa: PLR0913 - each choice by its name
 
 
 def _microbatches(planned: Planned, mesh: Mesh, microbatches: int, *, checkpointing: bool) -> int:
-    """Return into how many parts a batch is cut; refuse what does not go together."""
+    """Return the number of parts that a batch is cut into; refuse contradictions."""
     if (planned.mesh.cp, planned.mesh.pp) != (mesh.cp, mesh.pp):
         raise InvalidOptionError(
             f"mesh {mesh}: the model was loaded for {planned.mesh}. Give load_planned the same mesh."

@@ -27,13 +27,7 @@ _ID: Final = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity.
-
-    Attributes:
-        what: Its name.
-        values: One for each way, bytes or FLOPs.
-        how: The arithmetic.
-    """
+    """One quantity: its name, a value for each way, bytes or FLOPs, and the arithmetic."""
 
     what: str
     values: tuple[int, ...]
@@ -117,11 +111,9 @@ def a_sample(facts: Facts) -> list[Row]:
 
 
 def _beyond(facts: Facts, coverage: Coverage) -> int:
-    """Return what book-keeping holds, at most, beyond what the forward keeps.
-
-    A block's activations go when its backward has passed, and its factors come. The most is held while some block runs,
-    whose own are counted as activations and as factors.
-    """
+    """Return an upper bound on what book-keeping stores beyond what the forward stores."""
+    # A block's activations go when its backward has passed, and its factors come. The most is stored while some block
+    # runs, whose own are counted as activations and as factors.
     gathered = [0] * (len(facts.blocks) + 1)
     # Inputs that several layers share are held once.
     inputs: dict[int, tuple[int, int]] = {}
@@ -146,7 +138,7 @@ def _beyond(facts: Facts, coverage: Coverage) -> int:
 
 
 def wire(facts: Facts, batch_size: int) -> list[Row]:
-    """Return what a device sends in a physical batch."""
+    """Return the bytes that a device sends in a physical batch."""
     mesh, row, rows = facts.mesh, partial(_row, facts), []
     shard = held_values(facts.model, mesh.dp, trainable=True)
     if mesh.dp > 1:
@@ -187,7 +179,7 @@ def wire(facts: Facts, batch_size: int) -> list[Row]:
 
 
 def _exchanged(facts: Facts) -> tuple[int, int]:
-    """Return the bytes of factors, and of sums of each sample, that `SplitSequences.gather` brings together."""
+    """Return the bytes of factors, and of sums of each sample, that `SplitSequences.gather` sends."""
     factors = sums = 0
     for name, parameter in facts.model.named_parameters():
         for item in facts.of_rank.get(name, []):
@@ -230,7 +222,7 @@ def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
 
 
 def flops(facts: Facts, batch_size: int) -> list[Row]:
-    """Return what a device computes in a physical batch."""
+    """Return the FLOPs of a device in a physical batch."""
     plain, row = facts.plain, partial(_row, facts)
 
     def scaled(number: int) -> int:

@@ -37,18 +37,12 @@ _ONE_DEVICE: Final = Mesh()
 
 
 class _OneKernel(TorchFunctionMode):
-    """Runs attention on the meta device as GPUs do: one kernel, which keeps no T x T matrix.
-
-    Attributes:
-        gathered: Bytes of keys and values of one rank's positions that went to others since this was last entered.
-
-    Args:
-        ranks: Over how many ranks the positions are split, each of which gathers the keys and values of all.
-    """
+    """Runs attention on the meta device as GPUs do: one kernel, which stores no T x T matrix."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self._ranks = ranks
+        # bytes of keys and values of one rank's positions that went to others since this was last entered
         self.gathered = 0
 
     def __enter__(self) -> _OneKernel:
@@ -69,25 +63,15 @@ class _OneKernel(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Planned:
-    """A model without memory, and a step of it.
+    """A model without memory, and a step of it."""
 
-    Attributes:
-        source: The model and its batch, both on the meta device.
-        losses: Returns the losses of the batch's samples, as often as it is called.
-        samples: B of the batch.
-        elements: How many values the parameters of the whole model have.
-        in_tiles: Whether the loss of a language model is computed in tiles of its logits.
-        mesh: The devices that its sequences are split over.
-        attention: What its attention ran by.
-    """
-
-    source: Source
-    losses: Callable[[], Tensor]
-    samples: int
-    elements: int
-    in_tiles: bool
-    mesh: Mesh
-    attention: _OneKernel
+    source: Source  # the model and its batch, both on the meta device
+    losses: Callable[[], Tensor]  # returns the losses of the batch's samples, as often as it is called
+    samples: int  # B of the batch
+    elements: int  # how many values the parameters of the whole model have
+    in_tiles: bool  # whether a language model's loss is computed in tiles of its logits
+    mesh: Mesh  # devices that its sequences are split over
+    attention: _OneKernel  # the attention implementation
 
 
 def load_planned(

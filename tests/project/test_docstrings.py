@@ -1,70 +1,64 @@
-"""Documentation that is missing or stale fails here; its form is ruff's matter, stale entries pydoclint's.
+"""Documentation that is missing fails here; its form is ruff's matter, stale entries pydoclint's.
 
-Public means: no leading underscore in the function, in its classes, or in its module's path. A method that overrides
-one documented in the package needs no second text: the contract is written where it is declared. Where one sentence
-says it all, one sentence will do: "Return ..." describes a result, and a lone parameter is what the sentence is about.
+The public API, which is what docs/inside/api.md lists and what `ghostclip.__all__` names, has Args, Returns and Raises.
+Elsewhere one sentence will do, or none where the name says it. Also in the API one sentence will do where it says it
+all: "Return ..." describes a result, and a lone parameter is what the sentence is about.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from tests.project.source import FunctionNode, functions, module_name, of_every, python_files, shown, tree_of
+import ghostclip
+from tests.project.source import ROOT, FunctionNode, functions, module_name, of_every, python_files, shown, tree_of
 
 FILES = python_files("ghostclip")
 # Their meaning is Python's or torch's, not ours to explain again.
 GIVEN_ELSEWHERE = {"forward", "backward", "setup_context", "vmap", "jvp", "extra_repr", "state_dict", "load_state_dict"}
-# Programs, whose functions nobody else calls: one sentence will do.
-PROGRAMS = ("ghostclip.finetune.", "ghostclip.commands.", "ghostclip.scaling.")
+LISTED = re.compile(r"^\.\. auto(module|class|function):: (\S+)", flags=re.MULTILINE)
 SAYS_THE_RESULT = re.compile(r"(?:Return|Yield|Whether|Give|Compute|Count|Build|Make|Find|List)")
 SECTION = r"^\s*{}:\s*$"
 
 
-def _is_public(path: Path, owners: tuple[ast.ClassDef, ...], node: FunctionNode) -> bool:
-    names = [*module_name(path).split("."), *(owner.name for owner in owners), node.name]
-    return not any(name.startswith("_") for name in names)
+def _entries() -> Iterator[object]:
+    """The objects that the page of the API lists, its modules' public objects, and those of `ghostclip.__all__`."""
+    for kind, name in LISTED.findall((ROOT / "docs/inside/api.md").read_text(encoding="utf-8")):
+        if kind == "module":
+            module = importlib.import_module(name)
+            yield from (value for key, value in vars(module).items() if _is_defined_in(module, key, value))
+        else:
+            path, _, attribute = name.rpartition(".")
+            yield getattr(importlib.import_module(path), attribute)
+    yield from (getattr(ghostclip, name) for name in ghostclip.__all__)
 
 
-def _base_names(owner: ast.ClassDef) -> set[str]:
-    return {
-        base.id if isinstance(base, ast.Name) else getattr(base, "attr", "")
-        for base in map(_unsubscripted, owner.bases)
-    }
+def _is_defined_in(module: object, key: str, value: object) -> bool:
+    return not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
 
 
-def _unsubscripted(base: ast.expr) -> ast.expr:
-    return base.value if isinstance(base, ast.Subscript) else base
+def _api() -> set[tuple[str, str]]:
+    """(module, qualified name) of every function and class of the public API, with the package's base classes."""
+    found = set()
+    for entry in map(inspect.unwrap, _entries()):
+        classes = inspect.getmro(entry) if inspect.isclass(entry) else [entry]
+        found |= {(item.__module__, item.__qualname__) for item in classes if _is_ours(item)}
+    return found
 
 
-def _methods_by_class() -> dict[str, tuple[set[str], set[str]]]:
-    """Class name to (its methods, its bases), for every class of the package."""
-    classes: dict[str, tuple[set[str], set[str]]] = {}
-    for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                methods = {item.name for item in node.body if isinstance(item, FunctionNode)}
-                classes[node.name] = (methods, _base_names(node))
-    return classes
+def _is_ours(item: object) -> bool:
+    return (inspect.isclass(item) or inspect.isfunction(item)) and item.__module__.startswith("ghostclip")
 
 
-CLASSES = _methods_by_class()
+API = _api()
 
 
-def _declared_above(owner: ast.ClassDef, name: str) -> bool:
-    waiting, seen = _base_names(owner), set()
-    while waiting:
-        base = waiting.pop()
-        if base in seen or base not in CLASSES:
-            continue
-        seen.add(base)
-        methods, above = CLASSES[base]
-        if name in methods:
-            return True
-        waiting |= above
-    return False
+def _is_in_api(module: str, owners: tuple[ast.ClassDef, ...], node: FunctionNode) -> bool:
+    owner = ".".join(owner.name for owner in owners)
+    return not node.name.startswith("_") and (module, owner or node.name) in API
 
 
 def _is_property(node: FunctionNode) -> bool:
@@ -127,14 +121,47 @@ def _problems(node: FunctionNode) -> Iterator[str]:
 def test_public_functions_are_documented(path):
     problems = []
     for owners, node in functions(path):
-        if not _is_public(path, owners, node) or _is_property(node) or node.name in GIVEN_ELSEWHERE:
+        if not _is_in_api(module_name(path), owners, node) or _is_property(node) or node.name in GIVEN_ELSEWHERE:
             continue
-        if owners and _declared_above(owners[-1], node.name):
-            continue
-        if module_name(path).startswith(PROGRAMS) and ast.get_docstring(node):
+        if _is_documented_above(module_name(path), owners, node):
             continue
         problems += [f"{shown(path)}:{node.lineno} {node.name}: {problem}" for problem in _problems(node)]
     assert not problems, "\n".join(problems)
+
+
+def _is_documented_above(module: str, owners: tuple[ast.ClassDef, ...], node: FunctionNode) -> bool:
+    """Whether a class that the owner derives from declares the method, and with it the contract."""
+    if not owners:
+        return False
+    owner = getattr(importlib.import_module(module), owners[0].name)
+    for inner in owners[1:]:
+        owner = getattr(owner, inner.name)
+    return any(node.name in vars(above) for above in owner.__mro__[1:] if above is not object)
+
+
+def test_every_entry_of_the_api_is_checked():
+    checked = {
+        (module_name(path), ".".join([*(owner.name for owner in owners), node.name]))
+        for path in FILES
+        for owners, node in functions(path)
+        if _is_in_api(module_name(path), owners, node)
+    }
+    assert {
+        ("ghostclip.engine", "PrivacyEngine.make_private"),
+        ("ghostclip.rules.registry", "register_rule"),
+    } <= checked
+    classes = {name for _, name in API}
+    assert {"PrivacyEngine", "GhostClipper", "DPOptimizer", "Budget", "Factor"} <= classes
+
+
+@of_every([path for path in FILES if any(module == module_name(path) for module, _ in API)])
+def test_public_classes_are_documented(path):
+    bare = [
+        f"{shown(path)}:{node.lineno} {node.name}"
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and (module_name(path), node.name) in API and not ast.get_docstring(node)
+    ]
+    assert not bare, "\n".join(bare)
 
 
 @of_every(python_files("ghostclip", "tests", "benchmarks", "paper_repro"))

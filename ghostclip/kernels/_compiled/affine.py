@@ -56,17 +56,8 @@ def _norm_affine(
 
 
 def norm_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> Tensor:
-    """Return per-sample gradients of weight and bias.
-
-    Args:
-        x_BTF: What is normalised, float32, float16 or bfloat16.
-        g_BTF: Gradient of the output, likewise, same shape.
-        eps: Added to the mean square before the root.
-        centred: 1 for layer norm, 0 for RMS norm.
-
-    Returns:
-        Float32, shape ``(2, B, F)``.
-    """
+    """Return per-sample gradients of weight and bias, float32, (2, B, F)."""
+    # ``centred`` is 1 for layer norm, 0 for RMS norm.
     samples, positions, features = x_BTF.shape
     if x_BTF.numel() == 0:
         return torch.zeros(2, samples, features, device=x_BTF.device)

@@ -105,18 +105,8 @@ def _gram(
 def symmetric_gram(
     a_NTI: Tensor, g_NTO: Tensor, weighting: int, sum_NF: Tensor | None = None, summed: int = 0
 ) -> Reduced:
-    """Return squared norms and what bounds them; sums are added in a fixed order, so that runs repeat bit by bit.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, float32, float16 or bfloat16.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``, likewise.
-        weighting: Roundings of a term when it is weighted for the clipped sum.
-        sum_NF: Where sums over positions are written, float32, contiguous; None where none are wanted.
-        summed: 1 for those of the inputs, 2 for those of the gradients.
-
-    Returns:
-        Sums of each program.
-    """
+    """Return each program's sums for the squared norms, added in a fixed order, so that runs repeat bit by bit."""
+    # `summed` is 1 to leave the inputs' sums over positions in `sum_NF`, 2 for the gradients', 0 for neither.
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     halves = [x_NTF.dtype in HALF for x_NTF in (a_NTI, g_NTO)]

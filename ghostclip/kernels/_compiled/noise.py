@@ -120,7 +120,7 @@ def _one_of(index, x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, y4, y5, y6, y
 
 @triton.jit
 def _double(low, high):
-    """The float64 number whose bits are two 32-bit words: numbers arrive in float32 otherwise."""
+    """The float64 number from two 32-bit words, as numbers passed to a kernel arrive in float32."""
     bits = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
     return bits.to(tl.float64, bitcast=True)
 
@@ -209,18 +209,9 @@ def add_noise(
     extent: tuple[int, int],
     stream: tuple[int, int],
 ) -> Tensor:
-    """Replace a part of a tensor by (itself + noise) / divisor, in place; the tensor's noise is addressed by block.
-
-    Args:
-        part_N: Contiguous, one-dimensional, float32 or float64.
-        state: The 16 words of ChaCha's first state (constants, key, counter, nonce).
-        scales: Standard deviation of the noise, and the divisor.
-        extent: Where the part begins in the whole tensor, and how many elements the whole has.
-        stream: Elements in a block of noise, a multiple of 16, and rounds of ChaCha.
-
-    Returns:
-        ``part_N``.
-    """
+    """Replace a range of a flattened tensor by (itself + noise) / divisor, in place."""
+    # state: ChaCha's 16 words. scales: (std of the noise, divisor). extent: (where the range begins, size of the whole
+    # tensor). stream: (elements in a block of noise, rounds of ChaCha).
     offset, total = extent
     block_size, rounds = stream
     count = part_N.numel()

@@ -130,16 +130,7 @@ def _block(inputs: int, outputs: int, sums: int, *, half: bool) -> int:
 
 
 def outer_square(a_NTI: Tensor, g_NTO: Tensor, weighting: int) -> Reduced:
-    """Return squared norms and what bounds them; sums are added in a fixed order, so that runs repeat bit by bit.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(N, T, I)``, float32, float16 or bfloat16.
-        g_NTO: Gradients of the layer outputs, shape ``(N, T, O)``, likewise.
-        weighting: Roundings of a term when it is weighted for the clipped sum.
-
-    Returns:
-        Sums of each program.
-    """
+    """Return each program's sums for the squared norms, added in a fixed order, so that runs repeat bit by bit."""
     a_NTI, g_NTO = _alike(a_NTI, g_NTO)
     samples, positions, inputs = a_NTI.shape
     outputs, half = g_NTO.shape[2], a_NTI.dtype in HALF
@@ -171,22 +162,10 @@ def _options(block: int, positions: int, *, half: bool) -> dict[str, int]:
 
 
 def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, apart: int, fresh: bool) -> Tensor:
-    """Add ``Σ_b c_b Σ_t g_nt ⊗ a_nt`` to each of S matrices; no weighted copy of either tensor is made.
-
-    Each sample's gradient is formed in float32, then weighted: a term is rounded once. Each element is added to once,
-    by one program: a kernel that is run twice gives the same sum.
-
-    Args:
-        a_NTI: Layer inputs, shape ``(S·B, T, I)``, float32, float16 or bfloat16.
-        g_NTO: Gradients of the layer outputs, shape ``(S·B, T, O)``, likewise.
-        coef_B: Coefficients, float32, shape ``(B,)``.
-        out_SOI: What is added to, in place: contiguous, float32.
-        apart: Rows between the first samples of two sums: 1 where the sums of a sample lie side by side, else B.
-        fresh: Whether it is written, whatever its memory held.
-
-    Returns:
-        ``out_SOI``.
-    """
+    """Add ``Σ_b c_b Σ_t g_nt ⊗ a_nt`` to each of S matrices in place, without a weighted copy of either tensor."""
+    # Rows are (S·B, T, ...); `apart` is the distance of the first samples of two sums: 1 where the slots of a sample
+    # are neighbours, else B. A gradient is formed in float32, then weighted, so that a term is rounded once; one
+    # program adds to each element, so that a second run gives the same sum. `fresh` overwrites `out_SOI`.
     sums, outputs, inputs = out_SOI.shape
     if a_NTI.numel() == 0 or g_NTO.numel() == 0:
         return out_SOI.zero_() if fresh else out_SOI

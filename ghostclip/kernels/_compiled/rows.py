@@ -48,17 +48,9 @@ def _row_squares(
 
 
 def row_squares(g_BTI: Tensor, order_BT: Tensor, first_BT: Tensor, end_BT: Tensor) -> Tensor:
-    """Return squared norms of summed rows.
-
-    Args:
-        g_BTI: Gradients of the looked-up rows, float32, float16 or bfloat16.
-        order_BT: Position that stands at each place once a sample's row numbers are sorted, int64.
-        first_BT: First place of the run of equal row numbers that each place belongs to, int64.
-        end_BT: Place after its last, int64.
-
-    Returns:
-        float32, shape ``(B,)``.
-    """
+    """Return squared norms of summed table rows, float32, shape ``(B,)``."""
+    # order_BT: positions sorted by row number. first_BT, end_BT: begin and end of the run of equal row numbers that
+    # each sorted place belongs to.
     samples, positions, features = g_BTI.shape
     if g_BTI.numel() == 0:
         return torch.zeros(samples, device=g_BTI.device)

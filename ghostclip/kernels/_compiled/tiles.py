@@ -39,10 +39,7 @@ def row_products(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Return the inner products of two sets of BLOCK rows of one matrix, rows lying `step` apart, float32.
-
-    CHUNK is 0 where a row is no longer than one sum may be: a second one would take the registers of another tile.
-    """
+    """Return inner products of two sets of BLOCK rows, `step` apart; CHUNK is 0 where one float32 sum takes a row."""
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     if CHUNK == 0:
         total = _row_products(x_ptr, step, rows_M, rows_N, positions, width, 0, width, total, BLOCK_K)
@@ -133,16 +130,7 @@ def _gradient_tile(a_ptr, g_ptr, a_step, g_step, i, o, sizes, start, end, part, 
 
 
 def readable(a_NTI: Tensor, g_NTO: Tensor, *, whole: bool = False) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield both tensors as kernels read them, features side by side: all samples, or as many as are to be copied.
-
-    Args:
-        a_NTI: float32, float16 or bfloat16.
-        g_NTO: Likewise.
-        whole: Whether all samples are wanted at a time.
-
-    Yields:
-        Which samples, and both tensors of them.
-    """
+    """Yield slices of samples with both tensors, features contiguous; all samples at once unless copies are needed."""
     copied = sum(x_NTF.shape[1] * x_NTF.shape[2] for x_NTF in (a_NTI, g_NTO) if _is_copied(x_NTF))
     at_once = max(1, len(a_NTI)) if whole or copied == 0 else max(1, workspace.elements(a_NTI.device) // copied)
     for start in range(0, len(a_NTI), at_once):
@@ -168,30 +156,13 @@ def _operand(x_NTF: Tensor) -> Tensor:
 
 
 def chunk(*lengths: int, half: bool) -> int:
-    """Return how many products are added up before a new sum is started.
-
-    Args:
-        *lengths: Of what is added up.
-        half: Whether matrix units add.
-
-    Returns:
-        0 where all are.
-    """
+    """Return how many products are added up before a new sum is started; 0 where one sum takes them all."""
     most = UNIT_CHAIN if half else CHAIN_OF_KERNELS
     return 0 if max(lengths) <= most else most
 
 
 def tile_size(*lengths: int, half: bool, tiles: int = 1) -> int:
-    """Return the rows and columns of a tile: a large one where it is filled, and there are enough for a GPU.
-
-    Args:
-        *lengths: Of what is divided into tiles.
-        half: Whether all numbers are of 16 bits.
-        tiles: How many large ones there would be.
-
-    Returns:
-        `LARGE` or `SMALL`.
-    """
+    """Return the width of a tile, `LARGE` where it is filled and there are enough for a GPU, else `SMALL`."""
     return LARGE if half and min(lengths) >= LARGE and tiles >= _ENOUGH else SMALL
 
 
