@@ -21,8 +21,8 @@ HOW = """\
 Every row has the same ε, batches of the same mean size and the same number of passes; the noise is what its own
 accountant asks for. One set of records is trained on, a second chooses the step size (learning rate times C) by the
 mean of the tuning runs, a third is reported on; seeds of tuning runs are others than those reported. Every row tries
-the same step sizes, but “C tuned too” tries them with three values of C; what tuning itself would cost in privacy is
-not counted. Averages cost nothing: they are of the same runs, with a step size chosen for each.
+the same step sizes, but “C tuned too” tries them with three values of C, one run each; what tuning itself would cost
+in privacy is not counted. Averages cost nothing: they are of the same runs, with a step size chosen for each.
 
 Accuracy in percent ± standard error of the mean over seeds (initial weights, batches and noise; the records reported
 on are the same throughout). “*”: the step size is the smallest or largest of those tried.

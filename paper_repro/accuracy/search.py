@@ -64,10 +64,12 @@ def _plan(asked: tuple[str, Path | None, bool, str, float]) -> dict[str, Any]:
 
 def _jobs(task: Task, cell: dict[str, Any], run: Run) -> list[Job]:
     """Return the trainings that a cell's step size and C are chosen by."""
-    seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + task.tuning_seeds)
+    clips = ROWS[cell["row"]].clips
+    # Three times as many settings get one run each.
+    seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + (task.tuning_seeds if len(clips) == 1 else 1))
     return [
         _job(task, cell, run, seed=seed, clip=clip, step_size=step_size)
-        for clip, step_size, seed in product(ROWS[cell["row"]].clips, task.step_sizes, seeds)
+        for clip, step_size, seed in product(clips, task.step_sizes, seeds)
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.mechanisms import AveragedWeights, BallsInBins, BandedInverse, Mechanism, PoissonSampling, plan_privacy
@@ -151,7 +151,14 @@ def trained(job: Job) -> dict[str, float]:
 
 def _private(job: Job, task: Task, given: tuple[nn.Module, Any], *, probe: bool = False) -> tuple[Any, Any, Any, Any]:
     row, (_, parts) = ROWS[job.row], found(job.task, job.folder, job.quick)
-    loader = DataLoader(TensorDataset(*parts[0]), batch_size=task.batch_size, shuffle=row.mechanism is None)
+    inputs, targets = parts[0]
+    # Records are numbers until a batch of them is taken at once.
+    loader = DataLoader(
+        range(len(targets)),  # type: ignore[arg-type] - what has a length and items is a data set
+        batch_size=task.batch_size,
+        shuffle=row.mechanism is None,
+        collate_fn=lambda numbers: (inputs[numbers], targets[numbers]),
+    )
     if row.mechanism is None:
         return None, *given, loader
     engine = PrivacyEngine()
