@@ -170,6 +170,7 @@ class PeriodSampling:
         if mechanism is not None and self._scheme is not None:
             self.correlation = mechanism.correlation(self._scheme)
         self._sigma: float | None = None
+        self._trainable: list[bool] | None = None
         self.expected_batch_size = expected_batch_size
         self.draws: DrawLog | None = passes.draws
         self._passes = passes
@@ -220,7 +221,13 @@ class PeriodSampling:
         number = None if self.draws is None else self.draws.next_number
         if number is None:
             raise InvalidOptionError("correlated noise: the step is of no batch of the private loader.")
-        self._sigma = optimizer.noise_multiplier
+        trainable = [p.requires_grad for p in optimizer.params]
+        if trainable != (self._trainable or trainable):
+            raise InvalidOptionError(
+                "correlated noise: other parameters are trainable than in the steps before, whose noise this one takes "
+                "back. Freeze and unfreeze before the first step."
+            )
+        self._sigma, self._trainable = optimizer.noise_multiplier, trainable
         return number
 
     def settle(self, events: list[Charge]) -> None:
@@ -245,7 +252,7 @@ class PeriodSampling:
             "passes_seen": self._passes_seen,
             "steps_in_pass": self._steps_in_pass,
             "charged_at": self._charged_at,
-            **({} if self._sigma is None else {"sigma": self._sigma}),
+            **({} if self._sigma is None else {"sigma": self._sigma, "trainable": self._trainable}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -256,7 +263,7 @@ class PeriodSampling:
             int(state.get("steps_in_pass", len(self._passes))),
             float(state.get("charged_at", math.inf)),
         )
-        self._sigma = state.get("sigma", self._sigma)
+        self._sigma, self._trainable = state.get("sigma", self._sigma), state.get("trainable", self._trainable)
 
 
 def _sigma_of(charge: Charge) -> float:
