@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -232,8 +233,20 @@ def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[st
         noise_multiplier: σ of the step.
         accumulated: Backward passes that were accumulated into it and may share records.
         said: What was said before; grows.
+
+    Raises:
+        InvalidOptionError: If it was accelerate that accumulated them, whose user expects one draw.
     """
     messages = {}
+    state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    if accumulated > 1 and state is not None and state().num_steps > 1:
+        raise InvalidOptionError(
+            f"Accelerator(gradient_accumulation_steps={state().num_steps}): {accumulated} draws would be added up in "
+            f"this step, which costs the ε of a noise multiplier {accumulated} times smaller. Leave it out, give "
+            f"make_private a DataLoader of {state().num_steps} times the batch size, and compute each draw in parts of "
+            "the present one, with this around the loop: with ghostclip.BatchMemoryManager(data_loader=loader, "
+            "max_physical_batch_size=..., optimizer=optimizer) as loader:"
+        )
     if noise_multiplier == 0:
         messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
     if accumulated > 1:
