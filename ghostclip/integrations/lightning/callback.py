@@ -53,6 +53,8 @@ class PrivacyCallback:
             `max_steps`. Give this or `noise_multiplier`.
         noise_multiplier: σ, the noise's standard deviation in units of C.
         target_delta: δ, well below 1/N for N records.
+        planned_epochs: Epochs that the noise of `target_epsilon` is for, where a training is to be resumed and go on
+            beyond `max_epochs`.
         clipping: As in `PrivacyEngine.make_private`.
         grad_sample_mode: "auto", "bookkeeping" or "hooks".
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
@@ -76,6 +78,7 @@ class PrivacyCallback:
         target_epsilon: float | None = None,
         noise_multiplier: float | None = None,
         target_delta: float | None = None,
+        planned_epochs: float | None = None,
         clipping: str = "flat",
         grad_sample_mode: str = "auto",
         physical_batch: str | None = None,
@@ -98,6 +101,7 @@ class PrivacyCallback:
         options: dict[str, Any] = {
             "target_epsilon": target_epsilon,
             "target_delta": target_delta,
+            "planned_epochs": planned_epochs,
             "noise_multiplier": noise_multiplier,
             "clipping": clipping,
             "physical_batch": physical_batch,
