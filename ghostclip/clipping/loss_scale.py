@@ -68,7 +68,8 @@ class Scale:
             before, now = self._described(), other._described()
             message = (
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
-                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES}"
+                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} A backward through this "
+                "model that is for another one (a generator's) runs after model.requires_grad_(False)."
             )
             raise LossReductionError(message)
         return Scale(forms, self.constant)

@@ -273,9 +273,11 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
     if not waiting:
         return (
             "step(): no batch of the private loader waits for a release. Iterate over the loader that make_private() "
-            "returned (not over another one, a list of its batches, or the same batch twice) and step once for each "
-            "batch. If you sample the batches yourself, say how: "
-            "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+            "returned (not over another one, a list of its batches, or the same batch twice; in Lightning wrap the "
+            "data module in DPLightningDataModule, or use PrivacyCallback) and step once for each batch: several "
+            "optimizers over one model after one backward, and of two models only the one that sees records is made "
+            "private (a GAN's discriminator: PrivacyCallback(module=...)). If you sample the batches yourself, say "
+            "how: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
         )
     seen = " + ".join(map(str, rows)) if rows else "no"
     return (
