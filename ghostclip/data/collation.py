@@ -73,7 +73,7 @@ def padding_of(dataset: Dataset[Any], collate: Collate) -> tuple[Padded, ...]:
             raise
         except Exception as error:  # noqa: BLE001 - what records or functions need elsewhere is no reason to refuse them
             logger.warning(
-                "not checked whether collate_fn %s keeps records apart: %s for two records.",
+                "not checked whether %s keeps records apart: %s for two records.",
                 _name(collate),
                 type(error).__name__,
             )
@@ -133,7 +133,7 @@ class _Company:
         return _tensors(_collated(self._collate, [self.records[place] for place in places], seed))
 
     def name(self) -> str:
-        """Return what the collate function is called."""
+        """Return what the collate function is called, for errors."""
         return _name(self._collate)
 
 
@@ -141,7 +141,8 @@ def _name(collate: Any) -> str:
     # Trainer puts a collator of its own around, which removes columns.
     for attribute in ("wrapped", "data_collator"):
         collate = getattr(collate, attribute, collate)
-    return getattr(collate, "__name__", type(collate).__name__)
+    name = getattr(collate, "__name__", type(collate).__name__)
+    return f"collate_fn {name} (the data_collator of a Trainer)"
 
 
 def _padding_in(company: _Company) -> tuple[Padded, ...]:
@@ -160,7 +161,7 @@ def _padding_in(company: _Company) -> tuple[Padded, ...]:
         mixed = _mixed_in(one, other, axes, longest)
         if mixed:
             raise DataError(
-                f"collate_fn {company.name()}: what becomes of a record in {mixed!r} depends on the record beside it "
+                f"{company.name()}: what becomes of a record in {mixed!r} depends on the record beside it "
                 "(mixup, CutMix, normalisation over the batch), so that no bound holds for either. Use a collate "
                 "function that treats records one by one."
             )
@@ -181,7 +182,7 @@ def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> N
     shown = any(tensor.dim() > 1 and name in apart for name, tensor in pair.items())
     if rows and not shown and not any(count % 2 == 0 for count in rows):
         raise DataError(
-            f"collate_fn {company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
+            f"{company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
             "one record (padding-free, packing). Use a collator that pads: as many rows for each record."
         )
 
