@@ -47,28 +47,31 @@ Collate = Callable[[list[Any]], Any]
 _Batch = dict[str, Tensor]
 
 
-def padding_of(dataset: Dataset[Any], collate: Collate) -> tuple[Padded, ...]:
+def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = False) -> tuple[Padded, ...]:
     """Refuse a collate function that mixes records (mixup, CutMix), joins them (padding-free), or centres a batch.
 
     The longest of a few records is collated with one other and with another; its rows have to come out alike.
 
     Args:
         dataset: Where the records are read from.
-        collate: The function.
+        collate: The function; a private loader's also makes batches without records.
+        may_be_empty: Whether to make one of these, so that it is known now whether there are any.
 
     Returns:
         The axes along which it pads a record to the length of its company.
 
     Raises:
-        DataError: If it does not keep records apart.
+        DataError: If it does not keep records apart, or there is no batch without records.
     """
     records: Any = dataset
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(records) < 3:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return ()
     # Data sets that augment draw random numbers too.
     with own_randomness(), _put_back(dataset, collate):
         try:
-            return _padding_in(_Company(records, collate))
+            if may_be_empty:
+                _collated(collate, [], 0)
+            return _padding_in(_Company(records, collate)) if len(records) > 2 else ()
         except DataError:
             raise
         except Exception as error:  # noqa: BLE001 - what records or functions need elsewhere is no reason to refuse them
