@@ -224,7 +224,8 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
         raise LossReductionError(_contradiction("sum", "mean"))
-    numbers, sign = list(path.numbers), prod(-1 if number.given < 0 else 1 for number in path.numbers)
+    numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
+    sign = prod(-1 if number.given < 0 else 1 for number in numbers)
     forms = frozenset({"mean"} if is_mean else {"sum"})
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":

@@ -164,9 +164,10 @@ def _padding_in(company: _Company) -> tuple[Padded, ...]:
         mixed = _mixed_in(one, other, axes, longest)
         if mixed:
             raise DataError(
-                f"{company.name()}: what becomes of a record in {mixed!r} depends on the record beside it "
-                "(mixup, CutMix, normalisation over the batch), so that no bound holds for either. Use a collate "
-                "function that treats records one by one."
+                f"{company.name()}: what becomes of a record in {mixed!r} depends on the record beside it (mixup, "
+                "CutMix, normalisation over the batch, row numbers in the whole batch as those of graphs), so that no "
+                "bound holds for either. Use a collate function that treats records one by one; graphs padded to (B, "
+                "nodes, ...), with (B, nodes, nodes) for the edges and a mask of the nodes."
             )
     last = len(company.records) - 1
     return tuple(_padded(shortest, company.of(last, 0), axes))
