@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -123,6 +124,8 @@ class HostTraining:
         """
         assert self.loader is not None, "the loader is made first"
         options = self.options
+        if options.planned_epochs is not None:
+            steps = max(steps or 0, math.ceil(options.planned_epochs * len(self.loader)))
         noise = self._noise_for(steps) if options.noise_multiplier is None else options.noise_multiplier
         # Trained further, it goes on where it was.
         self._noise = self._noise or self._generator(1)
@@ -185,7 +188,7 @@ class HostTraining:
         if steps is None:
             raise InvalidOptionError(
                 "target_epsilon: the noise follows from the number of steps, which is not known here. Say how long the "
-                "training is (max_epochs, max_steps), or give noise_multiplier."
+                "training is (max_epochs, max_steps, planned_epochs), or give noise_multiplier."
             )
         if options.noise_level == "exact":
             raise InvalidOptionError("target_epsilon with noise_level='exact': give noise_multiplier.")

@@ -17,7 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
-from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler, refuse_wrapped
+from ghostclip.data.accepted import (
+    checked_batch_size,
+    dataset_length,
+    record_sampler,
+    refuse_wrapped,
+    warn_of_repetitions,
+)
 from ghostclip.data.collation import padding_of
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.physical_loader import splittable_batches
@@ -32,6 +38,9 @@ from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.charges import Charge, cost_of, joined
 
 _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
+
+# How rarely a draw is without a record where nobody has to see that.
+_NEVER = 1e-12
 
 
 class Sampling(Protocol):
@@ -296,7 +305,12 @@ def sampling_for(
         loader = _drawn_by(mechanism, loader, poisson_sampling=poisson_sampling)
     sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before, mechanism=mechanism)
     if isinstance(sampling.loader, DataLoader):
-        sampling.padded = padding_of(sampling.loader.dataset, sampling.loader.collate_fn)
+        warn_of_repetitions(sampling.loader.dataset)
+        loader = sampling.loader
+        draws = isinstance(loader, DPDataLoader)
+        # A rank's share of a draw is as often empty as a draw of that size.
+        empty = (1 - loader.sample_rate) ** (len(loader.dataset) / world_size()) if draws else 0.0
+        sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
     return sampling
 
 

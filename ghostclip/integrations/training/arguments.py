@@ -30,6 +30,8 @@ class PrivacyArguments:
         target_delta: δ, well below 1/N for N records.
         noise_multiplier: σ, the noise's standard deviation in units of C; beside a `target_epsilon` the step that would
             exceed that is refused.
+        planned_epochs: Epochs that the noise of `target_epsilon` is for, where a training is to be resumed and go on
+            beyond the host's own plan, which is never shortened.
         expected_batch_size: Records of a Poisson batch on average, any number from 1 to all of them.
         clipping: As in `PrivacyEngine.make_private`.
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes
@@ -48,6 +50,7 @@ class PrivacyArguments:
     target_epsilon: float | None = field(default=None, metadata={"help": "ε that the whole training may cost."})
     target_delta: float | None = field(default=None, metadata={"help": "δ, well below 1 / number of records."})
     noise_multiplier: float | None = field(default=None, metadata={"help": "σ, in place of target_epsilon."})
+    planned_epochs: float | None = field(default=None, metadata={"help": "Epochs that target_epsilon is to last for."})
     expected_batch_size: int | None = field(default=None, metadata={"help": "Records of a Poisson batch on average."})
     clipping: str = field(default="flat", metadata={"help": f"How records are clipped: {', '.join(CLIPPINGS)}."})
     physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
@@ -75,6 +78,8 @@ class PrivacyArguments:
             _validate.positive(self.target_epsilon, "target_epsilon")
         if self.noise_multiplier is not None:
             _validate.non_negative(self.noise_multiplier, "noise_multiplier")
+        if self.planned_epochs is not None:
+            _validate.positive(self.planned_epochs, "planned_epochs")
         if self.expected_batch_size is not None:
             _validate.positive_int(self.expected_batch_size, "expected_batch_size")
         _validate.choice(self.clipping, "clipping", CLIPPINGS)
