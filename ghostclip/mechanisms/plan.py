@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ghostclip._validate import positive, positive_int, probability, suggests_options
 from ghostclip.accounting import bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.data.schemes import SamplingScheme
 from ghostclip.errors import InvalidOptionError
 from ghostclip.mechanisms.mechanism import BallsInBins, BandedInverse, Mechanism, PoissonSampling
 
@@ -104,8 +105,23 @@ def _planned(
     mechanism: Mechanism, training: tuple[int, int, int], budget: tuple[float, float], momentum: float
 ) -> CalibratedMechanism:
     samples, size, epochs = training
-    scheme, (target, delta) = mechanism.scheme(samples, size), budget
-    event, steps = scheme.event, epochs * scheme.steps
+    scheme = mechanism.scheme(samples, size)
+    sigma, epsilon = calibrated(mechanism, scheme, epochs, budget)
+    correlation = mechanism.correlation(scheme)
+    return CalibratedMechanism(
+        mechanism=mechanism,
+        noise_multiplier=sigma,
+        epsilon=epsilon,
+        noise=sigma * mechanism.error(scheme, epochs * scheme.steps, momentum=momentum) / scheme.expected_batch_size,
+        draws=1 if correlation is None else len(correlation.coefficients),
+    )
+
+
+def calibrated(
+    mechanism: Mechanism, scheme: SamplingScheme, epochs: int, budget: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the least σ found that keeps (ε, δ) for a number of epochs, and the ε of it."""
+    event, steps, (target, delta) = scheme.event, epochs * scheme.steps, budget
     factors = mechanism.periods(scheme, 0, steps // event.steps_per_event)
 
     def epsilon_of(sigma: float) -> float:
@@ -118,14 +134,7 @@ def _planned(
             return accountant.get_epsilon(delta)
 
     sigma = smallest_noise_multiplier(epsilon_of, target=target, tolerance=1e-3 * target)
-    correlation = mechanism.correlation(scheme)
-    return CalibratedMechanism(
-        mechanism=mechanism,
-        noise_multiplier=sigma,
-        epsilon=epsilon_of(sigma),
-        noise=sigma * mechanism.error(scheme, steps, momentum=momentum) / scheme.expected_batch_size,
-        draws=1 if correlation is None else len(correlation.coefficients),
-    )
+    return sigma, epsilon_of(sigma)
 
 
 def recommended(plans: Sequence[CalibratedMechanism]) -> CalibratedMechanism:

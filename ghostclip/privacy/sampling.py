@@ -37,6 +37,7 @@ from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.charges import Charge, cost_of, joined
 
+_OF_ANY_SIZE = ("poisson", "truncated_poisson", "cyclic_poisson", "allocation")
 _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
 
 # How rarely a draw is without a record where nobody has to see that.
@@ -306,10 +307,10 @@ def sampling_for(
     sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before, mechanism=mechanism)
     if isinstance(sampling.loader, DataLoader):
         warn_of_repetitions(sampling.loader.dataset)
-        loader = sampling.loader
-        draws = isinstance(loader, DPDataLoader)
-        # A rank's share of a draw is as often empty as a draw of that size.
-        empty = (1 - loader.sample_rate) ** (len(loader.dataset) / world_size()) if draws else 0.0
+        loader, empty = sampling.loader, 0.0
+        if isinstance(loader, DPDataLoader) and loader.event.kind in _OF_ANY_SIZE:
+            # A rank's share of a draw is as often empty as a draw of that size.
+            empty = math.exp(-loader.expected_batch_size / world_size())
         sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
     return sampling
 

@@ -63,6 +63,8 @@ class PrivacyCallback:
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
             size at once. Either way what does not fit is halved.
         noise_level: "fast", "secure" or "exact".
+        mechanism: "poisson", "balls_in_bins" or "banded_inverse"; see `ghostclip.mechanisms`.
+        noise_bands: Steps that noise of "banded_inverse" is correlated over.
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
         module: Name of the submodule that alone is trained on records ("discriminator"), by an optimizer of its own, in
@@ -88,6 +90,8 @@ class PrivacyCallback:
         grad_sample_mode: str = "auto",
         physical_batch: str | None = None,
         noise_level: str = "fast",
+        mechanism: str = "poisson",
+        noise_bands: int = 4,
         ledger: str | None = None,
         reproducible_seed: int | None = None,
         module: str | None = None,
@@ -113,6 +117,8 @@ class PrivacyCallback:
             "physical_batch": physical_batch,
             "grad_sample_mode": grad_sample_mode,
             "noise_level": noise_level,
+            "mechanism": mechanism,
+            "noise_bands": noise_bands,
             "ledger": ledger,
             "reproducible_seed": reproducible_seed,
         }
