@@ -27,10 +27,11 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+_JOBS: Final = ("inspect", "plan", "plan-privacy", "epsilon", "calibrate", "audit")
 # Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
 _COMMANDS: Final = {
     "finetune": "finetune.job",
-    **{name: f"commands.{name}" for name in ("inspect", "plan", "epsilon", "calibrate", "audit")},
+    **{name: f"commands.{name.replace('-', '_')}" for name in _JOBS},
 }
 _EXAMPLES: Final = """\
 examples:

@@ -78,13 +78,9 @@ def _bare_loader(loader: Any) -> Any:
     if not _is(loader, "accelerate", *_SHARDED):
         return loader
     base = loader.base_dataloader
-    batches, ranks = base.batch_sampler, 1
+    batches = base.batch_sampler
     if type(batches).__name__ == "BatchSamplerShard":
-        # Each rank's batches are others, unless it is the batches that are split.
-        ranks = 1 if batches.split_batches else batches.num_processes
         batches = batches.batch_sampler
-    elif _is(loader, "accelerate", "DataLoaderDispatcher"):
-        ranks = 1 if loader.split_batches else loader.state.num_processes
     if type(batches) is not BatchSampler or isinstance(base.dataset, IterableDataset):
         # Left for the checks that every loader goes through.
         return base
@@ -93,7 +89,7 @@ def _bare_loader(loader: Any) -> Any:
         sampler = RandomSampler(base.dataset, num_samples=sampler._num_samples)
     return DataLoader(
         base.dataset,
-        batch_size=batches.batch_size * ranks,
+        batch_size=batches.batch_size,
         sampler=sampler,
         collate_fn=base.collate_fn,
         generator=base.generator,

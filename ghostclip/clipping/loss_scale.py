@@ -52,7 +52,8 @@ class Scale:
             before, now = self._described(), other._described()
             message = (
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
-                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES}"
+                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} A backward through this "
+                "model that is for another one (a generator's) runs after model.requires_grad_(False)."
             )
             raise LossReductionError(message)
         return Scale(forms, self.constant)
@@ -158,7 +159,8 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
         raise LossReductionError(_contradiction("sum", "mean"))
-    numbers, sign = list(path.numbers), prod(-1 if number.given < 0 else 1 for number in path.numbers)
+    numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
+    sign = prod(-1 if number.given < 0 else 1 for number in numbers)
     forms = frozenset({"mean"} if is_mean else {"sum"})
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":

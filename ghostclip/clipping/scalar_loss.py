@@ -86,8 +86,9 @@ class LossExaminer:
         refuse_changed_gradients(roots, forward)
         for key in [key for key, alike in found.items() if all(map(_adds_nothing, alike))]:
             # Whatever its form is, and whatever it would mix.
-            del found[key]
-            self._agree(key, [Scale(ANY, 0.0)])
+            numbers = [number for path in found.pop(key) for number in path.numbers]
+            if forward.batch_size > 1 or not any(number.has_axes for number in numbers):
+                self._agree(key, [Scale(ANY, 0.0)])
         asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_ask())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
@@ -202,5 +203,8 @@ def _now(path: Path, row_map: RowMap, forward: ForwardContext) -> RowMap:
     """Return the row map of this step: which rows were picked may have changed."""
     if row_map.kind != "gathered":
         return row_map
+    if forward.batch_size == 1:
+        # All rows are the one sample's, and nothing was followed.
+        return RowMap("major")
     gathered = gathered_at(path.ends[0], forward)
     return row_map if gathered is None else RowMap("gathered", 0, gathered)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -51,6 +55,34 @@ def dataset_length(dataset: Dataset[Any]) -> int:
     if not length:
         raise DataError(f"{type(dataset).__name__}: the data set is empty.")
     return length
+
+
+def warn_of_repetitions(dataset: Any) -> None:
+    """Say which unit is protected where the records of a data set are several times in it.
+
+    Args:
+        dataset: The user's; what `Subset` and `ConcatDataset` repeat is seen.
+    """
+    records = _origins(dataset, {}) if isinstance(dataset, (Subset, ConcatDataset)) else np.zeros(1)
+    repeated = len(records) - len(np.unique(records))
+    if repeated:
+        warnings.warn(
+            f"data set: {repeated} of its {len(records)} records are there before ({type(dataset).__name__} with "
+            "repeated indices or data sets). ε protects one position of the data set: a record that is there k times "
+            "counts as k, and what they reveal together may cost k times ε. Leave repetitions out (weights belong "
+            "into the loss), or "
+            "protect all copies at once: ghostclip.data.UserDataset(records, users), with a number for each record.",
+            stacklevel=6,
+        )
+
+
+def _origins(dataset: Any, firsts: dict[int, int]) -> np.ndarray:
+    """Return a number for each record, the same for the same entry of the same data set."""
+    if isinstance(dataset, Subset):
+        return _origins(dataset.dataset, firsts)[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        return np.concatenate([_origins(part, firsts) for part in dataset.datasets])
+    return firsts.setdefault(id(dataset), len(firsts) << 40) + np.arange(len(dataset))
 
 
 def record_sampler(loader: DataLoader[Any]) -> Any:

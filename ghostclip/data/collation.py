@@ -47,21 +47,24 @@ Collate = Callable[[list[Any]], Any]
 _Batch = dict[str, Tensor]
 
 
-def padding_of(dataset: Dataset[Any], collate: Collate) -> tuple[Padded, ...]:
+def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = False) -> tuple[Padded, ...]:
     """Return the axes that a collate function pads; refuse one that mixes, joins or centres records."""
+    # `may_be_empty`: make a batch without records, so that it is known now whether there are any.
     # The longest of a few records is collated with one other and with another; its rows have to come out alike.
     records: Any = dataset
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(records) < 3:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return ()
     # Data sets that augment draw random numbers too.
     with own_randomness(), _put_back(dataset, collate):
         try:
-            return _padding_in(_Company(records, collate))
+            if may_be_empty:
+                _collated(collate, [], 0)
+            return _padding_in(_Company(records, collate)) if len(records) > 2 else ()
         except DataError:
             raise
         except Exception as error:  # noqa: BLE001 - what records or functions need elsewhere is no reason to refuse them
             logger.warning(
-                "not checked whether collate_fn %s keeps records apart: %s for two records.",
+                "not checked whether %s keeps records apart: %s for two records.",
                 _name(collate),
                 type(error).__name__,
             )
@@ -110,7 +113,8 @@ def _name(collate: Any) -> str:
     # Trainer puts a collator of its own around, which removes columns.
     for attribute in ("wrapped", "data_collator"):
         collate = getattr(collate, attribute, collate)
-    return getattr(collate, "__name__", type(collate).__name__)
+    name = getattr(collate, "__name__", type(collate).__name__)
+    return f"collate_fn {name} (the data_collator of a Trainer)"
 
 
 def _padding_in(company: _Company) -> tuple[Padded, ...]:
@@ -129,9 +133,10 @@ def _padding_in(company: _Company) -> tuple[Padded, ...]:
         mixed = _mixed_in(one, other, axes, longest)
         if mixed:
             raise DataError(
-                f"collate_fn {company.name()}: what becomes of a record in {mixed!r} depends on the record beside it "
-                "(mixup, CutMix, normalisation over the batch), so that no bound holds for either. Use a collate "
-                "function that treats records one by one."
+                f"{company.name()}: what becomes of a record in {mixed!r} depends on the record beside it (mixup, "
+                "CutMix, normalisation over the batch, row numbers in the whole batch as those of graphs), so that no "
+                "bound holds for either. Use a collate function that treats records one by one; graphs padded to (B, "
+                "nodes, ...), with (B, nodes, nodes) for the edges and a mask of the nodes."
             )
     last = len(company.records) - 1
     return tuple(_padded(shortest, company.of(last, 0), axes))
@@ -150,7 +155,7 @@ def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> N
     shown = any(tensor.dim() > 1 and name in apart for name, tensor in pair.items())
     if rows and not shown and not any(count % 2 == 0 for count in rows):
         raise DataError(
-            f"collate_fn {company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
+            f"{company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
             "one record (padding-free, packing). Use a collator that pads: as many rows for each record."
         )
 

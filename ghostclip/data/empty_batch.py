@@ -81,9 +81,14 @@ def empty_like(one: Any, two: Any, *, path: str = "batch") -> Any:
         names = [field.name for field in dataclasses.fields(one) if field.init]
         parts = {n: empty_like(getattr(one, n), getattr(two, n), path=f"{path}.{n}") for n in names}
         return dataclasses.replace(one, **parts)
+    own: Any = getattr(one, "__dict__", None)
+    if own and not isinstance(one, type) and not callable(one) and own.keys() == vars(two).keys():
+        made = copy.copy(one)
+        vars(made).update({n: empty_like(own[n], vars(two)[n], path=f"{path}.{n}") for n in own})
+        return made
     raise DataError(
-        f"{path}: an empty batch of {type(one).__name__} cannot be built; collate tensors, mappings, sequences, "
-        "dataclasses, strings or numbers."
+        f"{path}: a Poisson batch may hold no record, and an empty {type(one).__name__} cannot be built; collate "
+        "tensors, mappings, sequences, objects with these as attributes, strings or numbers."
     )
 
 

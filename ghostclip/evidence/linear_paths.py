@@ -62,6 +62,7 @@ class Number:
         divides: Whether it is a divisor.
         plain: Whether it is a number of Python; a tensor may have been computed from the data.
         per_feature: Whether it is a tensor along axes behind the samples', which have one entry here.
+        has_axes: Whether it is a tensor with axes, which of a batch of one sample may be that sample's own weight.
         chosen: Whether it stands for a condition, by which all values are taken or others in their place.
     """
 
@@ -70,6 +71,7 @@ class Number:
     divides: bool
     plain: bool
     per_feature: bool = False
+    has_axes: bool = False
     chosen: bool = False
 
     def describe(self) -> str:
@@ -275,7 +277,8 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
     condition = _torch.saved_or(node, _CONDITIONS[name], None) if name in _CONDITIONS else None
     if isinstance(condition, Tensor) and _is_one(condition):
         per_feature = 0 < condition.dim() < len(shape_at(edge) or ())
-        path = _and(path, name, numbers=(Number(1.0, 1.0, False, False, per_feature, chosen=True),))
+        has_axes = condition.dim() > 0
+        path = _and(path, name, numbers=(Number(1.0, 1.0, False, False, per_feature, has_axes, chosen=True),))
     found = []
     for number, following in enumerate(node.next_functions):
         if following[0] is None:
@@ -374,17 +377,17 @@ def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
 
 def _number(constant: Any, *, divides: bool, axes: int) -> Number | None:
     """Return a factor that all values, of so many axes, have in common; None for weights of each."""
-    per_feature = False
+    per_feature = has_axes = False
     if isinstance(constant, Tensor):
         if not _is_one(constant):
             return None
         plain, given = _is_python_number(constant), constant.flatten()[0].item()
-        per_feature = 0 < constant.dim() < axes
+        per_feature, has_axes = 0 < constant.dim() < axes, constant.dim() > 0
     else:
         plain, given = True, constant
     size = abs(float(given))
     factor = (1 / size if size else float("inf")) if divides else size
-    return Number(factor, given, divides=divides, plain=plain, per_feature=per_feature)
+    return Number(factor, given, divides=divides, plain=plain, per_feature=per_feature, has_axes=has_axes)
 
 
 def _is_one(values: Tensor) -> bool:

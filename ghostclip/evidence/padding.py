@@ -414,7 +414,8 @@ class Padding:
                 raise LossReductionError(_DIVIDED.format(how=how, own=_OWN))
         for number, other in zip(divisors, others[len(means) :], strict=True):
             is_length = any(length > 1 and min(abs(number - length), number % length) <= 1 for length in self._lengths)
-            if (number != other and is_length) or number in sizes:
+            # The number of records is no length, though it may be near one.
+            if number != forward.batch_size and ((number != other and is_length) or number in sizes):
                 raise LossReductionError(_DIVIDED.format(how=f"divided by {number:g}, a number of positions", own=_OWN))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -12,11 +13,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ghostclip.accounting import get_noise_multiplier
 from ghostclip.clipping.options import factor_dtype_of
-from ghostclip.data import DPDataLoader, PhysicalBatches, Poisson
+from ghostclip.data import DPDataLoader, PhysicalBatches
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.mechanisms import BallsInBins, BandedInverse, Mechanism, PoissonSampling
+from ghostclip.mechanisms.plan import calibrated
 from ghostclip.optim import release_of
 from ghostclip.privacy.budget import Budget
 
@@ -95,7 +98,7 @@ class HostTraining:
             )
         made = DPDataLoader.from_data_loader(
             loader,
-            scheme=Poisson(num_samples=records, sample_rate=expected / records),
+            scheme=self._mechanism().scheme(records, expected),
             generator=self._generator(0),
         )
         if loader.generator is None:
@@ -123,12 +126,22 @@ class HostTraining:
         """
         assert self.loader is not None, "the loader is made first"
         options = self.options
-        noise = self._noise_for(steps) if options.noise_multiplier is None else options.noise_multiplier
+        if options.planned_epochs is not None:
+            steps = max(steps or 0, math.ceil(options.planned_epochs * len(self.loader)))
+        mechanism = self._mechanism()
+        if isinstance(mechanism, BandedInverse) and steps is None:
+            raise InvalidOptionError(
+                "mechanism='banded_inverse': its noise follows from the number of epochs, which is not known here. Say "
+                "how long the training is (max_epochs, max_steps, planned_epochs)."
+            )
+        if steps is not None:
+            mechanism = mechanism.for_epochs(math.ceil(steps / len(self.loader)))
+        noise = self._noise_for(steps, mechanism) if options.noise_multiplier is None else options.noise_multiplier
         # Trained further, it goes on where it was.
         self._noise = self._noise or self._generator(1)
         if options.target_epsilon is not None:
             self.budget = Budget(options.target_epsilon, _given(options.target_delta))
-            if options.noise_multiplier is None and steps is not None:
+            if options.noise_multiplier is None and steps is not None and options.mechanism == "poisson":
                 self.budget.known_to_fit((noise, self.loader.event.sample_rate, steps))
         # "ghost" has a criterion as well, before the loader.
         module, private, *_ = self.engine.make_private(
@@ -142,6 +155,7 @@ class HostTraining:
             noise_generator=self._noise,
             wrap_model=wrap_model,
             budget=self.budget,
+            mechanism=None if options.mechanism == "poisson" else mechanism,
             memory_budget=options.memory_budget,
             factor_dtype=factor_dtype_of(options.factor_dtype),
         )
@@ -179,16 +193,30 @@ class HostTraining:
             self._epsilon = (releases, self.engine.get_epsilon(_given(self.options.target_delta)))
         return self._epsilon[1]
 
-    def _noise_for(self, steps: int | None) -> float:
+    def _mechanism(self) -> Mechanism:
+        """Return what draws records and adds noise, for any number of epochs."""
+        options = self.options
+        made: dict[str, Mechanism] = {
+            "poisson": PoissonSampling(),
+            "balls_in_bins": BallsInBins(),
+            "banded_inverse": BandedInverse(bands=options.noise_bands),
+        }
+        return made[options.mechanism]
+
+    def _noise_for(self, steps: int | None, mechanism: Mechanism) -> float:
         options, loader = self.options, self.loader
         assert loader is not None, "the loader is made first"
         if steps is None:
             raise InvalidOptionError(
                 "target_epsilon: the noise follows from the number of steps, which is not known here. Say how long the "
-                "training is (max_epochs, max_steps), or give noise_multiplier."
+                "training is (max_epochs, max_steps, planned_epochs), or give noise_multiplier."
             )
         if options.noise_level == "exact":
             raise InvalidOptionError("target_epsilon with noise_level='exact': give noise_multiplier.")
+        if options.mechanism != "poisson":
+            # Rounds and epochs are charged when they begin.
+            budget = _given(options.target_epsilon), _given(options.target_delta)
+            return calibrated(mechanism, loader.private_sampler.scheme, math.ceil(steps / len(loader)), budget)[0]
         return get_noise_multiplier(
             target_epsilon=_given(options.target_epsilon),
             target_delta=_given(options.target_delta),

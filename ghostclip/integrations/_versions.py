@@ -1,11 +1,14 @@
-"""Versions of other libraries that the integrations were tested with, and the one warning beside another one."""
+"""Versions of other libraries that the integrations were tested with, and what is said once beside another one."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from functools import lru_cache
 from importlib import metadata
 from typing import Final
+
+_log = logging.getLogger(__name__)
 
 TESTED: Final[dict[str, tuple[str, str]]] = {
     "accelerate": ("1.15", "1.15"),
@@ -21,7 +24,7 @@ TESTED: Final[dict[str, tuple[str, str]]] = {
 
 @lru_cache
 def warn_if_untested(distribution: str) -> None:
-    """Warn, once in a process, if the installed version of a library is outside the tested range.
+    """Warn, once in a process, of a library that is older than what was tested; note a newer one at level DEBUG.
 
     Args:
         distribution: Name of the distribution, as in `TESTED`.
@@ -29,14 +32,18 @@ def warn_if_untested(distribution: str) -> None:
     first, last = TESTED[distribution]
     installed = metadata.version(distribution)
     figures = _figures(installed)
-    if _figures(first) <= figures[: len(_figures(first))] and figures[: len(_figures(last))] <= _figures(last):
+    older = figures[: len(_figures(first))] < _figures(first)
+    if not older and figures[: len(_figures(last))] <= _figures(last):
         return
     tested = first if first == last else f"{first} to {last}"
-    warnings.warn(
+    said = (
         f"{distribution} {installed} is installed; this integration was tested with {distribution} {tested}. What a "
-        "version does differently is mostly refused, and may be missing in logs or checkpoints: compare a short run.",
-        stacklevel=3,
+        "version does differently is mostly refused, and may be missing in logs or checkpoints: compare a short run."
     )
+    if older:
+        warnings.warn(said, stacklevel=3)
+    else:
+        _log.debug(said)
 
 
 def _figures(version: str) -> tuple[int, ...]:

@@ -5,14 +5,21 @@ LoRA, DoRA, IA3, prompts and prefixes are ordinary parameters to ghostclip, whic
 because they were added beside the layer that runs, or because the optimizer was made before them. Losses fall all the
 same where anything else is trained, and ε is spent. `watch_adapters` says so after the first steps; `DPTrainer` calls
 it.
+
+LoHa, RandLora, C3A and SHiRA form their weights by autograd functions of their own, or by sparse tensors, behind which
+no sample's gradient is seen: `use_plain_operations` has them do the same by torch's operations; `DPTrainer` calls it.
 """
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ghostclip.optim import DPOptimizer, release_of
 
@@ -20,6 +27,15 @@ from ghostclip.optim import DPOptimizer, release_of
 # with a rate of zero puts off by a step.
 _STEPS = 4
 _NAMED = 5
+
+
+# Whose forwards are operations of torch, and whose backwards are their derivatives.
+_FUNCTIONS: Final = (
+    ("peft.tuners.loha.layer", "HadaWeight"),
+    ("peft.tuners.loha.layer", "HadaWeightCP"),
+    ("peft.tuners.randlora.layer", "UniqueBaseGrad"),
+    ("peft.tuners.c3a.utils", "BlockCircularConvolution"),
+)
 
 
 class UntrainedAdapterWarning(UserWarning):
@@ -106,3 +122,44 @@ def is_adapted(model: nn.Module) -> bool:
         Whether so.
     """
     return bool(getattr(model, "peft_config", None))
+
+
+def use_plain_operations() -> None:
+    """Let peft's LoHa, RandLora, C3A and SHiRA compute by torch's own operations, in this process.
+
+    Call it before the first forward of a private model with such adapters. What they compute stays the same; a backward
+    keeps a few tensors of a weight's size more.
+    """
+    # A version without one of them has no such adapter.
+    for place, name in _FUNCTIONS:
+        with suppress(ImportError):
+            function: Any = getattr(importlib.import_module(place), name)
+            function.apply = _Plain(function.forward)
+    with suppress(ImportError):
+        shira: Any = importlib.import_module("peft.tuners.shira.layer").Linear
+        shira.get_delta_weight = _shira_weight
+
+
+class _Plain:
+    """Forward of an autograd function, which autograd differentiates by itself.
+
+    Args:
+        forward: The function's.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self._forward(self, *args)
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep nothing: autograd does."""
+
+
+def _shira_weight(layer: Any, adapter: str) -> Tensor:
+    """Return a dense matrix of SHiRA's entries, in the place of `get_delta_weight`."""
+    entries: Tensor = layer.shira_weight[adapter] * layer.scaling[adapter]
+    rows, columns = layer.shira_indices[adapter].to(entries.device)
+    empty = torch.zeros(layer.out_features, layer.in_features, dtype=entries.dtype, device=entries.device)
+    return empty.index_put((rows, columns), entries)

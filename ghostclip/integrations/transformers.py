@@ -26,7 +26,7 @@ from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphStep
 from ghostclip.integrations._versions import warn_if_untested
-from ghostclip.integrations.peft import is_adapted, watch_adapters
+from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
 from ghostclip.integrations.training.loss_checks import (
     require_own_loss,
@@ -255,6 +255,7 @@ class DPTrainer(Trainer):
             self.optimizer = self.private_run.make_private(self.model, bare)
             if is_adapted(self.model):
                 warn_if_untested("peft")
+                use_plain_operations()
                 watch_adapters(self.model, self.optimizer)
         return self.optimizer
 

@@ -12,15 +12,15 @@ from ghostclip.mechanisms.mechanism import (
     Mechanism,
     PoissonSampling,
 )
-from ghostclip.mechanisms.plan import Plan, plan_privacy
+from ghostclip.mechanisms.plan import CalibratedMechanism, plan_privacy
 
 __all__ = [
     "AveragedWeights",
     "BallsInBins",
     "BandedInverse",
+    "CalibratedMechanism",
     "CyclicPoissonSampling",
     "Mechanism",
-    "Plan",
     "PoissonSampling",
     "plan_privacy",
 ]

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from ghostclip._validate import positive, positive_int, probability, suggests_options
 from ghostclip.accounting import bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.data.schemes import SamplingScheme
 from ghostclip.errors import InvalidOptionError
 from ghostclip.mechanisms.mechanism import BallsInBins, BandedInverse, Mechanism, PoissonSampling
 
 BANDS = (2, 4, 8)
 """Bands of correlated noise that are compared: each is one more pass of drawing noise."""
 
+_WORTH_SAMPLING, _WORTH_CORRELATION = 1.01, 1.1
+
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class CalibratedMechanism:
     """A mechanism, calibrated for a budget.
 
     Attributes:
@@ -47,7 +50,7 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
     target_delta: float,
     momentum: float = 0.0,
     mechanisms: Sequence[Mechanism] | None = None,
-) -> list[Plan]:
+) -> list[CalibratedMechanism]:
     """Return what mechanisms leave of noise in the parameters at one budget, the least first.
 
     What a training sees of the noise is its sum over the steps so far; that is what is compared. It says nothing of
@@ -100,10 +103,25 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
 
 def _planned(
     mechanism: Mechanism, training: tuple[int, int, int], budget: tuple[float, float], momentum: float
-) -> Plan:
+) -> CalibratedMechanism:
     samples, size, epochs = training
-    scheme, (target, delta) = mechanism.scheme(samples, size), budget
-    event, steps = scheme.event, epochs * scheme.steps
+    scheme = mechanism.scheme(samples, size)
+    sigma, epsilon = calibrated(mechanism, scheme, epochs, budget)
+    correlation = mechanism.correlation(scheme)
+    return CalibratedMechanism(
+        mechanism=mechanism,
+        noise_multiplier=sigma,
+        epsilon=epsilon,
+        noise=sigma * mechanism.error(scheme, epochs * scheme.steps, momentum=momentum) / scheme.expected_batch_size,
+        draws=1 if correlation is None else len(correlation.coefficients),
+    )
+
+
+def calibrated(
+    mechanism: Mechanism, scheme: SamplingScheme, epochs: int, budget: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the least σ found that keeps (ε, δ) for a number of epochs, and the ε of it."""
+    event, steps, (target, delta) = scheme.event, epochs * scheme.steps, budget
     factors = mechanism.periods(scheme, 0, steps // event.steps_per_event)
 
     def epsilon_of(sigma: float) -> float:
@@ -116,22 +134,24 @@ def _planned(
             return accountant.get_epsilon(delta)
 
     sigma = smallest_noise_multiplier(epsilon_of, target=target, tolerance=1e-3 * target)
-    correlation = mechanism.correlation(scheme)
-    return Plan(
-        mechanism=mechanism,
-        noise_multiplier=sigma,
-        epsilon=epsilon_of(sigma),
-        noise=sigma * mechanism.error(scheme, steps, momentum=momentum) / scheme.expected_batch_size,
-        draws=1 if correlation is None else len(correlation.coefficients),
-    )
+    return sigma, epsilon_of(sigma)
 
 
-def recommendation(plans: Sequence[Plan]) -> str:
+def recommended(plans: Sequence[CalibratedMechanism]) -> CalibratedMechanism:
+    """Return the simplest mechanism that leaves about as little as the best: a larger gain must pay for more rules."""
+    least = plans[0].noise
+    for kind, room in ((PoissonSampling, _WORTH_SAMPLING), (BallsInBins, _WORTH_CORRELATION)):
+        simple = [plan for plan in plans if isinstance(plan.mechanism, kind) and plan.noise <= room * least]
+        if simple:
+            return simple[0]
+    return plans[0]
+
+
+def recommendation(plans: Sequence[CalibratedMechanism]) -> str:
     """Return in one sentence what to take, what it gains over Poisson sampling, and what it asks for."""
-    best = plans[0]
+    best = recommended(plans)
     usual = next((plan for plan in plans if isinstance(plan.mechanism, PoissonSampling)), best)
-    gain = 1 - best.noise / usual.noise
-    if gain < 0.01:
+    if best is usual:
         return "Poisson sampling: nothing else leaves 1 % less noise in the parameters."
     asks = "each record is in exactly one batch of an epoch"
     if isinstance(best.mechanism, BandedInverse):
@@ -139,7 +159,8 @@ def recommendation(plans: Sequence[Plan]) -> str:
             "batches come in the same order in every epoch, σ stays what it is, and each step draws noise "
             f"{best.draws} times, without memory"
         )
-    return f"{described(best.mechanism)}: {100 * gain:.0f} % less noise in parameters than Poisson sampling; {asks}."
+    gain = 100 * (1 - best.noise / usual.noise)
+    return f"{described(best.mechanism)}: {gain:.0f} % less noise in parameters than Poisson sampling; {asks}."
 
 
 def described(mechanism: Mechanism) -> str:
@@ -152,7 +173,7 @@ def described(mechanism: Mechanism) -> str:
     return f"{type(mechanism).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
 
 
-def noise_to_batch(plan: Plan, *, num_samples: int, batch_size: int) -> float:
+def noise_to_batch(plan: CalibratedMechanism, *, num_samples: int, batch_size: int) -> float:
     """Return the standard deviation of a step's noise in a mean gradient, in units of the clipping norm.
 
     Args:

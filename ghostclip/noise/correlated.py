@@ -40,12 +40,15 @@ class NoiseRows:
         stride: Positions of the source that a step may use.
         row: The latest step; -1 before the first.
         base: The first step of the present key: noise of another key is not added again. None for the next step.
+        layout: What each call of a step adds noise to: the same in all steps, or other noise than before would be taken
+            back.
     """
 
     correlation: Correlation
     stride: int
     row: int = -1
     base: int | None = None
+    layout: dict[int, str] = field(default_factory=dict)
     _terms: list[tuple[float, int]] = field(default_factory=list)
 
     def begin(self, row: int) -> int:
@@ -56,7 +59,9 @@ class NoiseRows:
                 "sum for each step. Go on with the next batch of the loader."
             )
         self.row = row
-        self.base = row if self.base is None else self.base
+        if self.base is None:
+            self.base = row
+            self.layout.clear()
         lags = enumerate(self.correlation.coefficients[: row - self.base + 1])
         self._terms = [(c * self.correlation.scale, -lag * self.stride) for lag, c in lags if c]
         return row * self.stride
@@ -70,12 +75,26 @@ class NoiseRows:
             )
         return [(factor, position + back) for factor, back in self._terms]
 
+    def require(self, position: int, about: str) -> None:
+        """Refuse a call that adds noise to something else than in the steps before."""
+        before = self.layout.setdefault(position - self.row * self.stride, about)
+        if before != about:
+            raise InvalidOptionError(
+                f"correlated noise: a step adds it to {about}, where earlier ones have added it to {before}, which it "
+                "would not take back. Keep parameters, dtypes, devices and ranks as they were; to go on from a "
+                "checkpoint with others, load it with fresh_randomness=True."
+            )
+
     def state(self) -> dict[str, Any]:
         """Return the place as plain values."""
-        return {"coefficients": list(self.correlation.coefficients), "row": self.row, "base": self.base}
+        layout = {str(call): about for call, about in self.layout.items()}
+        return {
+            "coefficients": list(self.correlation.coefficients), "row": self.row, "base": self.base, "layout": layout
+        }  # fmt: skip
 
     def load(self, state: Any) -> None:
         """Continue from a saved place of the same correlation."""
         if state is None or list(state["coefficients"]) != list(self.correlation.coefficients):
             raise ResumeError("noise state: saved of another correlation. Resume with the mechanism of before.")
         self.row, self.base = int(state["row"]), None if state["base"] is None else int(state["base"])
+        self.layout = {int(call): str(about) for call, about in state["layout"].items()}

@@ -109,7 +109,7 @@ class KeyedNoise:
             )
         if std == 0 or total == 0:
             return
-        position = self._next_position()
+        position = self._next_position(tensor, total)
         if tensor.numel() == 0:
             return
         target = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -172,7 +172,7 @@ class KeyedNoise:
         for pack in packs(tensors, self._block_size):
             first = pack[0]
             self._check(first)
-            position = self._next_position()
+            position = self._next_position(first, sum(map(torch.Tensor.numel, pack)))
             if len(pack) > 1 or not first.is_contiguous():
                 yield partial(self._release_pack, pack, (std, divisor), position)
                 continue
@@ -209,10 +209,12 @@ class KeyedNoise:
             # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
             _torch.divide_all_([part_N], divisor)
 
-    def _next_position(self) -> int:
+    def _next_position(self, like: torch.Tensor | None = None, total: int = 0) -> int:
         self._owner.require(self, remedy=_REMEDY)
         self._follow()
         position, self._position = self._position, self._position + 1
+        if self._rows is not None and like is not None:
+            self._rows.require(position, f"{total} elements on {like.device.type}")
         return position
 
     def correlate(self, correlation: Correlation, *, stride: int) -> None:

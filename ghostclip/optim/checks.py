@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -172,6 +173,15 @@ def refuse_other_shares(clipper: GhostClipper, noise_source: NoiseSource) -> Non
 def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[str]) -> None:
     """Warn once of what makes a step less private than it may look; ``said`` grows."""
     messages = {}
+    state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    if accumulated > 1 and state is not None and state().num_steps > 1:
+        raise InvalidOptionError(
+            f"Accelerator(gradient_accumulation_steps={state().num_steps}): {accumulated} draws would be added up in "
+            f"this step, which costs the ε of a noise multiplier {accumulated} times smaller. Leave it out, give "
+            f"make_private a DataLoader of {state().num_steps} times the batch size, and compute each draw in parts of "
+            "the present one, with this around the loop: with ghostclip.BatchMemoryManager(data_loader=loader, "
+            "max_physical_batch_size=..., optimizer=optimizer) as loader:"
+        )
     if noise_multiplier == 0:
         messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
     if accumulated > 1:
@@ -190,9 +200,11 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
     if not waiting:
         return (
             "step(): no batch of the private loader waits for a release. Iterate over the loader that make_private() "
-            "returned (not over another one, a list of its batches, or the same batch twice) and step once for each "
-            "batch. If you sample the batches yourself, say how: "
-            "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+            "returned (not over another one, a list of its batches, or the same batch twice; in Lightning wrap the "
+            "data module in DPLightningDataModule, or use PrivacyCallback) and step once for each batch: several "
+            "optimizers over one model after one backward, and of two models only the one that sees records is made "
+            "private (a GAN's discriminator: PrivacyCallback(module=...)). If you sample the batches yourself, say "
+            "how: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
         )
     seen = " + ".join(map(str, rows)) if rows else "no"
     return (

@@ -200,11 +200,14 @@ def release_of(optimizer: Any) -> Any:
     """Return what releases and is accounted for an optimizer that `make_private` returned.
 
     Args:
-        optimizer: A private optimizer, one of several, or all of them in a list.
+        optimizer: A private optimizer, also as accelerate or Fabric has prepared it, one of several, or all in a list.
 
     Returns:
         The private optimizer; anything else as it is.
     """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, WrappedOptimizer):
+        optimizer = inner
     if isinstance(optimizer, (list, tuple)) and optimizer and isinstance(optimizer[0], MemberOptimizer):
         return optimizer[0].release
     return optimizer.release if isinstance(optimizer, MemberOptimizer) else optimizer

@@ -138,10 +138,13 @@ class Budget:
         if self.fits(accountant, charges):
             return
         self.spent = True
+        sigma = charges[0][0]
+        noise = f"={sigma!r}" if isinstance(sigma, float) else ""
         raise BudgetExceededError(
             f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for and the "
-            "next does not fit; nothing of it was released. Stop here, or use Budget(..., when_spent='stop'). A step "
-            "after several backwards costs as much as one with that many times less noise: to cut one batch, use "
+            "next does not fit; nothing of it was released. Stop here (when_spent='stop' does so by itself), or resume "
+            f"from a checkpoint with a larger ε and the noise as it was (noise_multiplier{noise}). A step after "
+            "several backwards costs as much as one with that many times less noise: to cut one batch, use "
             "BatchMemoryManager."
         )
 

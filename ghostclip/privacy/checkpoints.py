@@ -137,7 +137,9 @@ def reconciled(
     if different and not allow_change:
         raise ResumeError(
             f"checkpoint of another mechanism ({'; '.join(different)}). Make the training private with the saved "
-            "values, or pass allow_mechanism_change=True to add steps of the new mechanism to the same ledger."
+            "values, or load_checkpoint(allow_mechanism_change=True) to add steps of the new mechanism to the same "
+            "ledger. Where a longer plan changed the noise of a target_epsilon: give the saved noise_multiplier beside "
+            "a larger target_epsilon, or plan all epochs from the beginning (planned_epochs)."
         )
     return with_fresh_randomness(checkpoint, optimizer, sampling) if different or fresh else checkpoint
 

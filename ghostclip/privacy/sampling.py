@@ -17,7 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ghostclip.accounting.events import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
-from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler, refuse_wrapped
+from ghostclip.data.accepted import (
+    checked_batch_size,
+    dataset_length,
+    record_sampler,
+    refuse_wrapped,
+    warn_of_repetitions,
+)
 from ghostclip.data.collation import padding_of
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.physical_loader import splittable_batches
@@ -31,7 +37,11 @@ from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.charges import Charge, cost_of, joined
 
+_OF_ANY_SIZE = ("poisson", "truncated_poisson", "cyclic_poisson", "allocation")
 _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
+
+# How rarely a draw is without a record where nobody has to see that.
+_NEVER = 1e-12
 
 
 class Sampling(Protocol):
@@ -170,6 +180,7 @@ class PeriodSampling:
         if mechanism is not None and self._scheme is not None:
             self.correlation = mechanism.correlation(self._scheme)
         self._sigma: float | None = None
+        self._trainable: list[bool] | None = None
         self.expected_batch_size = expected_batch_size
         self.draws: DrawLog | None = passes.draws
         self._passes = passes
@@ -220,7 +231,13 @@ class PeriodSampling:
         number = None if self.draws is None else self.draws.next_number
         if number is None:
             raise InvalidOptionError("correlated noise: the step is of no batch of the private loader.")
-        self._sigma = optimizer.noise_multiplier
+        trainable = [p.requires_grad for p in optimizer.params]
+        if trainable != (self._trainable or trainable):
+            raise InvalidOptionError(
+                "correlated noise: other parameters are trainable than in the steps before, whose noise this one takes "
+                "back. Freeze and unfreeze before the first step."
+            )
+        self._sigma, self._trainable = optimizer.noise_multiplier, trainable
         return number
 
     def settle(self, events: list[Charge]) -> None:
@@ -245,7 +262,7 @@ class PeriodSampling:
             "passes_seen": self._passes_seen,
             "steps_in_pass": self._steps_in_pass,
             "charged_at": self._charged_at,
-            **({} if self._sigma is None else {"sigma": self._sigma}),
+            **({} if self._sigma is None else {"sigma": self._sigma, "trainable": self._trainable}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -256,7 +273,7 @@ class PeriodSampling:
             int(state.get("steps_in_pass", len(self._passes))),
             float(state.get("charged_at", math.inf)),
         )
-        self._sigma = state.get("sigma", self._sigma)
+        self._sigma, self._trainable = state.get("sigma", self._sigma), state.get("trainable", self._trainable)
 
 
 def _sigma_of(charge: Charge) -> float:
@@ -289,7 +306,12 @@ def sampling_for(
         loader = _drawn_by(mechanism, loader, poisson_sampling=poisson_sampling)
     sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before, mechanism=mechanism)
     if isinstance(sampling.loader, DataLoader):
-        sampling.padded = padding_of(sampling.loader.dataset, sampling.loader.collate_fn)
+        warn_of_repetitions(sampling.loader.dataset)
+        loader, empty = sampling.loader, 0.0
+        if isinstance(loader, DPDataLoader) and loader.event.kind in _OF_ANY_SIZE:
+            # A rank's share of a draw is as often empty as a draw of that size.
+            empty = math.exp(-loader.expected_batch_size / world_size())
+        sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
     return sampling
 
 

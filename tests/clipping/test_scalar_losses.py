@@ -86,6 +86,12 @@ ACCEPTED = {
     "linear": (_rows, lambda o, b: o.mean()),
     "own_maximum": (_rows, lambda o, b: o.max(1).values.mean()),
     "own_mean": (_tokens, lambda o, b: ((_each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    "own_mean_by_shares": (
+        _tokens,
+        lambda o, b: (_each(o, b) * b["mask"] / b["mask"].sum(1, keepdim=True)).sum(1).mean(),
+    ),
+    "own_weight": (_tokens, lambda o, b: (_each(o, b).mean(1) * (1 - b["mask"][:, 2])).mean()),
+    "own_choice": (_tokens, lambda o, b: torch.where(b["mask"][:, 1] > 0, _each(o, b).mean(1), o.mean((1, 2))).mean()),
     "own_sum": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / len(o)),
     "own_sum_ignoring": (_tokens, lambda o, b: _cut(o, b, reduction="sum") / len(o)),
     "last_position": (_tokens, lambda o, b: functional.cross_entropy(o[:, -1], b["y"][:, -1])),
@@ -119,6 +125,21 @@ def _moves(model, clipper, loss, batch):
     for sample in range(B):
         rest = _back(model, clipper, loss, take(batch, [index for index in range(B) if index != sample], {}))
         yield whole_norm({name: whole[name] - rest[name] for name in whole}).item() / clipper.max_grad_norm
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_loss_of_one_sample_after_many_is_exact(name, strategy):
+    """A Poisson batch, or the last part of one, may hold one record, whose own weights are then those of all."""
+    data, loss = ACCEPTED[name]
+    batch = data()
+    per_sample = per_sample_gradients(_model(), batch, lambda m, b: loss(m(b["x"]), b).unsqueeze(0), axes={})
+    model, clipper = _attached(strategy, clip_and_sum(per_sample).max_grad_norm)
+    _back(model, clipper, loss, batch)
+    for sample in range(B):
+        got = _back(model, clipper, loss, take(batch, [sample], {}))
+        wanted = clip_and_sum([per_sample[sample]], clipper.max_grad_norm)
+        for key, value in wanted.clipped.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -372,3 +393,45 @@ def test_a_factor_that_no_gradient_can_have_is_refused_by_name(factor, reduction
     losses = _each(model(batch["x"]), batch)
     with pytest.raises(LossReductionError, match=r"the loss is multiplied by .*no gradient can have such a scale"):
         clipper.backward(getattr(losses, reduction)() * factor)
+
+
+class _Packed(nn.Module):
+    """Scores of each position of packed sequences, in the order of their rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 9)
+
+    def forward(self, ids, lengths):
+        return self.head(self.body(_packed(self.embedding(ids), lengths))[0].data)
+
+
+def _packed(values, lengths):
+    return nn.utils.rnn.pack_padded_sequence(values, lengths, batch_first=True, enforce_sorted=False)
+
+
+def _packed_loss(model, records, reduction):
+    ids, lengths = nn.utils.rnn.pad_sequence(records, batch_first=True), torch.tensor([len(ids) for ids in records])
+    total = functional.cross_entropy(model(ids, lengths), _packed(ids, lengths).data, reduction=reduction)
+    return total if reduction == "mean" else total / len(records)
+
+
+def test_losses_over_packed_rows_are_exact_where_they_are_sums_of_records():
+    torch.manual_seed(5)
+    model, twin = _Packed().double(), _Packed().double()
+    twin.load_state_dict(model.state_dict())
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
+        for lengths in ([3, 5, 2], [4], [2, 6, 5, 3, 1, 4], [1], [3, 3], [6, 2, 5, 4, 3, 2, 1]):
+            records = [torch.randint(1, 9, (length,)) for length in lengths]
+            wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+            for record in records:
+                grads = torch.autograd.grad(_packed_loss(twin, [record], "sum"), list(twin.parameters()))
+                factor = min(1.0, 0.5 / whole_norm(dict(enumerate(grads))).item())
+                for total, grad in zip(wanted.values(), grads, strict=True):
+                    total.add_(factor * grad)
+            model.zero_grad()
+            _packed_loss(model, records, "sum").backward()
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, wanted[name], rtol=1e-9, atol=1e-12)
+        with pytest.raises(LossReductionError, match="different numbers of values"):
+            _packed_loss(model, records, "mean").backward()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -25,10 +27,13 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    random_split,
 )
 
+from ghostclip import PrivacyEngine
 from ghostclip.accounting import steps_per_epoch
 from ghostclip.data import DPDataLoader
+from ghostclip.data.accepted import warn_of_repetitions
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 
 RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))
@@ -188,7 +193,7 @@ def test_the_user_function_never_sees_an_empty_list():
 @pytest.mark.parametrize(
     ("collate", "match"),
     [
-        (lambda rs: {"out": object()}, r"batch\['out'\]: an empty batch of object"),
+        (lambda rs: {"out": object()}, r"batch\['out'\]: .* an empty object cannot"),
         (lambda rs: (0, pack_sequence(rs)), r"batch\[1\]: torch has no empty PackedSequence"),
         (lambda rs: torch.ones((1,) * len(rs)), "the batch axis is unclear"),
     ],
@@ -196,6 +201,65 @@ def test_the_user_function_never_sees_an_empty_list():
 def test_structures_without_an_empty_form_are_named(collate, match):
     with pytest.raises(DataError, match=match):
         private(Listed([torch.ones(2)] * 9), 3, collate_fn=collate).collate_fn([])
+
+
+class Own:
+    """A batch class of a user's."""
+
+    def __init__(self, rows, handle=None):
+        self.x, self.size, self.handle = torch.stack(rows), len(rows), handle
+
+
+def test_a_batch_class_of_ones_own_is_emptied_by_its_attributes():
+    empty = private(Listed([torch.ones(2)] * 9), 3, collate_fn=Own).collate_fn([])
+    assert type(empty) is Own
+    assert empty.x.shape == (0, 2)
+    assert (empty.size, empty.handle) == (0, None)
+
+
+@pytest.mark.parametrize(("batch_size", "refused"), [(3, True), (9, False), (60, False)])
+def test_a_structure_without_an_empty_form_is_refused_before_the_first_batch(batch_size, refused):
+    """Where a draw may be empty; of all records, or of many on average, none ever is."""
+    model = nn.Linear(2, 1)
+    given = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(
+            Listed([torch.ones(2)] * (9 if batch_size < 10 else 200)),
+            batch_size,
+            collate_fn=lambda rows: Own(rows, handle=object()),
+        ),
+    }
+    make = partial(PrivacyEngine().make_private, **given, noise_multiplier=1.0, max_grad_norm=1.0)
+    if refused:
+        with pytest.raises(DataError, match=r"batch\.handle: a Poisson batch may hold no record"):
+            make()
+    else:
+        assert len(make()) == 3
+
+
+def repeated(kind):
+    ten = Subset(RECORDS, range(10))
+    return {
+        "indices": Subset(RECORDS, [1, 2, 2, 3] * 2),
+        "data set": ConcatDataset([ten, ten]),
+        "nested": Subset(ConcatDataset([RECORDS, Subset(RECORDS, [5, 6])]), range(42)),
+        "parts": ConcatDataset([ten, Subset(RECORDS, range(10, 20)), Listed([torch.ones(2)] * 9)]),
+        "random_split": random_split(RECORDS, [30, 10])[0],
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("indices", "5 of its 8"), ("data set", "10 of its 20"), ("nested", "2 of its 42")]
+)
+def test_repetitions_are_told_with_the_unit_that_is_protected(kind, said):
+    with pytest.warns(UserWarning, match=rf"{said} records are there before .* one position of the data set"):
+        warn_of_repetitions(repeated(kind))
+
+
+@pytest.mark.parametrize("kind", ["parts", "random_split"])
+def test_records_that_are_there_once_are_not_told(kind):
+    warn_of_repetitions(repeated(kind))
 
 
 class Stream(IterableDataset):

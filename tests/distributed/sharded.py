@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.mechanisms import BallsInBins, BandedInverse, Mechanism
 from tests.cases import transformers_models as hf
 
 RECORDS, BATCH, BOUND = 18, 6, 0.3
@@ -136,6 +137,7 @@ class Training(NamedTuple):
         dtype: Of the model.
         around: Makes the context of a divided model's losses and of their backward.
         evaluated: Whether it is run without gradients before each step.
+        mechanism: How records are drawn and noise is added; None for Poisson sampling and independent noise.
     """
 
     build: Callable[[], nn.Module]
@@ -151,6 +153,7 @@ class Training(NamedTuple):
     dtype: torch.dtype = torch.float64
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     evaluated: bool = False
+    mechanism: Mechanism | None = None
 
 
 def _causal(name: str) -> Callable[[], nn.Module]:
@@ -204,6 +207,8 @@ TRAININGS: dict[str, Training] = {
     "small batches": Training(plain, nested, batch=1),
     "small batches, two passes": Training(plain, nested, mode="ghost", batch=1),
     "physical batches": Training(plain, physical=2),
+    "correlated noise": Training(plain, nested, mechanism=BandedInverse(bands=3, epochs=1), physical=2),
+    "balls in bins": Training(plain, nested, mechanism=BallsInBins()),
 }
 ON_FOUR: dict[str, Training] = {
     "copies": Training(plain, nested, copies=2),
@@ -275,6 +280,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
         max_grad_norm=BOUND,
         grad_sample_mode=training.mode,
         loss_reduction="sum",
+        mechanism=training.mechanism,
     )
     model, optimizer, loader = private[0], private[1], private[-1]
     if states is not None:
@@ -328,7 +334,10 @@ def whole_of(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
-QUICK = ("gpt2", "llama", "vit", "nested", "nested, two passes", "evaluated", "small batches", "physical batches")
+QUICK = (
+    "gpt2", "llama", "vit", "nested", "nested, two passes", "evaluated", "small batches", "physical batches",
+    "correlated noise",
+)  # fmt: skip
 """Those of the trainings on two ranks that cover the promise."""
 
 

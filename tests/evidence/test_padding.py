@@ -137,6 +137,16 @@ def test_means_over_features_may_be_as_long_as_a_batch():
             clipper.backward((each * mask / mask.sum(1, keepdim=True)).sum(1))
 
 
+def test_the_number_of_records_may_be_near_a_length():
+    """The mean of records' losses as a sum over their number: 11 of up to 5 positions, 4 of up to 3."""
+    model = _Pooled().double()
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0):
+        for lengths in ([3, 7, 5], [2, 5, 4] * 3 + [1, 3], [3, 2, 1, 3], [6, 2, 3, 4, 5, 6]):
+            ids, mask = _batch(lengths)
+            total = functional.cross_entropy(model(ids, mask.double()), ids[:, 0] % 4, reduction="sum")
+            (total / len(ids)).backward()
+
+
 def test_borders_of_images_are_data():
     """Images of one size whose borders are black, as digits are."""
     images = torch.zeros(8, 1, 9, 9)

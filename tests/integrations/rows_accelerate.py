@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from benchmarks.loops.models import cross_entropy, dropping, functional, mlp, shared
+from benchmarks.loops.models import cross_entropy, dropping, functional, mlp
 from benchmarks.loops.world import BATCH, World
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import exact, refused
@@ -51,9 +51,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, *, single: 
             optimizer.zero_grad()
 
 
-def _script(
-    world: World, order: str, *, make: Callable[[], nn.Module] = mlp, among: int = 1, batch: int = BATCH, **options: Any
-) -> None:
+def _script(world: World, order: str, *, parts: int | None = None, **options: Any) -> None:
     """A script in which accelerate prepares before or after make_private."""
     single = "mixed_precision" in options
     split = options.pop("split_batches", False)
@@ -64,18 +62,21 @@ def _script(
         options["dataloader_config"] = DataLoaderConfiguration(**given)
     accelerator = accelerator_of(**options)
     # float64 is not touched by autocast.
-    model = (
-        world.watch(_small, _small_losses(world)) if single else world.watch(make, shared(cross_entropy(world), among))
-    )
+    model = world.watch(_small, _small_losses(world)) if single else world.watch(mlp, cross_entropy(world))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # What is prepared first has the batch size of one process.
-    each = batch // world.ranks if order == "first" and not split else batch
-    trained = (model, optimizer, world.loader(batch_size=each))
+    trained = (model, optimizer, world.loader())
     if order == "first":
         prepared = world.private(*accelerator.prepare(*trained))
     else:
         prepared = accelerator.prepare(*world.private(*trained))
-    train(accelerator, *prepared, single=single)
+    if parts is None:
+        train(accelerator, *prepared, single=single)
+        return
+    from ghostclip import BatchMemoryManager
+
+    model, optimizer, loader = prepared
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=parts, optimizer=optimizer) as batches:
+        train(accelerator, model, optimizer, batches)
 
 
 def _small() -> nn.Module:
@@ -122,10 +123,7 @@ for _order in ("second", "first"):
     _row(_order, "; two processes", ranks=2)
     _row(_order, "; mixed_precision='bf16'", mixed_precision="bf16", tolerance=2e-2)
     _row(_order, "; split_batches=True, two processes", ranks=2, split_batches=True)
-    _row(
-        _order, "; gradient_accumulation_steps=2: two draws a step, and their ε",
-        gradient_accumulation_steps=2, among=2, passes=2, releases=2,
-    )  # fmt: skip
+    _row(_order, "; BatchMemoryManager with the prepared optimizer", parts=3)
 
 # accelerate's dispatcher drops the loader's generator, so that a script which prepares first draws others in each run.
 _row("second", "; dispatch_batches=True, two processes", ranks=2, dispatch_batches=True)
@@ -250,4 +248,11 @@ def _weighted(world: World) -> DataLoader:
 
 for _order in ("first", "second"):
     _refusal("WeightedRandomSampler.*leave the sampler out", f"A weighted sampler ({_order}).", _order, _weighted)
+    _refusal(
+        r"gradient_accumulation_steps=2\): 2 draws.*DataLoader of 2 times the batch size",
+        f"gradient_accumulation_steps=2 and accumulate ({_order}).",
+        _order,
+        World.loader,
+        gradient_accumulation_steps=2,
+    )
     _refusal("map-style", f"Streamed data ({_order}).", _order, lambda world: DataLoader(_Stream(), batch_size=2))

@@ -483,7 +483,7 @@ def flattening(folder: Path) -> None:
     refused(train)
 
 
-@row(ROWS, **_HOST, outcome="refused", note="mixup")
+@row(ROWS, **_HOST, outcome="refused", note="data_collator.*mixup")
 def mixup(folder: Path) -> None:
     """Collator that mixes records (mixup)."""
 

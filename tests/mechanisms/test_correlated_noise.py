@@ -144,6 +144,26 @@ def test_what_would_reuse_noise_is_refused() -> None:
         source.add_(torch.zeros(2), 1.0)
 
 
+def test_other_tensors_than_before_are_refused_unless_the_key_is_fresh() -> None:
+    source = make_noise_source()
+    source.correlate(CORRELATION, stride=2)
+    source.begin_row(0)
+    source.add_(torch.zeros(7), 1.0)
+    saved = source.state_dict()
+    again = make_noise_source()
+    again.correlate(CORRELATION, stride=2)
+    again.load_state_dict(saved)
+    for one in (source, again):
+        one.begin_row(1)
+        with pytest.raises(
+            InvalidOptionError, match="8 elements on cpu, where earlier ones have added it to 7 elements"
+        ):
+            one.add_(torch.zeros(8), 1.0)
+    again.renew_key()
+    again.begin_row(2)
+    again.add_(torch.zeros(8), 1.0)
+
+
 def test_noise_of_another_kind_is_not_continued() -> None:
     one, other, plain = make_noise_source(), make_noise_source(), make_noise_source()
     one.correlate(CORRELATION, stride=2)

@@ -225,6 +225,16 @@ def test_noise_that_changes_on_the_way_is_refused() -> None:
     assert len(inner.received) == 1
 
 
+def test_parameters_that_are_frozen_on_the_way_are_refused() -> None:
+    _, module, _, _, inner = parts = private(BandedInverse(bands=2, epochs=EPOCHS), sigma=1.0)
+    steps = train(parts)
+    next(steps)
+    next(module.parameters()).requires_grad_(False)
+    with pytest.raises(InvalidOptionError, match="other parameters are trainable"):
+        next(steps)
+    assert len(inner.received) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

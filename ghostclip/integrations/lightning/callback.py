@@ -37,11 +37,14 @@ class PrivacyCallback:
     Checkpoints hold the account and the positions of sampling, noise and dropout; `fit(ckpt_path=...)` goes on as if
     nothing had happened. They are as secret as the data, since they hold its keys: publish the module's state alone.
 
-    In manual optimization a draw is computed whole, as the module's code says, and `accumulate_grad_batches` is 1.
+    In manual optimization a draw is computed whole, as the module's code says, and `accumulate_grad_batches` is 1. Of
+    several optimizers each steps once a batch, after one backward for all of them. Where only a part of the module sees
+    records, as a GAN's discriminator does, `module` names it: the other optimizers are left as they are.
 
     Privacy:
         One record is one entry of the training data set. ε covers the trained parameters; not losses and metrics that
-        are logged, nor what `training_step` mixes before the model sees it (mixup), which nothing here can see. Options
+        are logged, nor what `training_step` mixes before the model sees it (mixup), which nothing here can see; with
+        `module` not what another part is trained on but that module's outputs and parameters. Options
         of the Trainer that contradict a private training are refused before the first step.
 
     Attributes:
@@ -53,13 +56,19 @@ class PrivacyCallback:
             `max_steps`. Give this or `noise_multiplier`.
         noise_multiplier: σ, the noise's standard deviation in units of C.
         target_delta: δ, well below 1/N for N records.
+        planned_epochs: Epochs that the noise of `target_epsilon` is for, where a training is to be resumed and go on
+            beyond `max_epochs`.
         clipping: As in `PrivacyEngine.make_private`.
         grad_sample_mode: "auto", "bookkeeping" or "hooks".
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
             size at once. Either way what does not fit is halved.
         noise_level: "fast", "secure" or "exact".
+        mechanism: "poisson", "balls_in_bins" or "banded_inverse"; see `ghostclip.mechanisms`.
+        noise_bands: Steps that noise of "banded_inverse" is correlated over.
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
+        module: Name of the submodule that alone is trained on records ("discriminator"), by an optimizer of its own, in
+            manual optimization; None for all that is trained.
 
     Raises:
         InvalidOptionError: If an option is out of range.
@@ -76,12 +85,16 @@ class PrivacyCallback:
         target_epsilon: float | None = None,
         noise_multiplier: float | None = None,
         target_delta: float | None = None,
+        planned_epochs: float | None = None,
         clipping: str = "flat",
         grad_sample_mode: str = "auto",
         physical_batch: str | None = None,
         noise_level: str = "fast",
+        mechanism: str = "poisson",
+        noise_bands: int = 4,
         ledger: str | None = None,
         reproducible_seed: int | None = None,
+        module: str | None = None,
     ) -> None:
         bases, before = callback_bases(), set(vars(self))
         self._kind = type(self)
@@ -98,17 +111,20 @@ class PrivacyCallback:
         options: dict[str, Any] = {
             "target_epsilon": target_epsilon,
             "target_delta": target_delta,
+            "planned_epochs": planned_epochs,
             "noise_multiplier": noise_multiplier,
             "clipping": clipping,
             "physical_batch": physical_batch,
             "grad_sample_mode": grad_sample_mode,
             "noise_level": noise_level,
+            "mechanism": mechanism,
+            "noise_bands": noise_bands,
             "ledger": ledger,
             "reproducible_seed": reproducible_seed,
         }
-        self._given = {"max_grad_norm": max_grad_norm, **options}
+        self._given = {"max_grad_norm": max_grad_norm, "module": module, **options}
         arguments = PrivacyArguments(**options)
-        self._rank = 0
+        self._rank, self._module = 0, module
         self.training = HostTraining(arguments, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
         self._undo: list[Callable[[], None]] = []
         self._randomness: Any = None
@@ -174,7 +190,7 @@ class PrivacyCallback:
             pl_module: Its module.
 
         Raises:
-            InvalidOptionError: If there is no optimizer.
+            InvalidOptionError: If there is no optimizer, or none of the private submodule alone.
         """
         if not trainer.optimizers:
             raise InvalidOptionError(
@@ -183,14 +199,16 @@ class PrivacyCallback:
         if self._draws is None:
             source = trainer.fit_loop._data_source
             getattr(source.instance, source.name)()
-        optimizers = list(trainer.optimizers)
+        model, places = self._private_part(pl_module, trainer.optimizers)
+        optimizers = [trainer.optimizers[place] for place in places]
         _, private = self.training.make_private(
-            pl_module,
+            model,
             optimizers[0] if len(optimizers) == 1 else optimizers,
             steps=self._planned_steps(trainer),
             wrap_model=False,
         )
-        trainer.optimizers = [private] if len(optimizers) == 1 else list(private)
+        made = dict(zip(places, [private] if len(optimizers) == 1 else private, strict=True))
+        trainer.optimizers = [made.get(place, one) for place, one in enumerate(trainer.optimizers)]
         strategy = trainer.strategy
         if isinstance(strategy.model, nn.parallel.DistributedDataParallel):
             # Ranks run forward different numbers of times; sums and weights are exchanged at the step.
@@ -310,6 +328,22 @@ class PrivacyCallback:
             return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
 
         return step
+
+    def _private_part(self, pl_module: Any, optimizers: list[Any]) -> tuple[nn.Module, list[int]]:
+        """Return what is trained on records, and the places of its optimizers."""
+        if self._module is None:
+            return pl_module, list(range(len(optimizers)))
+        part = dict(pl_module.named_modules()).get(self._module)
+        own = set() if part is None else {id(p) for p in part.parameters()}
+        held = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
+        places = [place for place, ids in enumerate(held) if ids & own]
+        if part is None or not places or any(held[place] - own for place in places) or pl_module.automatic_optimization:
+            raise InvalidOptionError(
+                f"PrivacyCallback(module={self._module!r}): name a submodule of {type(pl_module).__name__} (one of "
+                f"{', '.join(name for name, _ in pl_module.named_children())}) whose optimizer holds its parameters "
+                "and no others, in manual optimization (self.automatic_optimization = False)."
+            )
+        return part, places
 
     def _planned_steps(self, trainer: Any) -> int | None:
         """Return the releases of the whole training, as Lightning counts them; None where it does not know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,6 +15,21 @@ from ghostclip.noise import LEVELS
 from ghostclip.planning.plan import MEMORY_BUDGET
 
 _MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
+MECHANISMS = ("poisson", "balls_in_bins", "banded_inverse")
+_CHOICES = {
+    "clipping": CLIPPINGS,
+    "grad_sample_mode": _MODES,
+    "vocabulary_head": CHOICES,
+    "noise_level": LEVELS,
+    "mechanism": MECHANISMS,
+}
+_NUMBERS: dict[str, Callable[[object, str], float]] = {
+    "noise_multiplier": _validate.non_negative,
+    "target_epsilon": _validate.positive,
+    "planned_epochs": _validate.positive,
+    "expected_batch_size": _validate.positive_int,
+    "noise_bands": _validate.positive_int,
+}
 _A = TypeVar("_A", bound="PrivacyArguments")
 
 
@@ -30,6 +46,8 @@ class PrivacyArguments:
         target_delta: δ, well below 1/N for N records.
         noise_multiplier: σ, the noise's standard deviation in units of C; beside a `target_epsilon` the step that would
             exceed that is refused.
+        planned_epochs: Epochs that the noise of `target_epsilon` is for, where a training is to be resumed and go on
+            beyond the host's own plan, which is never shortened.
         expected_batch_size: Records of a Poisson batch on average, any number from 1 to all of them.
         clipping: As in `PrivacyEngine.make_private`.
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes
@@ -41,6 +59,9 @@ class PrivacyArguments:
             run again, and some get two backwards; see `PrivacyEngine.make_private`.
         factor_dtype: "bfloat16" allows a memory budget below 1 to round what clipping holds to 16 bits.
         noise_level: "fast", "secure" or "exact".
+        mechanism: How records are drawn and noise is added: "poisson", "balls_in_bins" (each record once an epoch), or
+            "banded_inverse" (noise that takes earlier noise back); see `ghostclip.mechanisms`.
+        noise_bands: Steps that noise of "banded_inverse" is correlated over.
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
     """
@@ -48,6 +69,7 @@ class PrivacyArguments:
     target_epsilon: float | None = field(default=None, metadata={"help": "ε that the whole training may cost."})
     target_delta: float | None = field(default=None, metadata={"help": "δ, well below 1 / number of records."})
     noise_multiplier: float | None = field(default=None, metadata={"help": "σ, in place of target_epsilon."})
+    planned_epochs: float | None = field(default=None, metadata={"help": "Epochs that target_epsilon is to last for."})
     expected_batch_size: int | None = field(default=None, metadata={"help": "Records of a Poisson batch on average."})
     clipping: str = field(default="flat", metadata={"help": f"How records are clipped: {', '.join(CLIPPINGS)}."})
     physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
@@ -58,6 +80,8 @@ class PrivacyArguments:
     )
     factor_dtype: str | None = field(default=None, metadata={"help": '"bfloat16": with a memory budget below 1.'})
     noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
+    mechanism: str = field(default="poisson", metadata={"help": f"Sampling and noise: {', '.join(MECHANISMS)}."})
+    noise_bands: int = field(default=4, metadata={"help": "Steps that noise of banded_inverse is correlated over."})
     ledger: str | None = field(default=None, metadata={"help": "File that every release is written to first."})
     reproducible_seed: int | None = field(default=None, metadata={"help": "For tests: not private."})
 
@@ -71,16 +95,11 @@ class PrivacyArguments:
         if self.target_delta is None:
             raise InvalidOptionError("target_delta=None: give δ, well below 1 / number of records (1e-5 for 10,000).")
         _validate.probability(self.target_delta, "target_delta")
-        if self.target_epsilon is not None:
-            _validate.positive(self.target_epsilon, "target_epsilon")
-        if self.noise_multiplier is not None:
-            _validate.non_negative(self.noise_multiplier, "noise_multiplier")
-        if self.expected_batch_size is not None:
-            _validate.positive_int(self.expected_batch_size, "expected_batch_size")
-        _validate.choice(self.clipping, "clipping", CLIPPINGS)
-        _validate.choice(self.grad_sample_mode, "grad_sample_mode", _MODES)
-        _validate.choice(self.vocabulary_head, "vocabulary_head", CHOICES)
-        _validate.choice(self.noise_level, "noise_level", LEVELS)
+        for name, check in _NUMBERS.items():
+            if getattr(self, name) is not None:
+                check(getattr(self, name), name)
+        for name, known in _CHOICES.items():
+            _validate.choice(getattr(self, name), name, known)
         _validate.positive(self.memory_budget, "memory_budget", allow_infinity=True)
         check_factor_dtype(factor_dtype_of(self.factor_dtype), self.memory_budget)
         if self.physical_batch not in (None, "auto"):

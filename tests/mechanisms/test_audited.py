@@ -1,0 +1,161 @@
+"""Canaries against mechanisms: the best attack on a training never proves more than ε, and does on a broken one.
+
+Every record is a canary with a parameter of its own, which is there or not by coin; the attack sees what the inner
+optimizer receives in all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from ghostclip.audit import Finding, Scores, audit_scores
+from ghostclip.mechanisms import BallsInBins, BandedInverse, CyclicPoissonSampling, Mechanism, PoissonSampling
+from ghostclip.mechanisms.toeplitz import inverse_series
+from ghostclip.noise.correlated import Correlation
+
+# δ is large for what a few thousand canaries can prove.
+pytestmark = pytest.mark.filterwarnings("ignore:delta=0.01 is not below")
+CANARIES, STEPS, EPOCHS, SIGMA, DELTA = 1200, 6, 2, 0.9, 1e-2
+
+
+class _Received(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.seen: list[np.ndarray] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen.append(self.param_groups[0]["params"][0].grad.flatten().double().numpy().copy())
+
+
+def attacked(mechanism: Mechanism, seed: int, *, copies: int = 1) -> tuple[np.ndarray, np.ndarray, float, Any]:
+    """What was released, shape [T, M], which canaries were there, the ε that is claimed, and the scheme."""
+    coins = np.random.default_rng(seed).random(CANARIES) < 0.5
+    rows = torch.diag(torch.from_numpy(coins.astype(np.float32))).repeat(copies, 1)
+    model = nn.Linear(CANARIES, 1, bias=False)
+    inner = _Received(model.parameters())
+    engine = ghostclip.PrivacyEngine()
+    module, optimizer, loader = engine.make_private(
+        module=model, optimizer=inner, noise_multiplier=SIGMA, max_grad_norm=1.0, loss_reduction="sum", probe=False,
+        data_loader=DataLoader(TensorDataset(rows), batch_size=len(rows) // STEPS), mechanism=mechanism,
+    )  # fmt: skip
+    for _ in range(EPOCHS):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            module(inputs).sum().backward()
+            optimizer.step()
+    return np.stack(inner.seen), coins, engine.get_epsilon(DELTA), loader.private_sampler.scheme
+
+
+def by_likelihood(released: np.ndarray, weight: Callable[[np.ndarray], np.ndarray], period: int) -> np.ndarray:
+    """The log likelihood ratio of independent rounds, each of which a canary enters as `weight` says."""
+    ratios = np.exp((released - 0.5) / SIGMA**2)
+    rounds = ratios.reshape(-1, period, CANARIES)
+    return np.log(weight(rounds)).sum(0)
+
+
+def scores_of(mechanism: Mechanism, released: np.ndarray, scheme: Any) -> np.ndarray:
+    correlation = mechanism.correlation(scheme)
+    if correlation is None:
+        rate, period = scheme.event.sample_rate, scheme.event.steps_per_event
+        if isinstance(mechanism, BallsInBins):
+            return by_likelihood(released, lambda rounds: rounds.mean(1), period)
+        if isinstance(mechanism, PoissonSampling):
+            return by_likelihood(released, lambda rounds: 1 - rate + rate * rounds[:, 0], 1)
+        group = np.empty(CANARIES, int)
+        for number in range(period):
+            group[scheme.draw(None, number) if rate == 1 else _members(scheme, number)] = number
+        return by_likelihood(
+            released, lambda rounds: 1 - rate + rate * np.take_along_axis(rounds, group[None, None], 1)[:, 0], period
+        )
+    steps = len(released)
+    c = inverse_series(correlation.coefficients, steps)
+    matrix = np.array([[c[i - j] if i >= j else 0.0 for j in range(steps)] for i in range(steps)])
+    # Every canary's own steps.
+    own = np.zeros((steps, CANARIES))
+    for step in range(steps):
+        records = scheme.draw(None, step)
+        own[step, records % CANARIES] += 1
+    moved = matrix @ own
+    return (moved * (matrix @ released)).sum(0) / np.linalg.norm(moved, axis=0) - np.linalg.norm(moved, axis=0) / 2
+
+
+def _members(scheme: Any, group: int) -> np.ndarray:
+    return replace(scheme, sample_rate=1.0).draw(ghostclip.noise.RandomKey("sampling"), group)
+
+
+def audited(mechanism: Mechanism, *, copies: int = 1, trainings: int = 2) -> Finding:
+    scores, coins = [], []
+    for seed in range(trainings):
+        released, there, claimed, scheme = attacked(mechanism, seed, copies=copies)
+        scores.append(scores_of(mechanism, released, scheme))
+        coins.append(there)
+    found = Scores.of(np.concatenate(scores), np.concatenate(coins))
+    return audit_scores(found, delta=DELTA, confidence=0.99, method="clopper-pearson", claimed_epsilon=claimed)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [PoissonSampling(), BallsInBins(), CyclicPoissonSampling(groups=3), BandedInverse(bands=3, epochs=EPOCHS)],
+    ids=lambda mechanism: type(mechanism).__name__,
+)
+def test_the_best_attack_proves_much_of_epsilon_and_never_more(mechanism: Mechanism) -> None:
+    finding = audited(mechanism)
+    assert not finding.contradicts, finding.sentence()
+    assert finding.claimed_epsilon is not None
+    assert finding.epsilon > 0.25 * finding.claimed_epsilon, finding.sentence()
+
+
+@pytest.mark.parametrize(
+    "mechanism", [BallsInBins(), BandedInverse(bands=3, epochs=EPOCHS)], ids=lambda m: type(m).__name__
+)
+def test_records_that_take_part_more_often_than_is_accounted_for_are_caught(mechanism: Mechanism) -> None:
+    # The data set holds every record three times, which the account does not know.
+    released, _, _, _ = attacked(mechanism, 0, copies=3)
+    assert len(released) == STEPS * EPOCHS
+    finding = audited(mechanism, copies=3)
+    assert finding.contradicts, finding.sentence()
+
+
+def test_noise_without_the_sensitivity_of_its_matrix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism = BandedInverse(bands=3, epochs=EPOCHS)
+    honest = BandedInverse.correlation
+
+    def unscaled(self: BandedInverse, scheme: Any) -> Correlation | None:
+        found = honest(self, scheme)
+        return None if found is None else Correlation(found.coefficients, scale=0.4 * found.scale)
+
+    monkeypatch.setattr(BandedInverse, "correlation", unscaled)
+    finding = audited(mechanism)
+    assert finding.contradicts, finding.sentence()
+
+
+def test_noise_that_is_taken_back_in_full_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The noise of step 0 in all steps: the difference of two of them has none.
+    from ghostclip.noise.correlated import NoiseRows
+
+    honest = NoiseRows.begin
+
+    def same(self: NoiseRows, row: int) -> int:
+        position = honest(self, row)
+        self._terms = [(self.correlation.scale, -row * self.stride)]
+        return position
+
+    monkeypatch.setattr(NoiseRows, "begin", same)
+    mechanism = BandedInverse(bands=3, epochs=EPOCHS)
+    released, there, claimed, scheme = attacked(mechanism, 0)
+    own = np.array([[record in set(scheme.draw(None, step)) for record in range(CANARIES)] for step in range(STEPS)])
+    first = own.argmax(0)
+    other = (first + 1) % STEPS
+    canary = np.arange(CANARIES)
+    found = Scores.of(released[first, canary] - released[other, canary], there)
+    finding = audit_scores(found, delta=DELTA, confidence=0.99, method="clopper-pearson", claimed_epsilon=claimed)
+    assert finding.contradicts, finding.sentence()
