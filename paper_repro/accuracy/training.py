@@ -15,8 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.mechanisms import AveragedWeights, BallsInBins, BandedInverse, Mechanism, PoissonSampling, plan_privacy
-from ghostclip.mechanisms.plan import Plan
+from ghostclip.mechanisms import (
+    AveragedWeights,
+    BallsInBins,
+    BandedInverse,
+    CalibratedMechanism,
+    Mechanism,
+    PoissonSampling,
+    plan_privacy,
+)
 from paper_repro.accuracy.tasks import Task, found
 
 DECAY = 0.95
@@ -108,7 +115,7 @@ def mechanism_of(row: Row, task: Task) -> Mechanism | None:
     return None if mechanism is None else mechanism.for_epochs(task.epochs)
 
 
-def planned(task: Task, row: Row, epsilon: float) -> Plan | None:
+def planned(task: Task, row: Row, epsilon: float) -> CalibratedMechanism | None:
     """Return the noise for an ε; None for a training that is not private."""
     mechanism = mechanism_of(row, task)
     if mechanism is None:
