@@ -22,7 +22,9 @@ Every row has the same ε, batches of the same mean size and the same number of 
 accountant asks for. One set of records is trained on, a second chooses the step size (learning rate times C) by the
 mean of the tuning runs, a third is reported on; seeds of tuning runs are others than those reported. Every row tries
 the same step sizes, but “C tuned too” tries them with three values of C, one run each; what tuning itself would cost
-in privacy is not counted. Averages cost nothing: they are of the same runs, with a step size chosen for each.
+in privacy is not counted. “Not private” is plain SGD with the same few steps and no clipping, which makes it unstable
+at step sizes that the others bear. Averages cost nothing: they are of the same runs, with a step size chosen for
+each.
 
 Accuracy in percent ± standard error of the mean over seeds (initial weights, batches and noise; the records reported
 on are the same throughout). “*”: the step size is the smallest or largest of those tried.
@@ -137,8 +139,15 @@ def _task(task: Task) -> str:
         f"{task['steps']} steps, SGD, momentum {task['momentum']:g}, δ = {task['delta']:g}; {tried}, tuning runs for "
         f"each: {task['tuning_seeds']}. Always the commonest class: {task['commonest']:.1%}."
     )
-    noises = "Noise multiplier, and noise in the parameters by `plan_privacy`, times that of Poisson sampling:"
-    parts = [f"## {task['title']}", about, _accuracies(task), noises, _noises(task), _verdicts(task)]
+    noises = (
+        "Noise multiplier (of correlated noise: of the whole stream, so that it is the same for all coefficients), and "
+        "noise in the parameters by `plan_privacy`, times that of Poisson sampling:"
+    )
+    luck = (
+        "Of several rows that are equally good the most accurate one is chance: differences below two standard errors "
+        "decide nothing."
+    )
+    parts = [f"## {task['title']}", about, _accuracies(task), noises, _noises(task), _verdicts(task), luck]
     return "\n\n".join(part.strip() for part in [*parts, _unamplified(task), _tried(task)] if part) + "\n"
 
 
@@ -157,7 +166,7 @@ def _allocation(found: Sequence[Mapping[str, float]]) -> str:
         "steps of each of k passes (balls in bins). The least noise multiplier for ε at δ = 1e-5, by certified "
         "upper bounds of both."
     )
-    titles = ["", "σ, Poisson", "σ, balls in bins", "less noise"]
+    titles = ["", "σ, Poisson", "σ, balls in bins", "difference"]
     return f"## Noise of balls in bins beside Poisson sampling\n\n{said}\n\n{_table(titles, rows)}"
 
 
@@ -212,7 +221,10 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
             axes.set_title(f"ε = {epsilon:g}: test accuracy, %", fontsize=8)
             if number:
                 axes.set_yticklabels([])
-    part.axes[0].legend(fontsize=7, loc="lower left")
+    # Beside the panels: on them it would hide points.
+    part.legend(
+        *part.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7, frameon=False
+    )
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
