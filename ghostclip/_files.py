@@ -80,7 +80,7 @@ def require_plotting() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise InvalidOptionError(
-            "the plot needs matplotlib, which is not installed: pip install 'ghostclip[transformers]'"
+            "the plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
 
 

@@ -30,7 +30,7 @@ EXIT_BROKEN_PIPE = 141
 # Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
 _COMMANDS: Final = {
     "finetune": "finetune.job",
-    **{name: f"commands.{name}" for name in ("inspect", "plan", "epsilon", "calibrate", "audit")},
+    **{name: f"commands.{name}" for name in ("inspect", "plan", "epsilon", "calibrate", "audit", "help")},
 }
 _EXAMPLES: Final = """\
 examples:
