@@ -13,7 +13,9 @@ def test_an_error_is_explained(capsys):
     assert "SampleMixingError" not in said
 
 
-@pytest.mark.parametrize(("given", "meant"), [("BatchAxisEror", "did you mean 'BatchAxisError'?"), ("inspect", "--help")])
+@pytest.mark.parametrize(
+    ("given", "meant"), [("BatchAxisEror", "did you mean 'BatchAxisError'?"), ("inspect", "--help")]
+)
 def test_what_is_no_error_is_refused_with_what_was_meant(capsys, given, meant):
     assert main(["help", given]) == 2
     assert meant in capsys.readouterr().err

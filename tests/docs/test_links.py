@@ -7,7 +7,6 @@ import pytest
 from tests.docs.pages import DOCS, GENERATED, PAGES, ROOT, shown
 
 
-
 def _links(path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     return re.findall(r"\]\(([^)\s]+)\)", text)
