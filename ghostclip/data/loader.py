@@ -166,8 +166,9 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         """Return a loader over the same data with the same options, but with Poisson batches.
 
         Random and sequential samplers are replaced, which is logged. `drop_last` has no effect, and a warning in the
-        log says so: an epoch has round(records / batch_size) batches of any size. A `DistributedSampler` is replaced too: as its loader has the batch size of
-        one rank, the batch that the ranks share has that times their number, on average, and no record twice.
+        log says so: an epoch has round(records / batch_size) batches of any size. A `DistributedSampler` is replaced
+        too: as its loader has the batch size of one rank, the batch that the ranks share has that times their number,
+        on average, and no record twice.
 
         Args:
             data_loader: Any loader whose sampling a Poisson sampler can stand for; a `DPDataLoader` is returned as is.
