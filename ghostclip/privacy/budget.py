@@ -125,12 +125,13 @@ class Budget:
         if self._left is not None:
             self._left -= sum(charge[2] for charge in charges)
 
-    def require(self, accountant: Accountant, charges: Sequence[Charge]) -> None:
+    def require(self, accountant: Accountant, charges: Sequence[Charge], *, held: str = "") -> None:
         """Refuse events that do not fit.
 
         Args:
             accountant: Holds what was released before.
             charges: What a step is about to add.
+            held: Where the account's steps are written, in brackets, for the message.
 
         Raises:
             BudgetExceededError: If they do not fit.
@@ -139,10 +140,10 @@ class Budget:
             return
         self.spent = True
         raise BudgetExceededError(
-            f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for and the "
-            "next does not fit; nothing of it was released. Stop here, or use Budget(..., when_spent='stop'). A step "
-            "after several backwards costs as much as one with that many times less noise: to cut one batch, use "
-            "BatchMemoryManager."
+            f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for{held} "
+            "and the next does not fit; nothing of it was released. Stop here, or use Budget(..., when_spent='stop'). "
+            "A step after several backwards costs as much as one with that many times less noise: to cut one batch, "
+            "use BatchMemoryManager."
         )
 
     def _within(self, accountant: Accountant, more: Sequence[Charge]) -> bool:
