@@ -129,7 +129,7 @@ def test_fixed_model_trains_and_the_original_is_refused():
 
 def test_errors_that_are_alike_are_said_once():
     model = nn.Sequential(*[nn.Sequential(nn.Conv2d(size, size, 3), nn.BatchNorm2d(size)) for size in range(1, 14)])
-    with pytest.raises(UnsupportedModuleError, match="^0.1, 1.1, .*, 12.1 .BatchNorm2d.: in training mode") as found:
+    with pytest.raises(UnsupportedModuleError, match=r"^0.1, 1.1, .*, 12.1 .BatchNorm2d.: in training mode") as found:
         ModuleValidator.validate(model, strict=True)
     assert "\n" not in str(found.value)
     assert len(ModuleValidator.validate(model)) == 13
