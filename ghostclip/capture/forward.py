@@ -76,6 +76,8 @@ class ForwardContext:
         ran_without_grad: Parameters were used with gradients switched off.
         consumed: A backward has gone through it.
         examined: The loss whose backward is about to go through it was examined.
+        summed: That loss is a sum over the samples, which is told where a mean was declared.
+        retained: Its graph outlives that backward, for another one.
         unproven: A use came from a call site on which there is no evidence yet.
         rehearsed: It was proved on a run of its own, before it ran.
         proves: Whether what was seen of it may be taken for proved: not where its samples are copies of one.
@@ -116,6 +118,8 @@ class ForwardContext:
     ran_without_grad: bool = False
     consumed: bool = False
     examined: bool = False
+    summed: bool = False
+    retained: bool = False
     unproven: bool = False
     proves: bool = True
     rehearsed: bool = False

@@ -135,8 +135,9 @@ class ParamUse:
         return grad
 
     def release(self) -> None:
-        """Let go of what was saved: its backward is over, and the graph may live on."""
-        self.node = self.behind = None
+        """Let go of what was saved, as its backward is over, unless whoever ran it wants another one."""
+        if not self.forward.retained:
+            self.node = self.behind = None
 
     @property
     def gathers_nothing(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -60,6 +61,8 @@ class ClippingState:
         self.ranks = None if sharded is None else sharded.shared_samples
         self.sequences = sequences
         self.mean = mean
+        # Those of backwards whose sums are still here.
+        self._consumed: WeakSet[ForwardContext] = WeakSet()
         substitution = capture.substitution
         self.store = GradientStore(
             substitution.parameters,
@@ -109,7 +112,8 @@ class ClippingState:
         Returns:
             The factor.
         """
-        return float(max(1, forward.batch_size)) if self.mean and not per_sample else 1.0
+        is_mean = self.mean and not per_sample and not forward.summed
+        return float(max(1, forward.batch_size)) if is_mean else 1.0
 
     def all_or_nothing(self, add: Callable[[], object]) -> None:
         """Drop every sum when adding to them fails half-way: half a batch must never be released.
@@ -133,6 +137,7 @@ class ClippingState:
         listener.streams.part()
         for forward in listener.forwards:
             forward.consumed = True
+            self._consumed.add(forward)
             backward_entry.forget(forward)
         forward = self.forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
@@ -169,9 +174,16 @@ class ClippingState:
         self.decisions.close(rows, noted)
         self.store.finish()
 
+    def discard(self) -> None:
+        """Forget sums that nobody has released: their forwards may go backward again."""
+        for forward in self._consumed:
+            backward_entry.wait_again(self.capture, forward)
+        self.reset()
+
     def reset(self) -> None:
         """Forget the sums."""
         self.generation += 1
+        self._consumed.clear()
         self.decisions.forget()
         self.store.reset()
 
