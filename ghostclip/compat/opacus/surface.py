@@ -189,7 +189,14 @@ class SurfaceFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=__file__, is_package=is_package) if known else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its names, or refuse it."""
+        """Give a module its names.
+
+        Args:
+            module: The module.
+
+        Raises:
+            NotOfferedError: If it is refused: why.
+        """
         name, namespace = module.__name__.removeprefix(f"{PACKAGE}."), vars(module)
         if name not in MODULES and not submodules(name):
             raise NotOfferedError(f"{module.__name__} is not offered: {_why_refused(name)}.")
