@@ -175,8 +175,8 @@ class ClippingState:
         self.store.finish()
 
     def discard(self) -> None:
-        """Forget sums that nobody has released: their forwards may go backward again."""
-        for forward in self._consumed:
+        """Forget sums that nobody has released: forwards whose graph was retained may go backward again."""
+        for forward in [forward for forward in self._consumed if forward.retained]:
             backward_entry.wait_again(self.capture, forward)
         self.reset()
 
