@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, get_noise_multiplier
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, epsilon_too_large, get_noise_multiplier
 from ghostclip.errors import InvalidOptionError
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.tokens import BYTES
@@ -64,8 +64,8 @@ def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
         (mechanism.delta * mechanism.passages >= 1.0,
          f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
          f"publishing one random {options.unit} in the clear would satisfy it"),
-        (mechanism.target_epsilon > 10.0,
-         f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε"),
+        (mechanism.target_epsilon > 10.0, epsilon_too_large(mechanism.target_epsilon)
+         or f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε"),
         (options.seed is not None,
          "--seed fixes the split, initial weights and dropout; noise and sampling stay random, as they must"),
         (options.unsafe_noise_seed is not None,
