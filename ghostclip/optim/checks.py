@@ -177,6 +177,25 @@ def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[n
         )
 
 
+def warn_about_hooks(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
+    """Say that hooks of trainable parameters are not called, which their author counts on.
+
+    Args:
+        clipper: What clips.
+        parameters: The parameters of the optimizer.
+    """
+    names = {id(p): name for name, p in clipper.model.named_parameters()}
+    hooked = [names.get(id(p), "one outside the model") for p in parameters if _torch.has_gradient_hooks(p)]
+    if hooked:
+        warnings.warn(
+            f"{len(hooked)} parameter(s) have hooks of their own ({_listed(hooked)}), which are not called: autograd "
+            "forms no gradient for them. What they do (peft's OSF projects gradients) is left out. Change the noisy "
+            "gradient in "
+            "optimizer.register_step_pre_hook, or gradients of a layer's output.",
+            stacklevel=4,
+        )
+
+
 def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_size: float | None) -> None:
     """Refuse a clip bound that follows a quantile where there is no public number to divide its count by.
 

@@ -282,9 +282,9 @@ def sampling_for(
     if isinstance(sampling.loader, DataLoader):
         warn_of_repetitions(sampling.loader.dataset)
         loader = sampling.loader
-        draws = isinstance(loader, DPDataLoader)
+        rate = loader.sample_rate if isinstance(loader, DPDataLoader) else 1.0
         # A rank's share of a draw is as often empty as a draw of that size.
-        empty = (1 - loader.sample_rate) ** (len(loader.dataset) / world_size()) if draws else 0.0
+        empty = (1 - rate) ** (dataset_length(loader.dataset) / world_size())
         sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
     return sampling
 

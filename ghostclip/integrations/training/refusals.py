@@ -117,10 +117,10 @@ def refuse(trainer: Any) -> None:
         DataError: If its data cannot be sampled from.
         UnsupportedModelError: If its model cannot be trained so.
     """
-    theirs = next((kind for kind in type(trainer).__mro__ if _library(kind) == "sentence_transformers"), None)
-    if theirs is not None:
+    foreign = next((kind for kind in type(trainer).__mro__ if _library(kind) == "sentence_transformers"), None)
+    if foreign is not None:
         raise InvalidOptionError(
-            f"{type(trainer).__name__}: sentence-transformers' {theirs.__name__} makes its batches by itself, and most "
+            f"{type(trainer).__name__}: sentence-transformers' {foreign.__name__} makes its batches by itself, and most "
             "of its losses compare the texts of a batch with each other, so that no bound holds. Train its model in a "
             "loop of your own, by PrivacyEngine.make_private(module=model, ...), with a loss of each text or pair "
             "alone: (cosine_similarity(model(first)['sentence_embedding'], model(second)['sentence_embedding']) - "
