@@ -284,7 +284,7 @@ def sampling_for(
         loader = sampling.loader
         rate = loader.sample_rate if isinstance(loader, DPDataLoader) else 1.0
         # A rank's share of a draw is as often empty as a draw of that size.
-        empty = (1 - rate) ** (dataset_length(loader.dataset) / world_size())
+        empty = (1 - rate) ** (dataset_length(loader.dataset) / world_size()) if rate < 1 else 0.0
         sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
     return sampling
 

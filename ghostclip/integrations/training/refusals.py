@@ -120,11 +120,11 @@ def refuse(trainer: Any) -> None:
     foreign = next((kind for kind in type(trainer).__mro__ if _library(kind) == "sentence_transformers"), None)
     if foreign is not None:
         raise InvalidOptionError(
-            f"{type(trainer).__name__}: sentence-transformers' {foreign.__name__} makes its batches by itself, and most "
-            "of its losses compare the texts of a batch with each other, so that no bound holds. Train its model in a "
-            "loop of your own, by PrivacyEngine.make_private(module=model, ...), with a loss of each text or pair "
-            "alone: (cosine_similarity(model(first)['sentence_embedding'], model(second)['sentence_embedding']) - "
-            "scores) ** 2, its mean backwards."
+            f"{type(trainer).__name__}: sentence-transformers' {foreign.__name__} makes its batches by itself, and "
+            "most of its losses compare the texts of a batch with each other, so that no bound holds. Train its model "
+            "in a loop of your own, by PrivacyEngine.make_private(module=model, ...), with a loss of each text or "
+            "pair alone: (cosine_similarity(model(first)['sentence_embedding'], model(second)['sentence_embedding']) "
+            "- scores) ** 2, its mean backwards."
         )
     arguments = trainer.args
     if not isinstance(arguments, PrivacyArguments):
