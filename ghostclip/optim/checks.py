@@ -160,8 +160,8 @@ def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) 
         )
 
 
-def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
-    """Say that some parameters count in every sample's norm and are never updated.
+def warn_about_parameters(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
+    """Say that some parameters count in every sample's norm and are never updated, or have hooks that are not called.
 
     Args:
         clipper: What clips.
@@ -175,23 +175,13 @@ def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[n
             "sample's norm but are never released. Freeze them (requires_grad_(False)), or add them.",
             stacklevel=4,
         )
-
-
-def warn_about_hooks(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
-    """Say that hooks of trainable parameters are not called, which their author counts on.
-
-    Args:
-        clipper: What clips.
-        parameters: The parameters of the optimizer.
-    """
     names = {id(p): name for name, p in clipper.model.named_parameters()}
     hooked = [names.get(id(p), "one outside the model") for p in parameters if _torch.has_gradient_hooks(p)]
     if hooked:
         warnings.warn(
             f"{len(hooked)} parameter(s) have hooks of their own ({_listed(hooked)}), which are not called: autograd "
             "forms no gradient for them. What they do (peft's OSF projects gradients) is left out. Change the noisy "
-            "gradient in "
-            "optimizer.register_step_pre_hook, or gradients of a layer's output.",
+            "gradient in optimizer.register_step_pre_hook, or gradients of a layer's output.",
             stacklevel=4,
         )
 
