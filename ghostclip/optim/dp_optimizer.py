@@ -136,7 +136,7 @@ class DPOptimizer(WrappedOptimizer):
         if self._noise_multiplier > 0:
             self._refuse_unbounded(clipper.sensitivity())
         checks.refuse_uncovered(clipper, self.params)
-        checks.warn_about_parameters_left_out(clipper, self.params)
+        checks.warn_about_parameters(clipper, self.params)
         watch_other_optimizers(self)
 
     # What the mechanism is

@@ -144,9 +144,9 @@ class Budget:
         raise BudgetExceededError(
             f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for{held} "
             "and the next does not fit; nothing of it was released. Stop here (when_spent='stop' does so by itself), "
-            f"or resume from a checkpoint with a larger ε and the noise as it was (noise_multiplier{noise}). A step after "
-            "several backwards costs as much as one with that many times less noise: to cut one batch, use "
-            "BatchMemoryManager."
+            "or resume from a checkpoint with a larger ε and the noise as it was "
+            f"(noise_multiplier{noise}). A step after several backwards costs as much as one with that many times less "
+            "noise: to cut one batch, use BatchMemoryManager."
         )
 
     def _within(self, accountant: Accountant, more: Sequence[Charge]) -> bool:
