@@ -23,6 +23,7 @@ TORCH ?=
 DEVICE ?= cuda
 BENCH_ARGS ?=
 PAPER_ARGS ?=
+ACCURACY_ARGS ?=
 # More workers than this only take memory: every one of them loads torch.
 JOBS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))" 2>/dev/null || echo 1)
 
@@ -36,7 +37,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper examples clean distclean
+.PHONY: help demo test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper accuracy examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -132,6 +133,10 @@ bench-micro: $(DEV_STAMP)  ## pytest-benchmark pieces, one layer at a time
 
 paper: $(DEV_STAMP)  ## measure the published tables again (about 40 minutes for all five)
 	@for table in A B C D E; do $(BIN)/python -m paper_repro $$table $(PAPER_ARGS) || exit 1; done
+
+accuracy: $(DEV_STAMP)  ## accuracy of sampling and noise mechanisms at equal ε (installs scikit-learn; about 10 minutes on 2 cores)
+	@$(INSTALL) "scikit-learn"
+	@$(BIN)/python -m paper_repro F $(ACCURACY_ARGS)
 
 examples: $(DEV_STAMP)  ## run the example trainings, written as users of Opacus write them, with their audits (about 20 minutes)
 	@$(BIN)/python -m paper_repro.examples

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import machine
 from paper_repro import beside_opacus, stages
+from paper_repro.accuracy.__main__ import main as accuracy
 from paper_repro.capacity import add_capacity
 from paper_repro.cases import Case, Size, Table
 from paper_repro.data import DataError, with_data
@@ -33,7 +34,7 @@ MOST = {"tiny": 8, "small": 1024, "full": 4096}
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paper_repro", description=__doc__)
-    parser.add_argument("table", choices=LETTERS, help="which table")
+    parser.add_argument("table", choices=(*LETTERS, "F"), help="which table; F has options of its own: F --help")
     parser.add_argument("--device", default="cpu", help="cpu (the default), or cuda, which runs the full sizes")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--tiny", action="store_true", help="does it run, in seconds; not how fast")
@@ -120,10 +121,13 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: The command line after the program's name; the process's own by default.
 
     Returns:
-        The exit status: 1 if a strategy of ghostclip failed, other than for memory, or computed something wrong.
+        The exit status: 1 if a strategy of ghostclip failed, other than for memory, or computed something wrong; or
+            spent more than its ε.
     """
     parser = _parser()
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["F"]:
+        return accuracy(given[1:])
     options = parser.parse_args(given)
     device = _device(parser, options.device)
     size: Size = "tiny" if options.tiny else "full" if options.full or device.type == "cuda" else "small"

@@ -15,7 +15,7 @@ from paper_repro.tables import load
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["F"], "invalid choice: 'F'"),
+        (["G"], "invalid choice: 'G'"),
         (["A", "--stpes", "3"], "unrecognized arguments: --stpes"),
         (["A", "--steps", "0"], "argument --steps: 0 is not at least 1"),
         (["A", "--minutes", "-1"], "argument --minutes: -1.0 is negative"),
