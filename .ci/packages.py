@@ -21,8 +21,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WANTED = ("ghostclip/__init__.py", "ghostclip/py.typed", "ghostclip/cli.py")
-METADATA = ("Project-URL", "License-Expression", "License-File", "Requires-Python", "Keywords", "Classifier", "Summary")
+WANTED = ("ghostclip/__init__.py", "ghostclip/ERRORS.md", "ghostclip/py.typed", "ghostclip/cli.py")
+METADATA = ("License-Expression", "License-File", "Requires-Python", "Keywords", "Classifier", "Summary")
 # Where the package came from, then what the README shows, as pasted.
 ORIGIN = """
 import importlib.metadata, ghostclip

@@ -13,11 +13,6 @@ from benchmarks.cases.report import summary
 from benchmarks.headline import headline, short_plot, short_table
 
 ROOT = Path(__file__).resolve().parents[1]
-# Where files of the repository are found by who reads the README elsewhere; pages of the docs say ``repo:``.
-SOURCES, PICTURES = (
-    "https://github.com/ghostclip/ghostclip/blob/main",
-    "https://github.com/ghostclip/ghostclip/raw/main",
-)
 HEADLINE = "benchmarks/results/headline-cpu.png"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- {name}: written by `python -m benchmarks.readme`, do not edit -->"
@@ -109,8 +104,8 @@ def short() -> str:
         return "No run is committed yet: `python -m benchmarks` makes one.\n"
     source = path.with_suffix(".md").relative_to(ROOT).as_posix()
     return (
-        f"{short_table(json.loads(path.read_text(encoding='utf-8')))}\n![time and memory]({PICTURES}/{HEADLINE})\n\n"
-        f"Four modes of Opacus, torch.func, BackPACK and JAX, with the machine: [{path.stem}.md]({SOURCES}/{source}).\n"
+        f"{short_table(json.loads(path.read_text(encoding='utf-8')))}\n![time and memory]({HEADLINE})\n\n"
+        f"Four modes of Opacus, torch.func, BackPACK and JAX, with the machine: [{path.stem}.md]({source}).\n"
     )
 
 

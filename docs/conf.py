@@ -25,8 +25,9 @@ html_css_files = ["wide-tables.css"]
 html_show_sphinx = False
 html_copy_source = False
 
-# Files of the repository that are no pages of these docs.
-SOURCES = "https://github.com/ghostclip/ghostclip/blob/main/{{path}}"
+# Where files of the repository that are no pages of these docs are shown; empty as long as they are in a checkout only.
+ADDRESS = ""
+SOURCES = f"{ADDRESS or ROOT.as_uri()}/{{{{path}}}}"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 myst_url_schemes = {"http": None, "https": None, "repo": SOURCES}

@@ -26,7 +26,8 @@ def write_pages(docs: Path) -> None:
     """
     for source, page, links in COPIED:
         _write(docs / page, _with_links((ROOT / source).read_text(encoding="utf-8"), links))
-    _write(docs / "errors.md", errors_page((docs / "errors.in.md").read_text(encoding="utf-8")))
+    errors_template = _with_links((ROOT / "ghostclip/ERRORS.md").read_text(encoding="utf-8"), {"../docs/": ""})
+    _write(docs / "errors.md", errors_page(errors_template))
     template = (docs / "start" / "examples.in.md").read_text(encoding="utf-8")
     _write(docs / "start" / "examples.md", template.replace("@EXAMPLES@", examples_table()))
 

@@ -79,9 +79,7 @@ def require_plotting() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise InvalidOptionError(
-            "the plot needs matplotlib, which is not installed: pip install 'ghostclip[transformers]'"
-        ) from error
+        raise InvalidOptionError("the plot needs matplotlib, which is not installed: pip install matplotlib") from error
 
 
 def require_picture(path: Path, option: str) -> None:

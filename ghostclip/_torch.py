@@ -364,6 +364,20 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
     return node
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Say whether somebody else set a hook on a parameter's gradient: ``Tensor._backward_hooks``.
+
+    Args:
+        parameter: A leaf.
+
+    Returns:
+        Whether so, after its accumulation included.
+    """
+    kept = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    hooks = [hook for found in kept for hook in (found or {}).values()]
+    return any(not getattr(hook, "__module__", "").startswith("ghostclip.") for hook in hooks)
+
+
 def _of_output(hook: Callable[[Tensor], Tensor], number: int, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Call a hook with the gradient of one of a node's outputs, if there is any."""
     if grads[number] is None:

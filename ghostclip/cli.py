@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,12 +28,14 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_JOBS: Final = ("inspect", "plan", "plan-privacy", "epsilon", "calibrate", "audit")
+_JOBS: Final = ("inspect", "plan", "plan-privacy", "epsilon", "calibrate", "audit", "help")
 # Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
 _COMMANDS: Final = {
     "finetune": "finetune.job",
     **{name: f"commands.{name.replace('-', '_')}" for name in _JOBS},
 }
+# Parameters of functions whose option has another name.
+_PARAMETERS: Final = {"target_delta": "delta", "relation": "neighbours", "num_samples": "samples"}
 _EXAMPLES: Final = """\
 examples:
   ghostclip finetune                                      train with defaults and show where the results lie
@@ -78,11 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    prog = "ghostclip"
+    parser = _parser()
+    prog = parser.prog
     try:
-        parsed, unknown = _parser().parse_known_args(argv)
+        parsed, unknown = parser.parse_known_args(argv)
         arguments = vars(parsed)
-        parser: _OneLineParser = arguments.pop("parser")
+        parser = arguments.pop("parser")
         prog = parser.prog
         if unknown:
             parser.refuse(unknown)
@@ -98,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
     except GhostClipError as error:
         stopped = isinstance(error, OutputError) and error.__cause__ is not None
-        return _complain(prog, error, EXIT_MACHINE if stopped else EXIT_WRONG_INPUT)
+        if "GHOSTCLIP_TRACEBACK" in os.environ:
+            raise
+        return _complain(prog, _as_typed(str(error), parser), EXIT_MACHINE if stopped else EXIT_WRONG_INPUT)
     except OSError as error:
         place = "the output" if error.filename is None else error.filename
         said = f"{place}: {reason_of(error)}" if error.errno is not None else str(error) or type(error).__name__
@@ -110,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _OneLineParser:
     parser = _OneLineParser(
         prog="ghostclip",
         description="Differentially private training of PyTorch models.",
@@ -158,6 +164,16 @@ def _forget_stdout() -> None:
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
+    """Name options as they are typed, ``--delta 2``, where a function says ``delta=2``."""
+    options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    for name, dest in _PARAMETERS.items():
+        options.setdefault(name, options.get(dest, name))
+    return re.sub(
+        r"(?<![\w'.-])(\w+)=", lambda found: f"{options[found[1]]} " if found[1] in options else found[0], message
+    )
 
 
 def _complain(prog: str, error: object, status: int) -> int:

@@ -63,7 +63,7 @@ class GhostClipper:
     After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of
     sample b's own loss over all trainable parameters together, or what another clip policy makes of it. Losses are
     given per sample, shape ``(B,)``, to :meth:`backward`, or as a scalar whose reduction was declared (then a plain
-    ``loss.backward()`` does as well, except for the strategies of two backwards).
+    ``loss.backward()`` does as well, which is one backward whatever the strategy).
 
     Strategies, all exact:
 
@@ -383,14 +383,13 @@ class GhostClipper:
 
     def _open_implicit_pass(self, use: ParamUse | None) -> None:
         """Begin listening to a plain ``loss.backward()``; it completes when that backward ends."""
-        strategy = "bookkeeping" if self.strategy in _CHOOSES else self.strategy
-        if strategy in TWO_PASS:
-            message = (
-                f"strategy '{strategy}' takes two backward passes: call clipper.backward(loss) instead of "
-                "loss.backward(), or choose strategy='bookkeeping'."
+        strategy = "hooks" if self.strategy == "hooks" else "bookkeeping"
+        if self.strategy in TWO_PASS:
+            self._warn(
+                f"strategy={self.strategy!r}: loss.backward() is one backward, which keeps what the layers' sums are "
+                "made of until it ends. clipper.backward(loss), or the criterion of make_private, runs two."
             )
-            raise GhostClipError(message)
-        if self._reducer is not None:
+        elif self._reducer is not None:
             self._warn(
                 f"memory_budget={self._reducer.budget}: loss.backward() is one backward, which keeps the factors of "
                 "every layer until it ends. Call clipper.backward(loss), which runs two where memory asks for it."
@@ -708,6 +707,10 @@ class GhostClipper:
         """
         return self._store.take_samples(parameter)
 
+    def drop_samples(self) -> None:
+        """Drop the per-sample gradients that strategy "hooks" has left in ``p.grad_sample``; the sums stay."""
+        self._store.drop_samples()
+
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks hold the model in parts, and so run it the same number of times."""
@@ -764,6 +767,10 @@ class GhostClipper:
     def reset(self) -> None:
         """Forget the sums; sets ``p.grad`` to None where no optimizer owns them."""
         self._state.reset()
+
+    def discard(self) -> None:
+        """Forget sums that were not released; a backward may go through their forwards once more."""
+        self._state.discard()
 
     # -- life -----------------------------------------------------------------------------------------------------
 

@@ -3,17 +3,14 @@
 Each class also derives from the built-in exception a user would expect at that place.
 """
 
-from typing import Any, Final
-
-# Where causes and remedies of each class are; a traceback ends with its entry.
-PAGE: Final = "https://ghostclip.readthedocs.io/en/latest/errors.html"
+from typing import Any
 
 
 class GhostClipError(Exception):
     """Base class of every error that ghostclip raises on purpose."""
 
     def __init__(self, *args: Any) -> None:
-        """Note where the error is explained.
+        """Note where the error is explained: its entry in ERRORS.md.
 
         Args:
             *args: The message, as for any exception.
@@ -21,7 +18,7 @@ class GhostClipError(Exception):
         super().__init__(*args)
         # Of Python 3.10 tracebacks show no notes.
         if hasattr(self, "add_note"):
-            self.add_note(f"{PAGE}#{type(self).__name__.lower()}")
+            self.add_note(f"causes and remedies: ghostclip help {type(self).__name__}")
 
 
 class InvalidOptionError(GhostClipError, ValueError):

@@ -1344,3 +1344,13 @@ def test_a_transform_is_told_while_it_runs():
     torch.func.grad(lambda x: told.append(_torch.transform()) or x.sum())(torch.ones(2))
     assert told[0] is not None
     assert _torch.transform() is None
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_others_on_a_gradient_are_told(register):
+    parameter = nn.Parameter(torch.ones(2))
+    assert not _torch.has_gradient_hooks(parameter)
+    handle = getattr(parameter, register)(lambda _: None)
+    assert _torch.has_gradient_hooks(parameter)
+    handle.remove()
+    assert not _torch.has_gradient_hooks(parameter)

@@ -73,7 +73,6 @@ REASONS: Final[tuple[Reason, ...]] = (
         False,
         "every strategy is checked by default, within what rounding explains in the dtype",
     ),
-    Reason("utils.per_sample_gradients_utils.compute_microbatch_grad_sample", False, "of each sample's own loss"),
     Reason("validators.batch_norm.fix", False, _NAMED),
     Reason("validators.fix", True, "whichever was imported last in Opacus; `ModuleValidator.fix`"),
     Reason("validators.validate", True, "whichever was imported last in Opacus; `ModuleValidator.validate`"),

@@ -7,6 +7,7 @@ from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.best import BestAccountant
 from ghostclip.accounting.calibration import (
     delta_too_large,
+    epsilon_too_large,
     get_noise_multiplier,
     get_sample_rate,
     get_steps,
@@ -48,6 +49,7 @@ __all__ = [
     "create_accountant",
     "delta_from_rdp",
     "delta_too_large",
+    "epsilon_too_large",
     "epsilon_from_rdp",
     "get_noise_multiplier",
     "get_sample_rate",

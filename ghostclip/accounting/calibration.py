@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 MIN_SIGMA, MAX_SIGMA = 1e-3, 1e6
 MIN_RATE = 1e-12
 MOST_STEPS = 10**9
+# What is above it bounds nothing that anybody could use.
+MOST_EPSILON = 50
 # How near, by the logarithm, σ comes to where ε falls to 0: numbers next to that take a minute each.
 _NEAR = math.log(1.2)
 
@@ -183,6 +185,23 @@ def delta_too_large(delta: float, num_samples: int | None) -> str | None:
     return (
         f"delta={delta:g} is not below 1/N = {1 / num_samples:.3g} (N = {num_samples}): publishing a random record in "
         "the clear would satisfy it. Use a delta well below 1/N."
+    )
+
+
+def epsilon_too_large(epsilon: float) -> str | None:
+    """Return a warning if ε is too large to mean anything, else None.
+
+    Args:
+        epsilon: ε.
+
+    Returns:
+        One sentence that says what such an ε allows.
+    """
+    if epsilon <= MOST_EPSILON:
+        return None
+    return (
+        f"an epsilon above {MOST_EPSILON} means nothing: the odds that a record was there may change by a factor of "
+        "e^epsilon. Use more noise, fewer steps or smaller batches."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,38 +93,58 @@ def load_scores(path: str | Path) -> Scores:
     if not path.is_file():
         raise DataError(f"{path}: no such file.")
     try:
-        columns = _columns(path)
+        columns, lines = _columns(path)
     except (ValueError, KeyError) as error:
         raise DataError(f"{path}: not readable as {path.suffix} ({error}).") from error
     member = next((name for name in MEMBER_COLUMNS if name in columns), None)
     if "score" not in columns or member is None:
         raise DataError(f"{path}: columns {', '.join(columns) or 'none'}; wanted 'score', and 'included' or 'member'.")
+
+    def read(name: str, read_one: Callable[[object], float | None], wanted: str) -> list[float]:
+        found = [read_one(value) for value in columns[name]]
+        if None in found:
+            row = found.index(None)
+            place = f"line {lines[row]}" if lines else f"record {row + 1}"
+            raise DataError(f"{path}, {place}, column {name!r}: {columns[name][row]!r} is not {wanted}.")
+        return [value for value in found if value is not None]
+
+    scores = read("score", _number, "a number")
+    included = read(member, _truth, "true or false, yes or no, 1 or 0")
     try:
-        return Scores.of(
-            [float(str(value)) for value in columns["score"]], [_truth(value) for value in columns[member]]
-        )
-    except (TypeError, ValueError) as error:
+        return Scores.of(scores, included)
+    except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def _truth(value: object) -> bool:
+def _number(value: object) -> float | None:
+    try:
+        return float(str(value))
+    except ValueError:
+        return None
+
+
+def _truth(value: object) -> bool | None:
     text = str(value).strip().lower()
-    if text not in _YES | _NO:
-        raise DataError(f"inclusion {value!r}: expected true or false, yes or no, 1 or 0.")
-    return text in _YES
+    return text in _YES if text in _YES | _NO else None
 
 
-def _columns(path: Path) -> Mapping[str, Sequence[object]]:
+def _columns(path: Path) -> tuple[Mapping[str, Sequence[object]], list[int]]:
+    """Return the columns of a file, and of a table the line of each row."""
+    lines: list[int] = []
     if path.suffix.lower() == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name].reshape(-1).tolist() for name in arrays.files}
+            return {name: arrays[name].reshape(-1).tolist() for name in arrays.files}, lines
     if path.suffix.lower() == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, skipinitialspace=True))
+            reader = csv.DictReader(file, skipinitialspace=True)
+            rows = []
+            for row in reader:
+                rows.append(row)
+                lines.append(reader.line_num)
     else:
         rows = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(rows, dict):
-            return {name: value for name, value in rows.items() if isinstance(value, list)}
+            return {name: value for name, value in rows.items() if isinstance(value, list)}, lines
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise DataError(f"{path}: expected a list of records, or an object with a list per column.")
-    return {name: [row.get(name) for row in rows] for name in (rows[0] if rows else ())}
+    return {name: [row.get(name) for row in rows] for name in (rows[0] if rows else ())}, lines

@@ -26,8 +26,8 @@ from ghostclip.errors import LossReductionError
 # On the node of a model's output: its forward.
 FORWARD_KEY: Final = "ghostclip_forward"
 _MARK: Final = "_ghostclip_entry"
-# Position of ``inputs`` among the arguments of torch.autograd.backward.
-_INPUTS: Final = 5
+# Positions of ``retain_graph`` and ``inputs`` among the arguments of torch.autograd.backward.
+_RETAIN, _INPUTS = 2, 5
 
 
 class Examiner(Protocol):
@@ -84,6 +84,17 @@ def forget(forward: ForwardContext) -> None:
     _waiting.pop(forward, None)
 
 
+def wait_again(examiner: Examiner, forward: ForwardContext) -> None:
+    """Look out for another backward of a forward, of whose first nothing is left; its loss is examined as any.
+
+    Args:
+        examiner: Whose forward it is.
+        forward: The forward.
+    """
+    forward.consumed = forward.examined = False
+    _waiting[forward] = ref(examiner)
+
+
 def _install() -> None:
     gradient_hooks.install()
     if not hasattr(torch.autograd.backward, _MARK):
@@ -115,6 +126,9 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
             for gathering in [one.gathering for one in found if one.gathering is not None]:
                 stack.enter_context(gathering.backward())
             _show(found, _listed(roots), _listed(grads))
+            retained = bool(kwargs.get("retain_graph") or (len(args) > _RETAIN and args[_RETAIN]))
+            for forward in chain.from_iterable(found.values()):
+                forward.retained = retained
             for examiner in found:
                 stack.enter_context(examiner.watching_backward())
             _running.extend(chain.from_iterable(found.values()))

@@ -67,6 +67,8 @@ class ForwardContext:
     ran_without_grad: bool = False  # parameters were used with gradients switched off
     consumed: bool = False  # a backward has gone through it
     examined: bool = False  # the loss whose backward is about to go through it was examined
+    summed: bool = False  # that loss is a sum over the samples, which is told where a mean was declared
+    retained: bool = False  # its graph outlives that backward, for another one
     unproven: bool = False  # a use came from a call site on which there is no evidence yet
     proves: bool = True  # whether its evidence counts: not where its samples are copies of one
     rehearsed: bool = False  # it was proved on a run of its own, before it ran

@@ -94,8 +94,9 @@ class ParamUse:
         return grad
 
     def release(self) -> None:
-        """Drop the saved tensors: its backward is over, and the graph may live on."""
-        self.node = self.behind = None
+        """Drop the saved tensors, as its backward is over, unless whoever ran it wants another one."""
+        if not self.forward.retained:
+            self.node = self.behind = None
 
     @property
     def gathers_nothing(self) -> bool:

@@ -28,6 +28,11 @@ _LARGE, _ROUNDED = 64, 1e-9
 SCHEDULES: Final = (
     "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
 )
+_MEAN_AS_SUM: Final = (
+    "loss_reduction='sum' was declared, but the loss was reduced over the samples by a mean: every norm would be off "
+    "by the batch size. Pass loss_reduction='mean'; or for losses of shape (B,) call losses.sum().backward() or "
+    "clipper.backward(losses)."
+)
 # Products of more axes than this are not formed.
 _MAX_AXES: Final = 6
 
@@ -36,6 +41,7 @@ _MAX_AXES: Final = 6
 Counts = Callable[[], Iterable[int]]
 # Forms of what says nothing of how it was reduced.
 ANY: Final = frozenset({"mean", "sum", "samples", "values"})
+SUM: Final = frozenset({"sum"})
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,7 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         raise LossReductionError(_unshown(path, reduction))
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
-        raise LossReductionError(_contradiction("sum", "mean"))
+        raise LossReductionError(_MEAN_AS_SUM)
     numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
     sign = prod(-1 if number.given < 0 else 1 for number in numbers)
     forms = frozenset({"mean"} if is_mean else {"sum"})
@@ -168,6 +174,8 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         counted = counted_positions(path, row_map, batch_size) if numbers else 0
         divisors = _divisors(path, steps, row_map, batch_size, counted, picked=picked)
         forms = _take_divisor(numbers, divisors, batch_size, reduction)
+        # A sum that no number divides is one, whatever was declared.
+        reduction = "sum" if forms == SUM else reduction
     constant, whole = 1.0, {batch_size, *(size for step in path.reduced for size in _products(step.sizes))}
     for number in numbers:
         _check_number(number, inner, batch_size, reduction, whole, counts)
@@ -264,7 +272,7 @@ def _take_divisor(
             f"their lengths for instance. {remedy(reduction)}"
         )
         raise LossReductionError(message)
-    raise LossReductionError(_contradiction("mean", "sum"))
+    return SUM
 
 
 def _refuse_beyond_range(number: Number) -> None:
@@ -303,14 +311,6 @@ def _check_number(
             f"gradient depends on the others. {remedy(reduction)} {SCHEDULES}"
         )
         raise LossReductionError(message)
-
-
-def _contradiction(declared: str, shown: str) -> str:
-    return (
-        f"loss_reduction={declared!r} was declared, but the loss was reduced over the samples by a {shown}: every norm "
-        f"would be off by the batch size. Pass loss_reduction={shown!r}; or for losses of shape (B,) call "
-        f"losses.{declared}().backward() or clipper.backward(losses)."
-    )
 
 
 def _unshown(path: Path, reduction: str) -> str:

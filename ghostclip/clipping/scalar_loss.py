@@ -26,6 +26,7 @@ from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.clipping.loss_scale import (
     ANY,
     SCHEDULES,
+    SUM,
     Counts,
     Scale,
     constant_of,
@@ -100,10 +101,9 @@ class LossExaminer:
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)
-        for key, alike in found.items():
-            seen = self._seen.setdefault(key, _Seen())
-            ways = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
-            self._agree(key, [self._scale(path, seen, forward, roots, grads) for path in ways])
+        summed = self._are_summed(found, forward, roots, grads)
+        for each in forwards:
+            each.summed = summed
         self._evidence.refuse_padding(capture, roots, chain.from_iterable(found.values()), forward)
 
     def examine_losses(self, capture: CaptureContext, losses_B: Tensor, forward: ForwardContext) -> None:
@@ -125,6 +125,23 @@ class LossExaminer:
                 raise LossReductionError(message)
         if size > 1:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
+
+    def _are_summed(self, found: dict[_Key, list[Path]], forward: ForwardContext, roots: Any, grads: Any) -> bool:
+        """Return whether the ways of a loss are sums over samples, not means; refuse factors of other steps."""
+        forms: set[bool] = set()
+        for key, alike in found.items():
+            seen = self._seen.setdefault(key, _Seen())
+            ways = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
+            scales = [self._scale(path, seen, forward, roots, grads) for path in ways]
+            forms |= {scale.forms == SUM for scale in scales}
+            self._agree(key, scales)
+        if len(forms) > 1:
+            message = (
+                "one part of the loss is averaged over the samples and another is summed: the norms of one of them "
+                f"would be off by the batch size. {remedy(self._reduction)}"
+            )
+            raise LossReductionError(message)
+        return True in forms
 
     def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
         """Compare the factors of paths to the same values with those of earlier steps."""

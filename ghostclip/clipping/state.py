@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -39,6 +40,8 @@ class ClippingState:
         self.ranks = None if sharded is None else sharded.shared_samples
         self.sequences = sequences  # ranks over which sequences are split
         self.mean = mean  # whether a scalar loss is a mean over the samples, else their sum
+        # those of backwards whose sums are still here
+        self._consumed: WeakSet[ForwardContext] = WeakSet()
         substitution = capture.substitution
         self.store = GradientStore(
             substitution.parameters,
@@ -66,7 +69,8 @@ class ClippingState:
 
     def scale(self, forward: ForwardContext, *, per_sample: bool) -> float:
         """Return the factor from arriving gradients to those of each sample's own loss: a mean has divided by B."""
-        return float(max(1, forward.batch_size)) if self.mean and not per_sample else 1.0
+        is_mean = self.mean and not per_sample and not forward.summed
+        return float(max(1, forward.batch_size)) if is_mean else 1.0
 
     def all_or_nothing(self, add: Callable[[], object]) -> None:
         """Add the sums of a batch, and drop every sum if that fails half-way: half a batch must never be released."""
@@ -82,6 +86,7 @@ class ClippingState:
         listener.streams.part()
         for forward in listener.forwards:
             forward.consumed = True
+            self._consumed.add(forward)
             backward_entry.forget(forward)
         forward = self.forward_of(listener)
         noted = [one.noted for one in listener.forwards if one.noted is not None]
@@ -112,9 +117,16 @@ class ClippingState:
         self.decisions.close(rows, noted)
         self.store.finish()
 
+    def discard(self) -> None:
+        """Forget sums that nobody has released: forwards whose graph was retained may go backward again."""
+        for forward in [forward for forward in self._consumed if forward.retained]:
+            backward_entry.wait_again(self.capture, forward)
+        self.reset()
+
     def reset(self) -> None:
         """Drop the sums."""
         self.generation += 1
+        self._consumed.clear()
         self.decisions.forget()
         self.store.reset()
 

@@ -1,7 +1,7 @@
 """Store of clipped sums: in ``p.grad``, or, once a private optimizer owns them, where no optimizer sees them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -280,9 +280,16 @@ class GradientStore:
         """Drop per-sample gradients of a finished batch before those of the next are formed."""
         if not self.has_sum:
             self._samples.clear()
-        for parameter in self._sampled:
-            stale = not self.has_sum if self.owned else parameter.grad is None
-            if stale and getattr(parameter, "grad_sample", None) is not None:
+        self._hide_samples([p for p in self._sampled if (not self.has_sum if self.owned else p.grad is None)])
+
+    def drop_samples(self) -> None:
+        """Drop the per-sample gradients in ``p.grad_sample``; what was summed of them stays."""
+        self._hide_samples(list(self._sampled))
+
+    def _hide_samples(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._sampled.discard(parameter)
+            if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def finish(self) -> None:
@@ -369,6 +376,7 @@ class GradientStore:
 
         def restore() -> None:
             sums = kept.put_back()
+            self.drop_samples()
             self.reset()
             self._sums.update(sums)
             self.has_sum = had_sum and not kept.released
@@ -376,13 +384,11 @@ class GradientStore:
         return restore, lambda: self._kept.remove(kept)
 
     def reset(self) -> None:
-        """Drop all sums and per-sample gradients; what an owner has released to ``p.grad`` stays."""
-        for parameter in () if self.owned else (*self._sums, *self._parameters.values()):
-            parameter.grad = None
-        for parameter in self._sampled:
-            if getattr(parameter, "grad_sample", None) is not None:
-                parameter.grad_sample = None  # type: ignore[attr-defined]
-        self._sampled.clear()
+        """Forget all sums; of an owner, its release in ``p.grad`` and ``p.grad_sample`` stay until it drops them."""
+        if not self.owned:
+            for parameter in (*self._sums, *self._parameters.values()):
+                parameter.grad = None
+            self.drop_samples()
         self._samples.clear()
         self._in_progress.clear()
         self._whole.clear()

@@ -104,7 +104,7 @@ def _bounds(segments: Sequence[Segment], given: dict[str, Any]) -> Bounds:
 
 def release(given: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
     """Print ε of segments with all that it assumes, after what was solved for, write files of it, and return 0."""
-    from ghostclip.accounting import delta_too_large
+    from ghostclip.accounting import delta_too_large, epsilon_too_large
 
     delta, relation, solved = given["delta"], given["neighbours"], solved or {}
     with Working("bounding epsilon"):
@@ -125,14 +125,14 @@ def release(given: dict[str, Any], segments: list[Segment], solved: dict[str, An
         f"accountant: {given['accountant']}",
         sep="\n",
     )
-    too_large = delta_too_large(delta, given["samples"])
-    if too_large:
-        print(f"warning: {too_large}", file=sys.stderr)
+    said = [text for text in (delta_too_large(delta, given["samples"]), epsilon_too_large(bounds.upper)) if text]
+    for text in said:
+        print(f"warning: {text}", file=sys.stderr)
     plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
     values = {
         **solved, "epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta, "segments": segments,
         "sampling": "full" if full else "poisson", "neighbours": relation, "accountant": given["accountant"],
-        "warnings": [too_large] if too_large else [],
+        "warnings": said,
     }  # fmt: skip
     target = {"target_epsilon": given["target_epsilon"]} if solved else {}
     write_json(given["json"], {**values, **target})

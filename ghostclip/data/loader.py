@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
             batch_sampler=sampler,
             collate_fn=EmptyBatchCollate(dataset, collate_fn or torch.utils.data.default_collate),
             num_workers=num_workers,
-            pin_memory=pin_memory,
+            pin_memory=pin_memory and _pins(),
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
@@ -164,9 +165,10 @@ class DPDataLoader(TakenAsItIs, DataLoader):
     ) -> DPDataLoader:
         """Return a loader over the same data with the same options, but with Poisson batches.
 
-        Random and sequential samplers are replaced, which is logged. `drop_last` means nothing here: an epoch has
-        round(records / batch_size) batches. A `DistributedSampler` is replaced too: as its loader has the batch size of
-        one rank, the batch that the ranks share has that times their number, on average, and no record twice.
+        Random and sequential samplers are replaced, which is logged. `drop_last` has no effect, and a warning in the
+        log says so: an epoch has round(records / batch_size) batches of any size. A `DistributedSampler` is replaced
+        too: as its loader has the batch size of one rank, the batch that the ranks share has that times their number,
+        on average, and no record twice.
 
         Args:
             data_loader: Any loader whose sampling a Poisson sampler can stand for; a `DPDataLoader` is returned as is.
@@ -238,6 +240,15 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         self.private_sampler.load_state_dict(state)
 
 
+@cache
+def _pins() -> bool:
+    """Return whether memory can be pinned, and say once in a process that it cannot: torch says so at every pass."""
+    pins = torch.accelerator.is_available()
+    if not pins:
+        logger.warning("pin_memory=True: no effect, as there is no accelerator.")
+    return pins
+
+
 def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -> float:
     """Return the sampling rate, from the rate or the expected size of a batch."""
     length = dataset_length(dataset)
@@ -270,6 +281,11 @@ def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) 
         batch_size,
         f", shared by {world_size()} ranks" if shared else "",
     )
+    if getattr(data_loader.batch_sampler, "drop_last", False):
+        logger.warning(
+            "drop_last=True: no effect. Private batches are random samples, whose sizes vary, and the guarantee counts "
+            "small and empty ones too; a step on any of them is right as it is."
+        )
 
 
 def refuse_invented_records(*, rand_on_empty: bool) -> None:

@@ -45,6 +45,7 @@ class ClipperHandle:
     """
 
     clipper: GhostClipper | None
+    _hooks_enabled = True
     GRAD_SAMPLERS = grad_samplers()
     NORM_SAMPLERS = norm_samplers()
 
@@ -75,8 +76,8 @@ class ClipperHandle:
 
     @property
     def hooks_enabled(self) -> bool:
-        """Whether gradients are clipped: until `remove_hooks()`, whatever `disable_hooks()` was asked for."""
-        return self.clipper is not None and self.clipper.attached
+        """What `disable_hooks()` or `enable_hooks()` has said last; gradients are clipped until `remove_hooks()`."""
+        return self._hooks_enabled and self.clipper is not None and self.clipper.attached
 
     def get_norm_sample(self) -> torch.Tensor:
         """Return the norms of the last backward.
@@ -122,7 +123,7 @@ class ClipperHandle:
         """Nothing to forbid: k backwards before a step are accounted as what they are, and warned of."""
 
     def disable_hooks(self) -> None:
-        """Warn that nothing is switched off.
+        """Warn that nothing is switched off; `hooks_enabled` is False from now on.
 
         Privacy:
             A gradient that is not clipped per sample never reaches a parameter while the model is private.
@@ -133,9 +134,11 @@ class ClipperHandle:
             "or a copy of the model.",
             stacklevel=2,
         )
+        self.__dict__["_hooks_enabled"] = False
 
     def enable_hooks(self) -> None:
-        """Nothing to switch on; see `disable_hooks`."""
+        """Let `hooks_enabled` be True again; see `disable_hooks`."""
+        self.__dict__["_hooks_enabled"] = True
 
     def add_hooks(self, *, strict: bool = True, force_functorch: bool = False) -> NoReturn:
         """Refuse to attach again: an optimizer holds on to the clipper that it was made with.

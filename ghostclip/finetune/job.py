@@ -111,7 +111,7 @@ def _require_libraries() -> None:
         import huggingface_hub
         import transformers
     except ImportError as error:
-        raise InvalidOptionError(f"{error.name} is not installed: pip install 'ghostclip[transformers]'") from error
+        raise InvalidOptionError(f"{error.name} is not installed: pip install {error.name}") from error
     # The checkpoint is written after minutes of training; its own progress bars and advice are noise there.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -169,7 +169,7 @@ def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrain
     try:
         import peft
     except ImportError as error:
-        raise InvalidOptionError("--lora needs peft, which is not installed: pip install 'ghostclip[peft]'") from error
+        raise InvalidOptionError("--lora needs peft, which is not installed: pip install peft") from error
     rank = options.lora or 0
     config = peft.LoraConfig(
         r=rank, lora_alpha=options.lora_alpha or 2 * rank,

@@ -161,7 +161,7 @@ class FinetuneOptions:
     overwrite: bool = _option(False, "replace the run in an output folder that is not empty")
     resume: bool = _option(False, "continue the interrupted run in the output folder, to the same epsilon")
     comparison_steps: int = _option(
-        7, "non-private steps that are measured after the private ones, on a copy; 0 for none", "N", _least(0)
+        0, "non-private steps that are measured on a copy, after the private ones: a rough comparison", "N", _least(0)
     )
     checkpoint_seconds: float = _option(60.0, "time between two resume points", "S", _POSITIVE)
 

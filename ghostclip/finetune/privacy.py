@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, get_noise_multiplier
+from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, epsilon_too_large, get_noise_multiplier
 from ghostclip.errors import InvalidOptionError
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.tokens import BYTES
@@ -16,7 +16,7 @@ ACCOUNTANT = DEFAULT_ACCOUNTANT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mechanism:
+class RunMechanism:
     """A run's private mechanism: ``steps`` Poisson-subsampled Gaussian releases, σ in units of ``max_grad_norm``."""
 
     passages: int
@@ -35,7 +35,7 @@ class Mechanism:
         return accountant.get_epsilon(self.delta)
 
 
-def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
+def plan_mechanism(options: FinetuneOptions, passages: int) -> RunMechanism:
     """Return the least noise that keeps the whole run within the budget.
 
     Without ``--delta``, δ = 1/(10 N): a mechanism that publishes one random passage in the clear satisfies δ = 1/N,
@@ -52,20 +52,20 @@ def plan_mechanism(options: FinetuneOptions, passages: int) -> Mechanism:
     sigma = get_noise_multiplier(
         target_epsilon=options.epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant=ACCOUNTANT
     )
-    return Mechanism(
+    return RunMechanism(
         passages=passages, batch_size=options.batch_size, sample_rate=rate, steps=steps, noise_multiplier=sigma,
         max_grad_norm=options.max_grad_norm, target_epsilon=options.epsilon, delta=delta,
     )  # fmt: skip
 
 
-def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
+def warnings_about(mechanism: RunMechanism, options: FinetuneOptions) -> list[str]:
     """Return what weakens the guarantee, in one line each, most often nothing."""
     said = (
         (mechanism.delta * mechanism.passages >= 1.0,
          f"δ = {mechanism.delta:.3g} is not below 1/N = {1.0 / mechanism.passages:.3g}: "
          f"publishing one random {options.unit} in the clear would satisfy it"),
-        (mechanism.target_epsilon > 10.0,
-         f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε"),
+        (mechanism.target_epsilon > 10.0, epsilon_too_large(mechanism.target_epsilon)
+         or f"ε = {mechanism.target_epsilon:g} promises little: an attacker's odds may grow by e^ε"),
         (options.seed is not None,
          "--seed fixes the split, initial weights and dropout; noise and sampling stay random, as they must"),
         (options.unsafe_noise_seed is not None,
@@ -74,7 +74,7 @@ def warnings_about(mechanism: Mechanism, options: FinetuneOptions) -> list[str]:
     return [line for applies, line in said if applies]
 
 
-def assumptions(mechanism: Mechanism, most_per_document: int, options: FinetuneOptions) -> list[str]:
+def assumptions(mechanism: RunMechanism, most_per_document: int, options: FinetuneOptions) -> list[str]:
     """Return what the (ε, δ) of a run holds under, and what it does not cover; each thing once."""
     unit = options.unit
     noise = "secure (a cryptographic keystream)" if options.secure_noise else "fast (a statistical generator)"

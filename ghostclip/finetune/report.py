@@ -74,13 +74,18 @@ def _costs(run: FinetuneRun, record: dict[str, Any]) -> list[tuple[str, str]]:
     private, ordinary = record["cost"]["private"], record["cost"]["ordinary"]
     count, kind = run.ranks.count, run.device.type
     where = str(run.device) if count == 1 else f"{kind} in {count} processes"
-    beside = record["cost"]["ordinary_missing"] or (
-        f"{ordinary['timed_steps']} non-private steps of a copy with fresh weights afterwards (medians)"
-    )
+    beside = ""
+    if run.options.comparison_steps:
+        beside = "; ordinary: " + (
+            record["cost"]["ordinary_missing"]
+            or f"{ordinary['timed_steps']} non-private steps of a copy with fresh weights afterwards (medians)"
+        )
 
     def both(name: str, unit: Callable[[float], str]) -> str:
         if private[name] is None:
             return "not measured (too few steps since the start or --resume)"
+        if not run.options.comparison_steps:
+            return unit(private[name])
         if ordinary is None or ordinary[name] is None:
             return f"{unit(private[name])} private, ordinary not measured"
         ratio = private[name] / ordinary[name]
@@ -91,7 +96,7 @@ def _costs(run: FinetuneRun, record: dict[str, Any]) -> list[tuple[str, str]]:
         ("step time", both("seconds_per_step", lambda s: f"{s:.3g} s" if s >= 1.0 else f"{1e3 * s:.3g} ms")),
         ("step memory", f"{peak}, peak above weights and optimizer state"),
         ("", f"for {run.mechanism.batch_size} samples, at most {private['physical_batch']} at once, clipped by "
-         f"{record['strategy']} on {where}; ordinary: {beside}"),
+         f"{record['strategy']} on {where}{beside}"),
     ]  # fmt: skip
 
 

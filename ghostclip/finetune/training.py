@@ -162,6 +162,8 @@ class FinetuneTrainer(DPTrainer):
         # Dropout follows from seed, step and share of the samples, so that it is the same in a resumed run.
         place = f"{self.run.state.seed} {self.run.ranks.rank // self.run.mesh.tp} {self.run.state.step}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
+        if not self._taken:
+            self._say_that_first_steps_are_slow()
         self._began, losses = time.perf_counter(), list[Tensor]()
 
         def work() -> None:
@@ -185,6 +187,10 @@ class FinetuneTrainer(DPTrainer):
         state.losses.append(loss if math.isfinite(loss) else None)
         state.samples.append(samples)
         self._taken += 1
+        if self._taken == _UNTIMED_STEPS:
+            for bar in self._bars():
+                # An estimate of what is left counts from here.
+                bar.bar_format, bar.initial, bar.start_t = None, bar.n + 1, time.time()
         if self._taken > _UNTIMED_STEPS:
             self.timed.append((samples, time.perf_counter() - self._began))
         stopping = any(asked for _, _, asked, _ in found)
@@ -200,11 +206,25 @@ class FinetuneTrainer(DPTrainer):
         loss = sum(recent) / len(recent) if recent else math.nan
         state, epsilon = self.state, self.private_run.epsilon()
         text = f"step {state.global_step} of {state.max_steps}: loss {loss:.3f}, ε {epsilon:.2f}"
-        bars = [getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks]
-        for bar in filter(None, bars):
+        for bar in self._bars():
             bar.set_postfix_str(text)
         if self.args.disable_tqdm:
             print(text, file=sys.stderr)
+
+    def _say_that_first_steps_are_slow(self) -> None:
+        """Show no estimate of the time that is left as long as it would follow from checks and measurements."""
+        text = "measuring and checking the first steps"
+        for bar in self._bars():
+            bar.bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            bar.smoothing = 0.0
+            bar.set_postfix_str(text)
+        if self.args.disable_tqdm and self.run.ranks.is_first:
+            print(f"{text} …", file=sys.stderr)
+
+    def _bars(self) -> list[Any]:
+        """Return the progress bars that Trainer shows."""
+        bars = [getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks]
+        return [bar for bar in bars if bar is not None]
 
     @property
     def clipper(self) -> Any:

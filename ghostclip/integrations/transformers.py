@@ -386,7 +386,14 @@ class DPTrainer(Trainer):
             inputs = {**inputs, "use_cache": False}
         if self.compute_loss_func is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
+            try:
+                return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
+            except TypeError as error:
+                raise LossReductionError(
+                    f"compute_loss_func: {error}. If it divides by num_items_in_batch: that is None in a private step, "
+                    "as the tokens of a batch are those of all its records. Return one loss a record, (B,), as the "
+                    "mean over its own labels: ghostclip.losses.token_losses(outputs.logits, labels)."
+                ) from error
         if task is not None:
             fused = not logits and self._is_fused()
             return losses_of(model, inputs, task, smoothing=smoothing, fused=fused)

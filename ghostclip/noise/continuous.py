@@ -213,8 +213,8 @@ class SecureNoise(KeyedNoise):
         not covered. On a GPU the key reaches the device's memory, as the sums do.
 
     Cost:
-        On the CPU about the time of `FastNoise`; some eight times that without the package `cryptography`
-        (`ghostclip[secure]`). On a GPU one launch and 8 bytes of traffic a value where kernels are switched on; else
+        On the CPU about the time of `FastNoise`; some eight times that without the package `cryptography`.
+        On a GPU one launch and 8 bytes of traffic a value where kernels are switched on; else
         the key stream is made there by some hundred plain operations for each 2^22 values.
     """
 

@@ -32,7 +32,7 @@ def _ciphers() -> Any:
     try:
         from cryptography.hazmat.primitives import ciphers
     except ImportError:
-        _log.warning("secure noise is slow without the package cryptography: pip install 'ghostclip[secure]'")
+        _log.warning("secure noise is slow without the package cryptography: pip install cryptography")
         return None
     return ciphers
 

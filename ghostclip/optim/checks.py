@@ -124,14 +124,23 @@ def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) 
         )
 
 
-def warn_about_parameters_left_out(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
-    """Warn of parameters that count in every sample's norm and are never updated."""
+def warn_about_parameters(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
+    """Warn of parameters that count in every sample's norm and are never updated, or whose hooks are not called."""
     own = {id(p) for p in parameters}
     missing = sum(id(p) not in own for p in clipper.trainable_parameters())
     if missing:
         warnings.warn(
             f"{missing} trainable parameter(s) of the model are not in the optimizer. Their gradients count in every "
             "sample's norm but are never released. Freeze them (requires_grad_(False)), or add them.",
+            stacklevel=4,
+        )
+    names = {id(p): name for name, p in clipper.model.named_parameters()}
+    hooked = [names.get(id(p), "one outside the model") for p in parameters if _torch.has_gradient_hooks(p)]
+    if hooked:
+        warnings.warn(
+            f"{len(hooked)} parameter(s) have hooks of their own ({_listed(hooked)}), which are not called: autograd "
+            "forms no gradient for them. What they do (peft's OSF projects gradients) is left out. Change the noisy "
+            "gradient in optimizer.register_step_pre_hook, or gradients of a layer's output.",
             stacklevel=4,
         )
 

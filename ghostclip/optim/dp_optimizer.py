@@ -136,7 +136,7 @@ class DPOptimizer(WrappedOptimizer):
         if self._noise_multiplier > 0:
             self._refuse_unbounded(clipper.sensitivity())
         checks.refuse_uncovered(clipper, self.params)
-        checks.warn_about_parameters_left_out(clipper, self.params)
+        checks.warn_about_parameters(clipper, self.params)
         watch_other_optimizers(self)
 
     # What the mechanism is
@@ -344,6 +344,8 @@ class DPOptimizer(WrappedOptimizer):
             )
         self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
         self._collected.collect()
+        if self.clipper.strategy == "hooks":
+            self._show_sums()
 
     def _release(self, *, divide: bool = True) -> None:
         """Replace the clipped sums in `p.grad` by the noisy, scaled release.
@@ -457,13 +459,13 @@ class DPOptimizer(WrappedOptimizer):
         return traced
 
     def _drop(self) -> None:
-        """Drop the logical batch with every parameter's clipped sum, also of one frozen since backward."""
+        """Forget the logical batch; no parameter keeps a clipped sum, also not one frozen since backward."""
+        self._hide_sums()
         self._forget()
         self._take_gradients()
 
     def _forget(self) -> None:
-        """Drop the logical batch, but for what is in `p.grad`."""
-        self._hide_sums()
+        """Forget the logical batch, but for what parameters hold: the release, and what strategy "hooks" shows."""
         self.clipper.reset()
         self._batch.clear()
 
@@ -490,10 +492,11 @@ class DPOptimizer(WrappedOptimizer):
             self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def discard(self) -> None:
-        """Forget the sums of backwards that no step has taken up yet."""
+        """Forget the sums of backwards that no step has taken up yet, and what strategy "hooks" shows of others."""
+        self.clipper.drop_samples()
         if not self._batch.holds_all(self.clipper.backward_passes):
             self._hide_sums()
-            self.clipper.reset()
+            self.clipper.discard()
 
     # A step, part by part: what comes before `add_noise`, which is the release, is exact and not private.
 
@@ -506,8 +509,6 @@ class DPOptimizer(WrappedOptimizer):
             UncoveredParameterError: If the model's parameters are no longer those of this optimizer.
         """
         self._require_gradient()
-        if self.clipper.strategy == "hooks":
-            self._show_sums()
 
     def accumulate(self) -> None:
         """The same under the name of Opacus's two-pass optimizer."""
@@ -552,8 +553,7 @@ class DPOptimizer(WrappedOptimizer):
         self._shows_sums = True
         for p in self.params:
             if p.requires_grad:
-                total = self.clipper.summed_gradient(p)
-                p.summed_grad = None if total is None else total.clone()  # type: ignore[attr-defined]
+                p.summed_grad = self.clipper.summed_gradient(p)  # type: ignore[attr-defined]
 
     def _hide_sums(self) -> None:
         if self._shows_sums:

@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -384,10 +385,18 @@ class Account:
         refuse_untold(self.own, events)
         for budget in self.budgets:
             if budget.when_spent == "raise":
-                budget.require(self.accountant, events)
+                budget.require(self.accountant, events, held=self._held())
             elif budget.spent or not budget.fits(self.accountant, events):
                 budget.spent = True
                 raise SkipStep
+
+    def _held(self) -> str:
+        """Say where the steps of an account are written, and of which runs they are."""
+        if self.ledger is None:
+            return ""
+        steps = Counter(entry.run for entry in self.ledger.entries)
+        runs = ", ".join(f"{count} of run {run[:8]}" for run, count in steps.items())
+        return f" (ledger {self.ledger.path}: {runs})"
 
     def _charge(self, optimizer: DPOptimizer, sampling: Sampling, released: Sequence[torch.Tensor]) -> None:
         """Write a step whose release is formed and not visible to anything yet."""

@@ -125,12 +125,13 @@ class Budget:
         if self._left is not None:
             self._left -= sum(charge[2] for charge in charges)
 
-    def require(self, accountant: Accountant, charges: Sequence[Charge]) -> None:
+    def require(self, accountant: Accountant, charges: Sequence[Charge], *, held: str = "") -> None:
         """Refuse events that do not fit.
 
         Args:
             accountant: Holds what was released before.
             charges: What a step is about to add.
+            held: Where the account's steps are written, in brackets, for the message.
 
         Raises:
             BudgetExceededError: If they do not fit.
@@ -141,11 +142,11 @@ class Budget:
         sigma = charges[0][0]
         noise = f"={sigma!r}" if isinstance(sigma, float) else ""
         raise BudgetExceededError(
-            f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for and the "
-            "next does not fit; nothing of it was released. Stop here (when_spent='stop' does so by itself), or resume "
-            f"from a checkpoint with a larger ε and the noise as it was (noise_multiplier{noise}). A step after "
-            "several backwards costs as much as one with that many times less noise: to cut one batch, use "
-            "BatchMemoryManager."
+            f"budget of ε = {self.epsilon:g} at δ = {self.delta:g}: {len(accountant)} steps are accounted for{held} "
+            "and the next does not fit; nothing of it was released. Stop here (when_spent='stop' does so by itself), "
+            "or resume from a checkpoint with a larger ε and the noise as it was "
+            f"(noise_multiplier{noise}). A step after several backwards costs as much as one with that many times less "
+            "noise: to cut one batch, use BatchMemoryManager."
         )
 
     def _within(self, accountant: Accountant, more: Sequence[Charge]) -> bool:

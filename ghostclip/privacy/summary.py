@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ghostclip.accounting import Bounds
+from ghostclip.accounting import Bounds, epsilon_too_large
 from ghostclip.privacy.sampling import Sampling
 
 _RELATIONS = {
@@ -66,7 +66,8 @@ def summary_text(
         f"not covered: losses, norms and batch sizes of the training, choices made by them, {uncovered}, and other "
         "uses of the data"
     )
-    parts += [text for text in dict.fromkeys(unchecked) if text]
+    too_large = (epsilon_too_large(bounds.upper) or "").removesuffix(".")
+    parts += [text for text in (too_large, *dict.fromkeys(unchecked)) if text]
     return "; ".join(parts) + "."
 
 

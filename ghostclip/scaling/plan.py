@@ -4,6 +4,7 @@ Sizes are counted on the model of one device, on the meta device; what clipping 
 says of the same layers.
 """
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
@@ -21,6 +22,9 @@ from ghostclip.validation.inspection.memory import OPTIMIZERS, USABLE
 
 # Microbatches for each stage, so that a fifth of the time at most is idle.
 _A_STAGE: Final = 4
+# Rows of what is divided over dp.
+_DIVIDED: Final = ("weights", "gradients, clipped sums", "state of")
+_WIDTH: Final = 100
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,28 @@ class DevicePlan:
     flops: list[Row]
     coverage: Coverage = field(repr=False)  # how each layer of one device is handled
     measured: int = 2  # samples that the coverage is of
+    dp: int = 1  # devices among which weights, sums and the optimizer's state are divided
 
     def physical_batch(self) -> tuple[int, ...]:
         """Return the largest physical batch that fits on a device, of which a tenth is left, by way; 0 for none."""
         room = [int(USABLE * self.device_bytes) - used for used in _totals(self.fixed)]
         return tuple(max(0, free // max(1, each)) for free, each in zip(room, _totals(self.a_sample), strict=True))
+
+    def answer(self) -> str:
+        """Return whether private training fits, and how many parts of the weights it needs at least, in short lines."""
+        device, private = readable_bytes(self.device_bytes), range(1, len(self.ways))
+        if any(self.physical_batch()[way] for way in private):
+            fits = [f"{self.physical_batch()[way]} with {self.ways[way]}" for way in private]
+            return f"fits on devices of {device}; samples at once on each: {', '.join(fits)}"
+        shared = sum(min(row.values[1:]) for row in self.fixed if row.what.startswith(_DIVIDED)) * self.dp
+        other = min(_totals(self.fixed)[1:]) - shared // self.dp
+        room = int(USABLE * self.device_bytes) - other - min(_totals(self.a_sample)[1:])
+        if room <= 0:
+            return (
+                f"does not fit on devices of {device}, whatever dp is: take tp, --checkpointing, fewer tokens,\n"
+                "or fewer parameters (--trainable)"
+            )
+        return f"does not fit on devices of {device}: needs dp >= {max(self.dp + 1, -(-shared // room))}, or other axes"
 
     def total_bytes(self) -> tuple[int, ...]:
         """Return the bytes of a device, at most, by way."""
@@ -51,6 +72,7 @@ class DevicePlan:
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain numbers and texts, for JSON."""
         return {
+            "answer": self.answer(),
             "title": self.title,
             "ways": self.ways,
             "batch_size": self.batch_size,
@@ -75,7 +97,8 @@ class DevicePlan:
         ]  # fmt: skip
         layers = f"layers of one device, {self.coverage.strategy}, for {self.measured} samples (FLOPs over non-private)"
         return "\n\n".join((
-            "\n".join(self.title),
+            self.answer(),
+            "\n".join(textwrap.fill(line, _WIDTH) for line in self.title),
             as_table((f"memory of a device of {device}", *self.ways, "how"), memory),
             self._summed(sent, self.wire, readable_bytes) if self.wire else f"{sent}: none, there is one device",
             self._summed(f"FLOPs of a device, B = {self.batch_size}", self.flops, readable_flops),
@@ -138,7 +161,7 @@ def plan_devices(  # noqa: PLR0913 - each choice by its name
     plan = DevicePlan(
         title=_title(planned, facts, optimizer), ways=("non-private", *facts.coverages), batch_size=batch_size,
         device_bytes=device_bytes, fixed=rows.fixed(facts, optimizer), a_sample=rows.a_sample(facts), wire=[], flops=[],
-        coverage=next(iter(facts.coverages.values())), measured=facts.samples,
+        coverage=next(iter(facts.coverages.values())), measured=facts.samples, dp=mesh.dp,
     )  # fmt: skip
     fits = min(plan.physical_batch())
     size = batch_size or max(microbatches, fits - fits % microbatches)

@@ -9,7 +9,7 @@ Shape letters: B samples, ``*P`` a parameter's own shape.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -184,6 +184,8 @@ def compute_microbatch_grad_sample(
     x: Inputs,
     module: nn.Module,
     batch_first: bool = True,  # noqa: FBT001, FBT002 - Opacus's signature
+    loss_reduction: str = "mean",
+    chunk_method: Callable[[Any], Iterator[Any]] = iter,
 ) -> dict[str, Tensor]:
     """Return per-sample gradients by running one sample after the other: slow, and right by construction.
 
@@ -191,6 +193,8 @@ def compute_microbatch_grad_sample(
         x: A batch, see ``check_per_sample_gradients_are_correct``.
         module: The module; a copy is run.
         batch_first: Whether the samples lie along axis 0.
+        loss_reduction: Of no effect: of one sample a mean and a sum are the same.
+        chunk_method: Yields the batch's samples as batches of one; `iter` stands for rows along the batch axis.
 
     Returns:
         For every trainable parameter its gradients, shape ``(B, *P)``, samples first in any case.
@@ -199,6 +203,7 @@ def compute_microbatch_grad_sample(
         DataError: The batch is empty.
         InvalidOptionError: The module has no trainable parameter, or gives another output each time.
     """
+    del loss_reduction
     if is_batch_empty(x):
         message = "there is no sample to compute a gradient of. Give a batch of at least one sample."
         raise DataError(message)
@@ -208,7 +213,7 @@ def compute_microbatch_grad_sample(
         message = f"{type(module).__name__} has no trainable parameter."
         raise InvalidOptionError(message)
     collected: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for sample in _samples(x, batch_first=batch_first):
+    for sample in _samples(x, batch_first=batch_first) if chunk_method is iter else chunk_method(x):
         losses = _losses(_call(module, sample), batch_first=batch_first)
         again = _losses(_call(module, sample), batch_first=batch_first)
         if not torch.equal(losses.detach().nan_to_num(), again.detach().nan_to_num()):

@@ -109,9 +109,9 @@ def test_finding_as_json_and_picture(audit, recorded, tmp_path):
     [
         ("", "scores.csv", "columns none; wanted 'score'"),
         ("score,coin\n1,0\n", "scores.csv", "columns score, coin; wanted 'score', and 'included' or 'member'"),
-        ("score,member\n1,0\n2,maybe\n", "scores.csv", "inclusion 'maybe'"),
-        ("score,member\n1,0\nhigh,1\n", "scores.csv", "could not convert string to float: 'high'"),
-        ("score,member\n1,0\n2\n", "scores.csv", "inclusion None"),
+        ("score,member\n1,0\n2,maybe\n", "scores.csv", "line 3, column 'member': 'maybe' is not true or false"),
+        ("score,member\n1,0\nhigh,1\n", "scores.csv", "line 3, column 'score': 'high' is not a number"),
+        ("score,member\n1,0\n2\n", "scores.csv", "line 3, column 'member': None is not"),
         ("score,member\n1,0\n2,1\n", "scores.csv", "1 of 2 were included"),
         ("{", "scores.json", "not readable as .json"),
         ("3", "scores.json", "expected a list of records"),
@@ -134,11 +134,11 @@ def test_a_wrong_file_is_one_line(audit, tmp_path, content, name, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--delta", "0"], "delta=0.0"),
-        (["--confidence", "95"], "confidence=95.0"),
+        (["--delta", "0"], "--delta 0.0:"),
+        (["--confidence", "95"], "--confidence 95.0"),
         (["--method", "magic"], "invalid choice: 'magic'"),
         (["--guesses", "4000"], "only 400 canaries"),
-        (["--claimed-epsilon", "nan"], "claimed_epsilon=nan"),
+        (["--claimed-epsilon", "nan"], "--claimed-epsilon nan"),
         (["--claim", "3"], "unrecognized arguments: --claim 3"),
     ],
 )

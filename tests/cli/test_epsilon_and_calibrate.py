@@ -8,6 +8,7 @@ import pytest
 
 from ghostclip.accounting import create_accountant
 from ghostclip.cli import main
+from ghostclip.errors import InvalidOptionError
 
 
 def run(capsys, *words):
@@ -51,6 +52,33 @@ def test_samples_epochs_and_a_delta_too_large(capsys):
     assert status == 0
     assert "1000 steps" in out
     assert "warning: delta=0.001 is not below 1/N" in err
+
+
+def test_an_epsilon_that_means_nothing_is_said(capsys):
+    status, _, err = run(capsys, "epsilon", "--noise-multiplier", 1, "--sample-rate", 1, "--steps", 1000)
+    assert status == 0
+    assert "warning: an epsilon above 50 means nothing" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("epsilon", *SETTING, "--steps", 10, "--delta", 2), "--delta 2.0: must lie strictly"),
+        (("epsilon", *SETTING, "--steps", 10, "--accountant", "nope"), "--accountant 'nope' is not available"),
+        (("calibrate", *SETTING, "--target-epsilon", -1), "--target-epsilon -1.0: must be"),
+        (("calibrate", *SETTING, "--target-epsilon", 1, "--delta", 0), "--delta 0.0: must lie strictly"),
+    ],
+)
+def test_options_are_named_as_they_are_typed(capsys, words, said):
+    status, _, err = run(capsys, *words)
+    assert (status, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_a_traceback_is_shown_on_request(monkeypatch):
+    monkeypatch.setenv("GHOSTCLIP_TRACEBACK", "1")
+    with pytest.raises(InvalidOptionError):
+        main(["epsilon", *map(str, SETTING), "--steps", "10", "--delta", "2"])
 
 
 def test_segments_from_options_and_files(capsys, tmp_path):

@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(ghost, scores, name, opt
 def test_a_picture_without_matplotlib(ghost, scores, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_one_line(ghost(*words, "--plot", "x.png"), "needs matplotlib", "pip install 'ghostclip[transformers]'")
+    assert_one_line(ghost(*words, "--plot", "x.png"), "needs matplotlib", "pip install matplotlib")
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".pdf", b"%PDF"), (".svg", b"<?xml"), (".PNG", b"\x89PNG")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -27,6 +28,8 @@ SMALL = ["plan", "gpt2", "--context-length", "16", "--mesh", "replicate=2,dp=4"]
 def test_a_page_of_memory_wire_and_flops(capfd):
     assert main([*SMALL, "--device-memory", "24"]) == 0
     page = capfd.readouterr().out
+    assert re.match(r"fits on devices of 24.0 GB; samples at once on each: \d+ with book-keeping, \d+ with two", page)
+    assert max(map(len, page.partition("\n\n")[2].partition("\n\n")[0].splitlines())) <= 100
     for words in (
         "gpt2 (GPT2LMHeadModel): 124,439,808 parameters",
         "mesh replicate=2,dp=4: 8 devices",
@@ -39,6 +42,16 @@ def test_a_page_of_memory_wire_and_flops(capfd):
         "largest physical batch",
     ):
         assert words in page
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "said"), [("1", "does not fit on devices of 1.0 GB: needs dp >= "), ("0.05", "whatever dp is")]
+)
+def test_what_does_not_fit_is_answered_first(capfd, gigabytes, said):
+    assert main(["plan", "gpt2", "--context-length", "16", "--mesh", "dp=2", "--device-memory", gigabytes]) == 0
+    answer = capfd.readouterr().out.partition("\n\n")[0]
+    assert said in answer
+    assert max(map(len, answer.splitlines())) <= 100
 
 
 def test_json_has_the_numbers_of_the_page(capfd, tmp_path):

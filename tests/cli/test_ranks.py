@@ -152,7 +152,7 @@ def _went(seen, name):
 
 @pytest.mark.parametrize("name", ["copies", "parts"])
 def test_two_processes_make_the_run_of_one(quick, finetune, record_of, work, monkeypatch, name):
-    assert "on cpu in 2 processes; ordinary: not measured (several processes)" in " ".join(_went(quick, name).split())
+    assert "on cpu in 2 processes" in " ".join(_went(quick, name).split())
     record = _as_one_process(finetune, record_of, work, monkeypatch, name=name, words=COMMON)
     assert record["machine"]["processes"] == 2
     assert record["options"]["mesh"] == (None if name == "copies" else "dp=2")

@@ -81,6 +81,8 @@ def test_epsilon_that_is_shown_is_that_of_the_step(finetune, text_file, tmp_path
     result = finetune("--data", text_file, "--output", out, *TINY, "--comparison-steps", "0")
     shown = re.findall(r"step (\d+) of 5: loss [\d.]+, ε ([\d.]+)", result.err)
     assert [step for step, _ in shown] == ["1", "2", "3", "4", "5"]
+    assert result.err.count("measuring and checking the first steps") == 1
+    assert "ordinary" not in result.out
     privacy = record_of(out)["privacy"]
     for step, epsilon in shown:
         accountant = create_accountant(privacy["accountant"])

@@ -73,6 +73,7 @@ ACCEPTED = {
     "spread_term": (_rows, lambda o, b: (_each(o, b) + 0.1 * o.square().mean()).mean()),
     "mse": (_rows, lambda o, b: functional.mse_loss(o, b["z"])),
     "mse_of_two_outputs": (_rows, lambda o, b: functional.mse_loss(o[:, :2], o[:, 2:])),
+    "sum": (_rows, lambda o, b: _ce(o, b, reduction="sum")),
     "mse_sum_over_size": (_rows, lambda o, b: functional.mse_loss(o, b["z"], reduction="sum") / len(o)),
     "l1": (_rows, lambda o, b: functional.l1_loss(o, b["z"])),
     "huber": (_rows, lambda o, b: functional.huber_loss(o, b["z"])),
@@ -279,7 +280,12 @@ REFUSALS = {
         "loss of one sample depends",
     ),
     "product": (_rows, lambda o, b: _ce(o, b) * o.square().mean(), True, "'mul'"),
-    "sum": (_rows, lambda o, b: _ce(o, b, reduction="sum"), True, "loss_reduction='sum'"),
+    "mean_and_sum": (
+        _rows,
+        lambda o, b: _ce(o, b) + _ce(o, b, reduction="sum"),
+        True,
+        "averaged .* another is summed",
+    ),
     "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), False, "part of the batch was left out"),
     "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), True, "part of the batch was left out"),
     # Provable by nobody who sees the graph only.

@@ -115,6 +115,24 @@ def test_adaptive_loss_of_a_batch():
 
 
 @pytest.mark.parametrize(
+    "module",
+    [
+        "grad_sample.conv",
+        "grad_sample.gsm_no_op",
+        "grad_sample.grad_sample_module_fast_gradient_clipping_fsdp",
+        "grad_sample.grad_sample_module_fast_gradient_clipping_tp",
+        "optimizers.fsdpoptimizer_fast_gradient_clipping",
+        "accountants.analysis.prv.compose",
+    ],
+)
+def test_modules_that_are_not_offered_say_why(module):
+    with pytest.raises(NotOfferedError, match="is not offered: "):
+        importlib.import_module(f"ghostclip.compat.opacus.{module}")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("ghostclip.compat.opacus.grad_sample.nothing_like_it")
+
+
+@pytest.mark.parametrize(
     ("module", "name", "why"),
     [
         ("grad_sample", "compute_conv_grad_sample", "register_grad_sampler"),

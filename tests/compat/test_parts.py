@@ -71,8 +71,18 @@ def test_generator_is_switched():
         )
     assert first.sample_rate == 0.2
     assert all(torch.equal(a, b) for (a,), (b,) in zip(first, second, strict=True))
-    with pytest.raises(InvalidOptionError, match="not a private loader"):
+    with pytest.raises(InvalidOptionError, match="draws nothing"):
         data_loader.switch_generator(data_loader=DataLoader([1]), generator=torch.Generator())
+
+
+def test_generator_of_a_plain_loader_is_switched():
+    plain = DataLoader(TensorDataset(torch.arange(50)), batch_size=10, shuffle=True)
+    first, second = (
+        data_loader.switch_generator(data_loader=plain, generator=torch.Generator().manual_seed(8)) for _ in range(2)
+    )
+    assert type(first) is DataLoader
+    assert all(torch.equal(a, b) for (a,), (b,) in zip(first, second, strict=True))
+    assert plain.batch_sampler.sampler.generator is None
 
 
 def test_sampler_of_ranks_needs_ranks():

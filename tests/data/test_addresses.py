@@ -133,4 +133,4 @@ def test_missing_package_is_said(monkeypatch, caplog):
         SecureNoise().add_(torch.zeros(3), 1.0)
     finally:
         keystream._ciphers.cache_clear()
-    assert "ghostclip[secure]" in caplog.text
+    assert "package cryptography" in caplog.text

@@ -33,6 +33,7 @@ from torch.utils.data import (
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import steps_per_epoch
 from ghostclip.data import DPDataLoader
+from ghostclip.data import loader as loader_module
 from ghostclip.data.accepted import warn_of_repetitions
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 
@@ -333,6 +334,21 @@ def test_replacement_is_logged(caplog):
     with caplog.at_level("INFO", logger="ghostclip"):
         private(shuffle=True)
     assert "RandomSampler" in caplog.text
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_drop_last_that_has_no_effect_is_said(caplog, dropped):
+    private(drop_last=dropped)
+    assert ("drop_last=True: no effect" in caplog.text) is dropped
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned")
+def test_memory_that_cannot_be_pinned_is_said_once(caplog):
+    loader_module._pins.cache_clear()
+    for _ in range(2):
+        # torch would warn at every pass, and warnings are errors here.
+        list(private(pin_memory=True))
+    assert caplog.text.count("pin_memory=True: no effect") == 1
 
 
 def test_a_generator_repeats_and_warns():

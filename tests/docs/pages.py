@@ -8,7 +8,7 @@ DOCS = ROOT / "docs"
 GENERATED = {"errors.md", "changelog.md", "inside/design.md", "start/examples.md", "inside/glossary.md"}
 PAGES = sorted(
     path
-    for path in [ROOT / "README.md", *DOCS.rglob("*.md")]
+    for path in [ROOT / "README.md", ROOT / "ghostclip" / "ERRORS.md", *DOCS.rglob("*.md")]
     if path.relative_to(ROOT).as_posix().removeprefix("docs/") not in GENERATED and "_build" not in path.parts
 )
 # The first line of a block that is shown and not run.

@@ -64,12 +64,12 @@ def _needed(path):
 def _installed(path, extras):
     """What the lines of a page that call pip bring, extras of ours opened."""
     found, waiting = set(), re.findall(r"pip install [^#\n]*", path.read_text(encoding="utf-8"))
-    waiting += re.findall(r'"(ghostclip\[[a-z,]+\])"', path.read_text(encoding="utf-8"))
+    waiting += re.findall(r'"(\.\[[a-z,]+\])"', path.read_text(encoding="utf-8"))
     while waiting:
         for word in shlex.split(waiting.pop()):
             name, _, chosen = word.rstrip("]").partition("[")
             found.add(re.split(r"[<>=!]", name)[0])
-            if name == "ghostclip" and chosen:
+            if name in (".", "ghostclip") and chosen:
                 waiting += [" ".join(extras[extra]) for extra in chosen.split(",")]
     return found
 

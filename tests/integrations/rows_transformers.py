@@ -17,6 +17,7 @@ import ghostclip
 from benchmarks.loops.hugging import padded, quiet
 from benchmarks.loops.models import gpt2, lm_means, lm_records, shared
 from benchmarks.loops.world import CLASSES, VOCABULARY, World
+from ghostclip.losses import token_losses
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run, silent
 
@@ -264,7 +265,6 @@ def vision(folder: Path) -> None:
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def own_loss_function(folder: Path) -> None:
     """compute_loss_func that returns one loss a record."""
-    from ghostclip.losses import token_losses
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return token_losses(outputs.logits, labels)
@@ -278,6 +278,16 @@ def loss_over_the_batch(folder: Path) -> None:
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    refused(lambda world: _causal(world, trainer={"compute_loss_func": loss}))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="num_items_in_batch: that is None.*one loss a record")
+def loss_over_the_number_of_items(folder: Path) -> None:
+    """compute_loss_func that divides by num_items_in_batch."""
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return token_losses(outputs.logits, labels).sum() / num_items_in_batch
 
     refused(lambda world: _causal(world, trainer={"compute_loss_func": loss}))
 

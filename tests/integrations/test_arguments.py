@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ghostclip.errors import InvalidOptionError
 from ghostclip.integrations._host import HostTraining
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
+from ghostclip.integrations.training.refusals import refuse
 
 
 @suggests_fields
@@ -23,6 +25,12 @@ def test_a_misspelt_field_names_the_one_that_is_near():
     with pytest.raises(TypeError, match=r"(?i)did you mean '?target_epsilon"):
         Arguments(target_epsilonn=3.0)
     assert Arguments(noise_multiplier=1.0, target_delta=1e-5).target_delta == 1e-5
+
+
+def test_a_trainer_of_sentence_transformers_is_refused_by_name_with_the_loop():
+    theirs = type("SentenceTransformerTrainer", (), {"__module__": "sentence_transformers.trainer"})
+    with pytest.raises(InvalidOptionError, match=r"Private: .*SentenceTransformerTrainer .*make_private"):
+        refuse(type("Private", (theirs,), {"args": None})())
 
 
 def test_a_delta_that_promises_nothing_is_said_before_the_first_step():

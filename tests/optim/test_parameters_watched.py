@@ -198,3 +198,12 @@ class TestAdapters:
         again, optimizer, loader = _private(engine, adapted, parameters, loader)
         _assert_exact_step(again, adapted, optimizer, loader)
         assert len(engine.accountant) == 2
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_told_to_be_out_of_the_way(register):
+    """Autograd forms no gradient that they could be called with."""
+    model = nn.Linear(5, 3)
+    getattr(model.weight, register)(lambda _: None)
+    with pytest.warns(UserWarning, match=r"^1 parameter\(s\) have hooks of their own \(weight\), which are not called"):
+        _private(ghostclip.PrivacyEngine(), model)

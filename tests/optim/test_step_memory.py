@@ -118,10 +118,11 @@ def test_release_is_formed_where_the_sum_lies():
     assert [p.grad.data_ptr() for p in run.model.parameters()] == places
 
 
-def test_no_per_sample_gradient_outlives_its_step():
+def test_per_sample_gradients_last_until_zero_grad_or_the_next_backward():
     run = Run(torch.float32, "fast", strategy="hooks")
-    for _ in range(2):
+    for discard in (lambda: None, run.optimizer.zero_grad, run.model.zero_grad):
         run.backward()
-        assert all(p.grad_sample.shape == (4, *p.shape) for p in run.model.parameters())
         run.optimizer.step()
-        assert all(p.grad_sample is None for p in run.model.parameters())
+        assert all(p.grad_sample.shape == (4, *p.shape) for p in run.model.parameters())
+        discard()
+    assert all(p.grad_sample is None for p in run.model.parameters())

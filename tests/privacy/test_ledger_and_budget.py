@@ -238,6 +238,10 @@ def test_new_process_starts_with_what_the_ledger_holds(tmp_path):
     run.engine.close()
     again = Run(ledger=tmp_path / "ledger", budget=Budget(_epsilon_of(7), DELTA))
     assert again.engine.accountant.history == [(1.0, 0.2, 5)]
-    with pytest.raises(BudgetExceededError):
+    with pytest.raises(BudgetExceededError) as refused:
         again.epoch()
-    assert len(LedgerFile(tmp_path / "ledger").entries) == 7
+    entries = LedgerFile(tmp_path / "ledger").entries
+    assert len(entries) == 7
+    # Whoever meets it with the steps of an earlier run finds them.
+    first, second = dict.fromkeys(entry.run[:8] for entry in entries)
+    assert f"(ledger {tmp_path / 'ledger'}: 5 of run {first}, 2 of run {second})" in str(refused.value)

@@ -47,8 +47,6 @@ def test_the_command_points_at_something():
 
 def test_metadata_of_a_release():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for entry in ("[project.urls]", "Homepage = ", "Documentation = ", "Changelog = ", "Issues = "):
-        assert entry in text
     assert 'license = "Apache-2.0"' in text
     assert (ROOT / ".ci" / "packages.py").exists()
     assert "make package" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

@@ -12,7 +12,8 @@ import argparse
 import copy
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,12 @@ from ghostclip._validate import non_negative, positive, positive_int, probabilit
 from ghostclip.accounting import GaussianAccountant, RDPAccountant, epsilon_from_rdp, rdp_curve
 from ghostclip.accounting.history import checked_noise_multiplier, checked_sample_rate
 from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.validation.layer_check import STRATEGIES
+from ghostclip.validation.layer_check import (
+    STRATEGIES,
+    Inputs,
+    compute_grad_sample,
+    compute_microbatch_grad_sample,
+)
 
 # ---------------------------------------------------------------- accounting
 
@@ -189,6 +195,31 @@ def compute_seq_lengths(batch_sizes: Tensor) -> list[int]:
     """Return the lengths, longest first, of a packed sequence with these `batch_sizes`."""
     sizes = batch_sizes.tolist()
     return [sum(size > sequence for size in sizes) for sequence in range(sizes[0] if sizes else 0)]
+
+
+def compute_grad_samples_microbatch_and_opacus(
+    x: Inputs,
+    module: nn.Module,
+    batch_first: bool = True,  # noqa: FBT001, FBT002 - Opacus's signature
+    loss_reduction: str = "mean",
+    grad_sample_mode: str = "hooks",
+    chunk_method: Callable[[Any], Iterator[Any]] = iter,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return per-sample gradients as one sample after the other gives them, and as the engine forms them.
+
+    Args:
+        x: A batch.
+        module: The module; copies are run.
+        batch_first: Whether the samples lie along axis 0.
+        loss_reduction: The loss's reduction over the samples.
+        grad_sample_mode: "hooks", or another of Opacus's names for it.
+        chunk_method: Yields the batch's samples as batches of one; `iter` stands for rows along the batch axis.
+
+    Returns:
+        Gradients by parameter name, `(B, *P)`, both times.
+    """
+    wanted = compute_microbatch_grad_sample(x, module, batch_first, chunk_method=chunk_method)
+    return wanted, compute_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
 
 
 def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - Opacus's signature

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -103,27 +104,35 @@ def dtype_safe(x: Any) -> torch.dtype | type:
     return getattr(x, "dtype", type(x))
 
 
-def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator) -> DPDataLoader:
-    """Return a private loader over the same data whose batches follow from a generator.
+def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
+    """Return a loader over the same data whose batches follow from a generator.
 
     Privacy:
-        Whoever knows the generator knows who was sampled; it warns.
+        Whoever knows the generator knows who was sampled; of a private loader it warns.
 
     Args:
-        data_loader: A private loader.
-        generator: Where its key is drawn from, once.
+        data_loader: A private loader, which stays one, or torch's with a sampler that draws.
+        generator: Where a private loader draws its key from, once; what another one's sampler draws from.
 
     Returns:
         A new loader.
 
     Raises:
-        InvalidOptionError: If the loader is not private.
+        InvalidOptionError: If the loader's sampler draws nothing.
     """
     if not isinstance(data_loader, DPDataLoader):
-        raise InvalidOptionError(
-            f"data_loader {type(data_loader).__name__}: not a private loader; use "
-            "DPDataLoader.from_data_loader(data_loader, generator=generator)."
-        )
+        batches = copy.copy(data_loader.batch_sampler)
+        if not hasattr(getattr(batches, "sampler", None), "generator"):
+            raise InvalidOptionError(
+                f"data_loader {type(data_loader).__name__}: its sampler draws nothing, so that there is no generator "
+                "to switch. Give shuffle=True, or make it private."
+            )
+        batches.sampler = copy.copy(batches.sampler)  # type: ignore[union-attr]
+        batches.sampler.generator = generator  # type: ignore[union-attr]
+        return DataLoader(
+            data_loader.dataset, batch_sampler=batches, collate_fn=data_loader.collate_fn, generator=generator,
+            **worker_options(data_loader),
+        )  # fmt: skip
     collate_fn = data_loader.collate_fn.wrapped  # type: ignore[union-attr]
     plain = DataLoader(data_loader.dataset, collate_fn=collate_fn, **worker_options(data_loader))
     return DPDataLoader.from_data_loader(plain, scheme=data_loader.private_sampler.scheme, generator=generator)

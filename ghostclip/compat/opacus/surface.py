@@ -34,7 +34,7 @@ MODULES: Final[dict[str, str]] = {
     "accountants.gdp": "^accounting: GaussianAccountant",
     "accountants.prv": "^accounting: PRVAccountant",
     "accountants.rdp": "^accounting: RDPAccountant",
-    "accountants.registry": "^accounting: create_accountant register_accountant",
+    "accountants.registry": "^accounting: create_accountant register_accountant; accounting.registry: _ACCOUNTANTS",
     "accountants.utils": "accounting.calibration: MAX_SIGMA get_noise_multiplier",
     "data_loader": f"data: DPDataLoader; {_SAMPLERS}; data.empty_batch: EmptyBatchCollate; "
     ".loading: CollateFnWithEmpty dtype_safe shape_safe switch_generator wrap_collate_with_empty",
@@ -83,7 +83,8 @@ MODULES: Final[dict[str, str]] = {
     "utils.packed_sequences": ".functions: compute_seq_lengths",
     "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report compute_grad_sample is_batch_empty "
     "check_per_sample_gradients_are_correct compute_microbatch_grad_sample per_sample_gradient_report "
-    "compute_opacus_grad_sample=compute_grad_sample; .functions: get_grad_sample_modes",
+    "compute_opacus_grad_sample=compute_grad_sample; .functions: clone_module "
+    "compute_grad_samples_microbatch_and_opacus get_grad_sample_modes",
     "utils.tensor_utils": ".functions: calc_sample_norms calc_sample_norms_one_layer sum_over_all_but_batch_and_last_n",
     "utils.uniform_sampler": _SAMPLERS,
     "validators": ".validators: batch_norm instance_norm",
@@ -125,9 +126,8 @@ layers.dp_rnn.DP*Base* layers.dp_rnn.*.has_cell_state layers.dp_rnn.RNN_CELL_* l
 recurrent layers are clipped as they are; use DPLSTM, DPGRU and DPRNN, which are their names
 utils.tensor_utils.unfold* utils.tensor_utils.filter_dilated_rows -> unfolding is the convolution rule's; use \
 torch.nn.functional.unfold
-{_CHECK}.ModelWithLoss* {_CHECK}.check_torch_* {_CHECK}.clone_module {_CHECK}.compute_*_and_opacus \
-{_CHECK}.compute_*_or_seq {_CHECK}.unpack_* -> the check does this inside; use \
-check_per_sample_gradients_are_correct, or module_utils
+{_CHECK}.ModelWithLoss* {_CHECK}.check_torch_* {_CHECK}.compute_*_or_seq {_CHECK}.unpack_* -> the check does this \
+inside; use check_per_sample_gradients_are_correct, or module_utils
 validators.gru* validators.lstm* validators.multihead_attention* -> there is nothing to replace: torch's own layer is \
 clipped as it is. Leave the call out
 """
@@ -159,15 +159,18 @@ def missing(module: str, name: str) -> Any:
     inside = module.removeprefix(PACKAGE).removeprefix(".")
     if name in submodules(inside):
         return importlib.import_module(f"{module}.{name}")
-    dotted = f"{inside}.{name}"
-    reason = next((why for pattern, why in REFUSED.items() if fnmatchcase(dotted, pattern)), None)
+    reason = _why_refused(f"{inside}.{name}")
     if reason is not None and not name.startswith("_"):
         raise NotOfferedError(f"{module}.{name} is not offered: {reason}.")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
+def _why_refused(dotted: str) -> str | None:
+    return next((why for pattern, why in REFUSED.items() if fnmatchcase(dotted, pattern)), None)
+
+
 class SurfaceFinder(MetaPathFinder, Loader):
-    """Import finder and loader of the modules in `MODULES` and of the packages around them."""
+    """Import finder and loader of the modules in `MODULES`, of the packages around them, and of those in `REFUSED`."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """Return how to make a module of the table.
@@ -178,16 +181,25 @@ class SurfaceFinder(MetaPathFinder, Loader):
             target: Not looked at.
 
         Returns:
-            The module's spec; None for a module that is not in the table.
+            The module's spec; None for a module that is in neither table.
         """
         name = fullname.removeprefix(f"{PACKAGE}.")
         is_package = bool(submodules(name))
-        known = name != fullname and (name in MODULES or is_package)
+        known = name != fullname and (name in MODULES or is_package or _why_refused(name) is not None)
         return ModuleSpec(fullname, self, origin=__file__, is_package=is_package) if known else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its names."""
+        """Give a module its names.
+
+        Args:
+            module: The module.
+
+        Raises:
+            NotOfferedError: If it is refused: why.
+        """
         name, namespace = module.__name__.removeprefix(f"{PACKAGE}."), vars(module)
+        if name not in MODULES and not submodules(name):
+            raise NotOfferedError(f"{module.__name__} is not offered: {_why_refused(name)}.")
         namespace.update(
             __getattr__=partial(missing, module.__name__), __dir__=lambda: sorted({*namespace, *submodules(name)})
         )

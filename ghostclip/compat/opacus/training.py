@@ -57,7 +57,11 @@ def _attached(m: nn.Module, strategy: Any, bound: float, wrap: dict) -> GhostCli
     if wrap["strict"]:
         ModuleValidator.validate(m, strict=True)
     options = {name: wrap[name] for name in ("batch_first", "loss_reduction")}
-    return GhostClipper(m, max_grad_norm=bound, strategy=strategy, **options)
+    clipper = GhostClipper(m, max_grad_norm=bound, strategy=strategy, **options)
+    for parameter in clipper.trainable_parameters():
+        # Scripts ask for it in every mode.
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+    return clipper
 
 
 def _takes_two_passes(facade: ClipperHandle) -> bool:

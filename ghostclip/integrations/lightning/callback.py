@@ -7,6 +7,7 @@ each part, and what it returns is the mean loss without a graph.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -125,6 +126,7 @@ class PrivacyCallback:
         self._given = {"max_grad_norm": max_grad_norm, "module": module, **options}
         arguments = PrivacyArguments(**options)
         self._rank, self._module = 0, module
+        self._said: set[str] = set()
         self.training = HostTraining(arguments, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
         self._undo: list[Callable[[], None]] = []
         self._randomness: Any = None
@@ -243,7 +245,9 @@ class PrivacyCallback:
             batch: Its batch.
             batch_idx: Its number.
         """
-        del outputs, batch, batch_idx
+        del outputs, batch
+        if batch_idx == 0:
+            self._warn_of_monitors(trainer)
         if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
             pl_module.log("epsilon", self.epsilon, prog_bar=True, batch_size=1)
 
@@ -254,8 +258,8 @@ class PrivacyCallback:
             trainer: The trainer.
             pl_module: Its module.
         """
-        del trainer
         pl_module.log("epsilon", self.epsilon, prog_bar=True)
+        self._warn_of_monitors(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of the generators that dropout draws from, of all ranks; the account is the optimizer's.
@@ -328,6 +332,24 @@ class PrivacyCallback:
             return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
 
         return step
+
+    def _warn_of_monitors(self, trainer: Any) -> None:
+        """Say once of each value of private batches that a stop, a checkpoint or a learning rate follows it."""
+        logged = {f"{one.meta.name}{end}" for one in trainer._results.values() for end in ("", "_step", "_epoch")}
+        follow = {type(one).__name__: getattr(one, "monitor", None) for one in trainer.callbacks}
+        follow |= {
+            type(one.scheduler).__name__: one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau
+        }
+        for who, monitor in follow.items():
+            if monitor in logged - {"epsilon"} - self._said:
+                self._said.add(monitor)
+                warnings.warn(
+                    f"{who}(monitor={monitor!r}): it is computed from private records, and what follows it (when to "
+                    "stop, which checkpoint is best, a learning rate) tells of them beyond ε. Monitor a value of "
+                    "public "
+                    "records, let the learning rate follow the steps, or keep the last checkpoint.",
+                    stacklevel=2,
+                )
 
     def _private_part(self, pl_module: Any, optimizers: list[Any]) -> tuple[nn.Module, list[int]]:
         """Return what is trained on records, and the places of its optimizers."""

@@ -117,6 +117,15 @@ def refuse(trainer: Any) -> None:
         DataError: If its data cannot be sampled from.
         UnsupportedModelError: If its model cannot be trained so.
     """
+    foreign = next((kind for kind in type(trainer).__mro__ if _library(kind) == "sentence_transformers"), None)
+    if foreign is not None:
+        raise InvalidOptionError(
+            f"{type(trainer).__name__}: sentence-transformers' {foreign.__name__} makes its batches by itself, and "
+            "most of its losses compare the texts of a batch with each other, so that no bound holds. Train its model "
+            "in a loop of your own, by PrivacyEngine.make_private(module=model, ...), with a loss of each text or "
+            "pair alone: (cosine_similarity(model(first)['sentence_embedding'], model(second)['sentence_embedding']) "
+            "- scores) ** 2, its mean backwards."
+        )
     arguments = trainer.args
     if not isinstance(arguments, PrivacyArguments):
         raise InvalidOptionError(
@@ -141,6 +150,10 @@ def refuse(trainer: Any) -> None:
     _refuse_model(trainer)
 
 
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def _shown(value: Any) -> str:
     text = repr(getattr(value, "value", value))
     return text if len(text) < 60 else type(value).__name__
@@ -149,7 +162,7 @@ def _shown(value: Any) -> str:
 def _refuse_overrides(trainer: Any) -> None:
     for name in _OVERRIDES:
         owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
-        if owner is not None and owner.__module__.partition(".")[0] not in _OURS:
+        if owner is not None and _library(owner) not in _OURS:
             raise InvalidOptionError(
                 f"{owner.__name__}.{name}: the batches of a private training are drawn by ghostclip, each record with "
                 "the same probability. Leave the override out (weights of records belong into the loss)."

@@ -74,8 +74,8 @@ def validate(module: _torch.AnyBatchNorm) -> list[UnsupportedModuleError]:
     else:
         remedy = "Replace it by GroupNorm (ModuleValidator.fix does)"
     message = (
-        f"in training mode every sample's output depends on the whole batch, so that its {module.num_features} "
-        f"channels have no per-sample gradients. {remedy}, or put the layer in eval mode."
+        "in training mode every sample's output depends on the whole batch, so that there are no per-sample gradients. "
+        f"{remedy}, or put the layer in eval mode."
     )
     return [ShouldReplaceModuleError(message)]
 

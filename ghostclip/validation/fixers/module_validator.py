@@ -56,13 +56,15 @@ class ModuleValidator:
             'ShouldReplaceModuleError'
         """
         errors: list[UnsupportedError] = []
+        alike: dict[str, list[str]] = {}
         for path, part in module.named_modules():
             validator = _registered(cls.VALIDATORS, type(part))
             for found in validator(part) if validator is not None else ():
-                error = type(found)(f"{path or 'model'} ({type(part).__name__}): {found}")
-                errors.append(error)
+                said = f" ({type(part).__name__}): {found}"
+                alike.setdefault(said, []).append(path or "model")
+                errors.append(type(found)(alike[said][-1] + said))
         if strict and errors:
-            raise UnsupportedModuleError("\n".join(str(error) for error in errors))
+            raise UnsupportedModuleError("\n".join(f"{', '.join(paths)}{said}" for said, paths in alike.items()))
         return errors
 
     @classmethod

@@ -60,7 +60,7 @@ def named_config(name: str) -> "PretrainedConfig":
         import transformers
     except ImportError:
         raise InvalidOptionError(
-            f"{name}: architectures by name need transformers; install ghostclip[transformers], or give "
+            f"{name}: architectures by name need transformers (pip install transformers), or give "
             "path/to/file.py:factory"
         ) from None
     if Path(name).is_dir():
