@@ -127,6 +127,17 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def move_all_(targets: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
+    """Move every target towards its counterpart, by a part of the way, in place: ``torch._foreach_lerp_``.
+
+    Args:
+        targets: What is moved.
+        towards: As many tensors of the same shapes.
+        weight: 0 to stay, 1 to arrive.
+    """
+    torch._foreach_lerp_(list(targets), list(towards), weight)
+
+
 def add_all_(targets: Sequence[Tensor], more: Sequence[Tensor]) -> None:
     """Add to every target, in place: ``torch._foreach_add_``.
 

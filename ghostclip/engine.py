@@ -359,7 +359,6 @@ class PrivacyEngine:
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
         budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
-        noise_multiplier = self._noise_for(budget, module, sampling, epochs)
         options = ClippingOptions(
             clipping=clipping,
             max_grad_norm=max_grad_norm,
@@ -374,7 +373,7 @@ class PrivacyEngine:
             optimizer=given.optimizer,
             criterion=criterion,
             sampling=sampling,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=self._noise_for(budget, module, sampling, epochs),
             clipping=options,
             batch_first=batch_first,
             loss_reduction=loss_reduction,

@@ -123,6 +123,12 @@ def test_copy_all_gives_each_target_its_source():
     assert all(now > then for now, then in zip(_torch.versions(targets), before, strict=True))
 
 
+def test_move_all_goes_a_part_of_the_way():
+    targets = [torch.ones(2), torch.zeros(3, 1)]
+    _torch.move_all_(targets, [torch.full((2,), 3.0), torch.full((3, 1), 4.0)], 0.25)
+    assert [t.flatten().tolist() for t in targets] == [[1.5] * 2, [1.0] * 3]
+
+
 def test_add_all_adds_to_each_target():
     targets = [torch.ones(2), torch.ones(3)]
     _torch.add_all_(targets, [torch.full((2,), 2.0), torch.full((3,), 4.0)])

@@ -72,13 +72,7 @@ def run(given: dict[str, Any]) -> int:
     too_large = delta_too_large(given["delta"], samples)
     if too_large:
         print(f"warning: {too_large}", file=sys.stderr)
-    rows = [
-        {
-            "mechanism": described(plan.mechanism), "noise_multiplier": plan.noise_multiplier, "epsilon": plan.epsilon,
-            "noise_in_parameters": plan.noise, "draws": plan.draws, "theorem": plan.mechanism.theorem,
-        }
-        for plan in plans
-    ]  # fmt: skip
+    rows = [_row(plan) for plan in plans]
     batches = {
         one: {described(p.mechanism): noise_to_batch(p, num_samples=samples, batch_size=one) for p in found}
         for one, found in by_size.items()
@@ -87,6 +81,15 @@ def run(given: dict[str, Any]) -> int:
         _show(plans, rows, batches, recommendation(plans))
     write_json(given["json"], {"mechanisms": rows, "noise_to_batch": batches, "recommendation": recommendation(plans)})
     return 0
+
+
+def _row(plan: CalibratedMechanism) -> dict[str, Any]:
+    from ghostclip.mechanisms.plan import described
+
+    return {
+        "mechanism": described(plan.mechanism), "noise_multiplier": plan.noise_multiplier, "epsilon": plan.epsilon,
+        "noise_in_parameters": plan.noise, "draws": plan.draws, "theorem": plan.mechanism.theorem,
+    }  # fmt: skip
 
 
 def _show(

@@ -137,8 +137,7 @@ class HostTraining:
         if steps is not None:
             mechanism = mechanism.for_epochs(math.ceil(steps / len(self.loader)))
         noise = self._noise_for(steps, mechanism) if options.noise_multiplier is None else options.noise_multiplier
-        # Trained further, it goes on where it was.
-        self._noise = self._noise or self._generator(1)
+        self._noise = self._noise or self._generator(1)  # trained further, it goes on where it was
         if options.target_epsilon is not None:
             self.budget = Budget(options.target_epsilon, _given(options.target_delta))
             if options.noise_multiplier is None and steps is not None and options.mechanism == "poisson":

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ghostclip._torch import copy_all_, move_all_
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError
 
@@ -66,7 +67,7 @@ class AveragedWeights:
         weight = 1 / self.steps
         if self._exponential:
             weight = max(1 - self._decay, 1 - (1 + self.steps) / (10 + self.steps))
-        torch._foreach_lerp_(self._averages, self._parameters, weight)
+        move_all_(self._averages, self._parameters, weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -85,7 +86,7 @@ class AveragedWeights:
     @torch.no_grad()
     def _copy(self, values: list[torch.Tensor]) -> None:
         if self.steps:
-            torch._foreach_copy_(self._parameters, values)
+            copy_all_(self._parameters, values)
 
     def detach(self) -> None:
         """Take no note of further steps."""
