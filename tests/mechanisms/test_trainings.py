@@ -289,3 +289,40 @@ def test_epsilon_is_finite_and_falls_with_noise() -> None:
             found.append(parts[0].get_epsilon(1e-2))
         assert math.isfinite(found[0])
         assert found[0] > found[1] > 0
+
+
+@pytest.mark.parametrize("mechanism", [MECHANISMS[2], MECHANISMS[3], MECHANISMS[4]], ids=repr)
+def test_a_ledger_holds_any_mechanism_and_a_repeated_step_costs_nothing(mechanism: Mechanism, tmp_path: Path) -> None:
+    def begun() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        x, y = data()
+        model = nn.Linear(5, 3).double()
+        engine = ghostclip.PrivacyEngine(ledger=tmp_path / "ledger")
+        loader = DataLoader(TensorDataset(x, y), batch_size=SIZE)
+        made = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=CLIP, loss_reduction="sum", mechanism=mechanism,
+        )  # fmt: skip
+        return engine, *made, None
+
+    first = begun()
+    steps = train(first, 1)
+    next(steps)
+    first[0].save_checkpoint(path=tmp_path / "state.pt", module=first[1], optimizer=first[2])
+    list(steps)
+    spent, weights = first[0].get_epsilon(1e-2), [p.clone() for p in first[1].parameters()]
+    first[0].close()
+    again = begun()
+    assert again[0].get_epsilon(1e-2) == spent
+    again[0].load_checkpoint(path=tmp_path / "state.pt", module=again[1], optimizer=again[2])
+    list(train(again, 1))
+    assert again[0].get_epsilon(1e-2) == spent
+    assert all(torch.equal(*pair) for pair in zip(weights, again[1].parameters(), strict=True))
+    again[0].close()
+    other = begun()
+    other[0].load_checkpoint(
+        path=tmp_path / "state.pt", module=other[1], optimizer=other[2], fresh_randomness=True
+    )  # fmt: skip
+    list(train(other, 1))
+    assert other[0].get_epsilon(1e-2) > spent
+    other[0].close()
