@@ -131,6 +131,13 @@ class StagesClipper:
         """Forget the sums of all stages."""
         self.pipeline.reset()
 
+    def discard(self) -> None:
+        """Forget sums that nobody has released; a schedule retains no graph."""
+        self.reset()
+
+    def drop_samples(self) -> None:
+        """Nothing shows per-sample gradients."""
+
     def remove(self) -> None:
         self.pipeline.remove()
 

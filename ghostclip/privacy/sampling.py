@@ -310,7 +310,8 @@ def sampling_for(
         loader, empty = sampling.loader, 0.0
         if isinstance(loader, DPDataLoader) and loader.event.kind in _OF_ANY_SIZE:
             # A rank's share of a draw is as often empty as a draw of that size.
-            empty = math.exp(-loader.expected_batch_size / world_size())
+            most = 1 - loader.event.sample_rate if "poisson" in loader.event.kind else 1.0
+            empty = min(most, math.exp(-loader.expected_batch_size / world_size()))
         sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
     return sampling
 

@@ -27,7 +27,7 @@ def test_weights_are_those_of_any_budget(finetune, text_file, tmp_path, record_o
     ("more", "said"),
     [
         (("--memory-budget", "0"), "--memory-budget is 0"),
-        (("--memory-budget", "0.5", "--strategy", "hooks"), "memory_budget=0.5 with strategy='hooks'"),
+        (("--memory-budget", "0.5", "--strategy", "hooks"), "--memory-budget 0.5 with --strategy 'hooks'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(finetune, text_file, tmp_path, more, said):
