@@ -129,3 +129,14 @@ def test_any_record_in_the_place_of_another_is_refused() -> None:
     accountant.others = [("allocation", (1.0, 20.0), 1)]
     with pytest.raises(InvalidOptionError, match="random allocation"):
         accountant.get_epsilon(1e-5)
+
+
+def test_next_to_no_noise_costs_at_most_a_step_that_is_known_and_none_costs_everything() -> None:
+    found = {}
+    for sigma in (0.0, 0.02, 0.09, 0.11):
+        one, known = bounding_accountant(), bounding_accountant()
+        one.others, known.history = [("allocation", (sigma, 20.0), 1)], [(sigma, 1.0, 1)]
+        found[sigma] = one.get_epsilon(1e-5)
+        assert found[sigma] <= known.get_epsilon(1e-5) * 1.001
+    assert found[0.0] == math.inf
+    assert math.inf > found[0.02] > found[0.09] > found[0.11] > 40
