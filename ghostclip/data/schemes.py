@@ -302,7 +302,28 @@ def _checked_rounds(num_samples: int, steps: int, name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomAllocation:
+class _OncePerEpoch:
+    """Every record is in exactly one batch of each epoch of t batches."""
+
+    num_samples: int
+    epoch_steps: int
+
+    def __post_init__(self) -> None:
+        _checked_rounds(self.num_samples, self.epoch_steps, "epoch_steps")
+
+    @property
+    def steps(self) -> int:
+        """Batches per epoch."""
+        return self.epoch_steps
+
+    @property
+    def expected_batch_size(self) -> float:
+        """N/t."""
+        return self.num_samples / self.epoch_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomAllocation(_OncePerEpoch):
     """Every record is in exactly one batch of an epoch, in one drawn uniformly for each epoch and record: k of T steps.
 
     Privacy:
@@ -318,8 +339,6 @@ class RandomAllocation:
         InvalidOptionError: If a value is out of range.
     """
 
-    num_samples: int
-    epoch_steps: int
     relation: str = "zero_out"
     _rounds: dict[tuple[str, int], tuple[Records, Records]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -328,17 +347,7 @@ class RandomAllocation:
 
     def __post_init__(self) -> None:
         choice(self.relation, "relation", RELATIONS)
-        _checked_rounds(self.num_samples, self.epoch_steps, "epoch_steps")
-
-    @property
-    def steps(self) -> int:
-        """Batches per epoch."""
-        return self.epoch_steps
-
-    @property
-    def expected_batch_size(self) -> float:
-        """N/t."""
-        return self.num_samples / self.epoch_steps
+        super().__post_init__()
 
     @property
     def event(self) -> SamplingEvent:
@@ -388,7 +397,7 @@ class RandomAllocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cyclic:
+class Cyclic(_OncePerEpoch):
     """Every record is in the same step of every epoch: batches of one size, whose records are put together once.
 
     Privacy:
@@ -402,22 +411,6 @@ class Cyclic:
     Raises:
         InvalidOptionError: If a value is out of range.
     """
-
-    num_samples: int
-    epoch_steps: int
-
-    def __post_init__(self) -> None:
-        _checked_rounds(self.num_samples, self.epoch_steps, "epoch_steps")
-
-    @property
-    def steps(self) -> int:
-        """Batches per epoch."""
-        return self.epoch_steps
-
-    @property
-    def expected_batch_size(self) -> float:
-        """N over the batches of an epoch."""
-        return self.num_samples / self.epoch_steps
 
     @property
     def event(self) -> SamplingEvent:
