@@ -10,12 +10,20 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import UncoveredParameterError
+from ghostclip.integrations import peft as adapters
 from tests.reference import clip_and_sum, per_sample_gradients
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
+# Read while tests are collected, which is before any of them runs.
+SHIPPED = [
+    (function, "apply", function.apply)
+    for function in (getattr(importlib.import_module(place), name) for place, name in adapters._FUNCTIONS)
+]
+SHIRA = importlib.import_module("peft.tuners.shira.layer").Linear
+SHIPPED.append((SHIRA, "get_delta_weight", SHIRA.get_delta_weight))
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 ADAPTERS = {
     "LoHa": lambda: peft.LoHaConfig(r=2, **TARGETS),
@@ -46,13 +54,9 @@ def _adapted(config):
 
 @pytest.fixture(autouse=True)
 def peft_as_it_is(monkeypatch):
-    """Put back what peft computes with, after a test."""
-    adapters = importlib.import_module("ghostclip.integrations.peft")
-    for place, name in adapters._FUNCTIONS:
-        function = getattr(importlib.import_module(place), name)
-        monkeypatch.setattr(function, "apply", function.apply)
-    layer = importlib.import_module("peft.tuners.shira.layer").Linear
-    monkeypatch.setattr(layer, "get_delta_weight", layer.get_delta_weight)
+    """Compute as peft ships for a test, whatever a `DPTrainer` of this process has changed before it."""
+    for owner, name, shipped in SHIPPED:
+        monkeypatch.setattr(owner, name, shipped)
     return adapters.use_plain_operations
 
 
