@@ -1265,7 +1265,22 @@ def compiler_settings() -> str:
     """Return all settings of Inductor that its own cache tells apart: ``torch._inductor.config``."""
     from torch._inductor import config
 
-    return repr(sorted(config.save_config_portable().items()))
+    found = {**config.save_config_portable(), "cpp.threads": compile_threads(), "compile_threads": None}
+    return repr(sorted(found.items(), key=lambda item: item[0]))
+
+
+def compile_threads() -> int:
+    """Return the number of threads that Inductor writes code for: ``torch._inductor.config.cpp``."""
+    from torch._inductor import config
+
+    return config.cpp.threads if config.cpp.threads > 0 else torch.get_num_threads()
+
+
+def compile_alone(threads: int) -> None:
+    """Let Inductor compile within this process, a forked one, code for so many threads: ``torch._inductor.config``."""
+    from torch._inductor import config
+
+    config.cpp.threads, config.compile_threads = threads, 1
 
 
 def inductor_options(mode: str) -> dict[str, Any]:

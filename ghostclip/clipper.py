@@ -170,6 +170,7 @@ class GhostClipper:
             model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=loss_reduction == "mean"
         )
         self._store = self._state.store
+        self._discards: Callable[[], Callable[[], None] | None] = lambda: None
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget, rounds=bool(factor_dtype)) if memory_budget < 1 else None
@@ -649,6 +650,7 @@ class GhostClipper:
         self._decisions.plain = False
         self._store.own(samples=samples)
         self._zero_grad.install(discard)
+        self._discards = discard
 
     @property
     def attached(self) -> bool:
@@ -736,6 +738,16 @@ class GhostClipper:
         """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""
         if self._sharded is not None:
             self._sharded.rest()
+
+    @property
+    def has_memory_budget(self) -> bool:
+        """Whether a memory budget below 1 decides how a backward runs."""
+        return self._reducer is not None
+
+    @property
+    def owner(self) -> Any:
+        """The private optimizer that owns the sums, or None."""
+        return getattr(self._discards(), "__self__", None)
 
     def mark_empty_batch(self) -> None:
         """Count a batch without samples as a clipped sum of zero."""

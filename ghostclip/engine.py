@@ -34,10 +34,11 @@ from ghostclip.assembly.private import (
     noise_level_of,
 )
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.data import DeclaredSampling
+from ghostclip.data import DeclaredSampling, DPDataLoader
 from ghostclip.data.accepted import checked_batch_size, dataset_length
 from ghostclip.distributed import SplitSequences, world_size
 from ghostclip.errors import GhostClipError
+from ghostclip.facade.modes import mode_of
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
@@ -154,6 +155,7 @@ class PrivacyEngine:
         vocabulary_head: str = "logits",
         sequences: SplitSequences | None = None,
         mechanism: Mechanism | None = None,
+        compile: bool | None = None,  # noqa: A002 - torch's word
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -161,8 +163,8 @@ class PrivacyEngine:
             module: The model, in training mode.
             optimizer: Its optimizer; several over disjoint parameters in a list, for which as many are returned, with
                 one release and one entry in the account for all of them.
-            criterion: The loss function, for "ghost", "fast" and "graph", which need the losses apart by sample; the
-                others use it as it is.
+            criterion: The loss function, for strategies that need the losses apart by sample; "bookkeeping" and "hooks"
+                use it as it is.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
@@ -203,10 +205,13 @@ class PrivacyEngine:
                 see `ghostclip.distributed.SplitSequences`.
             mechanism: How records are drawn and what noise steps add, in place of Poisson sampling and independent
                 noise: see `ghostclip.mechanisms`.
+            compile: Of the strategy "auto" with a criterion: None begins eagerly, and has graphs compute the step once
+                they are known to be quicker (on CPUs); True has them compute it from the beginning, as "graph" does;
+                False never does.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
-            criterion is given for "fast", "graph" and a memory budget below 1: then
+            criterion is given for "auto" without compile=False, "fast", "graph" and a memory budget below 1: then
             `criterion(output, target).backward()` runs both passes, or the whole step as one graph.
 
         Raises:
@@ -250,7 +255,9 @@ class PrivacyEngine:
                 batch_first=batch_first,
                 loss_reduction=loss_reduction,
                 noise_generator=noise_generator,
-                grad_sample_mode=grad_sample_mode,
+                grad_sample_mode=mode_of(grad_sample_mode, compile),
+                compile=compile,
+                releases=None,
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
@@ -295,13 +302,14 @@ class PrivacyEngine:
         vocabulary_head: str = "logits",
         sequences: SplitSequences | None = None,
         mechanism: Mechanism | None = None,
+        compile: bool | None = None,  # noqa: A002 - torch's word
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
         Args:
             module: The model, in training mode.
             optimizer: Its optimizer, or several in a list, as for `make_private`.
-            criterion: The loss function, for the strategies "ghost", "fast" and "graph".
+            criterion: As for `make_private`.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             target_epsilon: ε that must not be exceeded after `epochs`.
@@ -329,6 +337,7 @@ class PrivacyEngine:
             vocabulary_head: As for `make_private`.
             sequences: As for `make_private`.
             mechanism: As for `make_private`; of correlated noise it may leave its own `epochs` out.
+            compile: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -378,7 +387,9 @@ class PrivacyEngine:
             batch_first=batch_first,
             loss_reduction=loss_reduction,
             noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
+            grad_sample_mode=mode_of(grad_sample_mode, compile),
+            compile=compile,
+            releases=epochs * len(sampling.loader) if isinstance(sampling.loader, DPDataLoader) else None,
             wrap_model=wrap_model,
             probe=probe,
             memory_budget=memory_budget,

@@ -49,6 +49,7 @@ from ghostclip.facade import (
     strategy_of,
     watch_forwards,
 )
+from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.language.record_losses import by_record
 from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS, NoiseSource
@@ -83,6 +84,8 @@ class Request:
     loss_reduction: str
     noise_generator: torch.Generator | None
     grad_sample_mode: str
+    compile: bool | None
+    releases: int | None  # planned ones, where that is known
     wrap_model: bool
     probe: bool
     memory_budget: float
@@ -299,11 +302,13 @@ def _around(
         return private_module, returned, loader
     # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
     private_criterion = PrivateCriterion(clipper, criterion)
-    if request.grad_sample_mode == "graph":
-        if isinstance(private_module, GradSampleModule):
-            defer(private_module, private_criterion)
-        return private_module, returned, private_criterion, loader
-    if request.grad_sample_mode in _TWO_PASS or request.memory_budget < 1:
+    asked = request.grad_sample_mode == "graph"
+    unasked = request.grad_sample_mode == "auto" and request.compile is None
+    may = unasked and request.vocabulary_head == "logits" and hindered(clipper) is None
+    if isinstance(private_module, GradSampleModule) and (asked or may):
+        takeover = Takeover(left=left_of(private_optimizer, request.releases), asked=asked)
+        defer(private_module, private_criterion, takeover)
+    if asked or unasked or request.grad_sample_mode in _TWO_PASS or request.memory_budget < 1:
         return private_module, returned, private_criterion, loader
     return private_module, returned, loader
 

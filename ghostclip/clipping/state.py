@@ -105,6 +105,10 @@ class ClippingState:
 
     def adopt(self, sums: Mapping[str, Tensor], rows: int, noted: list[Any]) -> None:
         """Add the sums of a batch that were formed elsewhere, by parameter name."""
+        if not self.capture.substitution.parameters:
+            # No forward was run here.
+            named = self.model.named_parameters()
+            self.capture.substitution.parameters.update({name: p for name, p in named if p.requires_grad})
 
         def add() -> None:
             for name, own in sums.items():

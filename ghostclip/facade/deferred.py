@@ -19,6 +19,7 @@ from ghostclip import _tree
 from ghostclip.errors import GhostClipError
 from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss, number_of
 from ghostclip.graph import GraphStep
+from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,9 +35,9 @@ _NOTED: Final = frozenset(
 class Deferral:
     """Defers calls of a private model and its criterion to one compiled step."""
 
-    def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion) -> None:
+    def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion, takeover: Takeover) -> None:
         self._clipper, self._criterion = clipper, criterion
-        self.step = GraphStep(clipper, self._losses)
+        self.step = GraphStep(clipper, self._losses, takeover=takeover)
 
     def defers(self, model: nn.Module) -> bool:
         """Return whether a call of the model is deferred."""

@@ -28,6 +28,17 @@ _STRATEGY_OF: Final[dict[str, Strategy]] = {
 MODES: Final = tuple(_STRATEGY_OF)
 
 
+def mode_of(grad_sample_mode: str, compile: bool | None) -> str:  # noqa: A002, FBT001 - torch's word
+    """Return the mode that a choice about compiling stands for."""
+    fits = {True: ("auto", "graph"), False: tuple(mode for mode in MODES if mode != "graph")}
+    if compile is not None and grad_sample_mode in MODES and grad_sample_mode not in fits[compile]:
+        raise InvalidOptionError(
+            f'compile={compile} with grad_sample_mode={grad_sample_mode!r}: only "auto" leaves it open whether the '
+            "step is compiled. Leave one of them out."
+        )
+    return "graph" if compile else grad_sample_mode
+
+
 def strategy_of(grad_sample_mode: str) -> Strategy:
     """Return the strategy of a mode; Opacus's "functorch" and "ew" stand for "hooks"."""
     if grad_sample_mode in REFUSED_MODES:

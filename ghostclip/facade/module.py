@@ -16,6 +16,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.facade.criterion import PrivateCriterion
 from ghostclip.facade.deferred import Deferral
 from ghostclip.facade.handle import ClipperHandle, attached_clipper
+from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
@@ -231,10 +232,10 @@ def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
         state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
 
 
-def defer(module: GradSampleModule, criterion: PrivateCriterion) -> None:
-    """Let a private model and its criterion compute forward, loss and backward as one graph."""
+def defer(module: GradSampleModule, criterion: PrivateCriterion, takeover: Takeover) -> None:
+    """Let a private model and its criterion compute forward, loss and backward as one graph, once that takes over."""
     assert module.clipper is not None
-    module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion)
+    module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion, takeover)
 
 
 def run_in(module: GradSampleModule, around: Callable[[], AbstractContextManager[None]]) -> None:

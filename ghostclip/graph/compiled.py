@@ -53,7 +53,7 @@ class Outcome:
 class CompiledStep:
     """A private step as one graph."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of what is compiled
         self,
         model: nn.Module,
         loss: LossFunction,
@@ -61,7 +61,10 @@ class CompiledStep:
         axis_of: Callable[[Any], int | None],
         clipping: Clipping,
         options: GraphOptions,
+        *,
+        refuses: Callable[[fx.GraphModule], str | None] = lambda _: None,
     ) -> None:
+        # `refuses`: returns why a graph that is not on disk is not compiled.
         # Nobody may listen to the model's forwards. `tree` is a batch (args, kwargs) of the size; `axis_of` returns the
         # sample axis of a tensor of it.
         inputs = inputs_of(model, tree, axis_of)
@@ -78,6 +81,8 @@ class CompiledStep:
         self._groups = len(clipping.layout.bounds)
         self._watched = Watched(model, (*inputs.trainable, *inputs.held))
         self.random = draws(self.joint.graph)  # whether it draws random numbers
+        self.key = ""  # of what is on disk; empty where nothing is
+        self._refuses = refuses
         flat = inputs.flat(model)
         valid_B = torch.ones(self.size, dtype=torch.bool, device=flat[0].device)
         # the graph of the private step: functional aten operations; None where its compiled form was on disk
@@ -97,11 +102,14 @@ class CompiledStep:
         place = place_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
         with torch.no_grad(), full_precision():
             found = None if place is None else place.found()
-        if found is not None:
-            return found
-        made = self._made(flat, axes, inputs, clipping, options)
+        refused = None if found is not None else self._refuses(self.joint.graph)
+        if refused is not None:
+            raise NoGraphError(refused)
+        made = self._made(flat, axes, inputs, clipping, options) if found is None else found
         if place is not None:
-            place.keep(made)
+            self.key = place.key
+            if found is None:
+                place.keep(made)
         return made
 
     def _made(

@@ -62,7 +62,7 @@ class Watched:
                 if not isinstance(value, tuple):
                     self._sizes.append((value, len(value)))
                 self._note(value, seen, depth - 1)
-            elif depth and hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
+            elif depth and hasattr(value, "__dict__") and not (isinstance(value, _OTHERS) or _is_ours(value)):
                 self._note(vars(value), seen, depth - 1)
 
     def tensors(self) -> list[Tensor] | None:
@@ -79,6 +79,11 @@ class Watched:
         if any(about != _about(tensor) for about, tensor in zip(self._about, found, strict=True)):
             return None
         return found
+
+
+def _is_ours(value: Any) -> bool:
+    """Return whether an object is one that this package has left on a model, such as the account of its releases."""
+    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_weak(value: Any) -> bool:

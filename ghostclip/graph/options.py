@@ -76,6 +76,7 @@ class GraphOptions:
             "fallback_random": True,
             "size_asserts": False,
             "alignment_asserts": False,
+            "cpp.threads": _torch.compile_threads(),
             **(_torch.inductor_options(self.mode) if self.mode else {}),
         }
 

@@ -34,6 +34,11 @@ class Sizes:
         self._fixed = given is not None
         self._sizes = sorted(set(given or ()), reverse=True)
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The sizes, the largest first."""
+        return tuple(self._sizes)
+
     def parts(self, samples: int) -> list[Part]:
         """Return the parts of a batch, the largest first; only the last one is padded."""
         if not self._fixed and (not self._sizes or samples >= 2 * self._sizes[0]):

@@ -6,18 +6,21 @@ Shape letters: B samples, G clip groups.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import batch_size_of
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.evidence.dependence import batch_axis_of
+from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.graph.compiled import CompiledStep, Outcome
 from ghostclip.graph.guards import form_of, surroundings
@@ -25,13 +28,17 @@ from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import Part, Sizes, part_of
 from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.rewrite import Clipping
+from ghostclip.graph.takeover import Takeover
 from ghostclip.graph.trace import LossFunction, first_line
 
 _log = logging.getLogger(__name__)
 
-# How far norms and sums may be from the eager engine's, relative, by the narrowest dtype that the step computes in.
+# How far norms and sums may be from the eager engine's, relative, by the narrowest dtype that the step computes in; and
+# how far norms may be below: by rounding alone, as they are what coefficients follow from.
 _ALIKE: Final = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+_BELOW: Final = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 8e-3}
 
+_RANDOM: Final = "a graph with random numbers is compared on a batch without padding first"
 # Comparisons of a graph with random numbers before it is given up.
 _TRIES: Final = 3
 
@@ -42,7 +49,8 @@ class GraphStep:
     The first batch of a size is computed by the eager engine as well, with all its proofs that samples do not mix, and
     norms and sums are compared; from then on by the graph alone. A batch in which the graph finds a sample that is not
     finite, or whose norm rounding may have changed, is computed again by the eager engine. Where no graph is known to
-    be exact, all batches are, and the log says once why.
+    be exact, all batches are, and the log says once why. With a clipper of strategy "auto" batches are eager until
+    graphs are known to be quicker (see `ghostclip.graph.takeover`).
 
     Privacy:
         Sensitivity, coefficients and sums are those of the eager engine: the graph is made of the same factors, error
@@ -53,6 +61,7 @@ class GraphStep:
         loss: From the model and a batch to the losses of its samples, shape ``(B,)``, or to a pair of these and of
             whatever else is wanted back.
         options: How the step is compiled.
+        takeover: Says which batches graphs compute, and keeps the record of it; by default it knows of no optimizer.
 
     Attributes:
         clipper: As given.
@@ -71,8 +80,15 @@ class GraphStep:
         torch.Size([8])
     """
 
-    def __init__(self, clipper: GhostClipper, loss: LossFunction, *, options: GraphOptions | None = None) -> None:
-        if clipper.strategy != "graph":
+    def __init__(
+        self,
+        clipper: GhostClipper,
+        loss: LossFunction,
+        *,
+        options: GraphOptions | None = None,
+        takeover: Takeover | None = None,
+    ) -> None:
+        if clipper.strategy not in ("auto", "graph"):
             raise InvalidOptionError(f"strategy={clipper.strategy!r}: attach the clipper with strategy='graph'.")
         sharded = next((name for name, p in clipper.model.named_parameters() if hasattr(p, "device_mesh")), None)
         if sharded is not None:
@@ -86,31 +102,156 @@ class GraphStep:
         self.options = options or GraphOptions()
         self._sizes = Sizes(self.options.sizes)
         self._steps: dict[Hashable, CompiledStep | str] = {}
+        self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
+        self._verified: frozenset[str] = frozenset()
 
     @property
     def graphs(self) -> list[CompiledStep]:
         """The graphs that were compiled."""
         return [step for step in self._steps.values() if isinstance(step, CompiledStep)]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The physical batch sizes that graphs are of, the largest first; empty before the first batch."""
+        return self._sizes.all
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the graphs on disk that were held against the eager engine, in order."""
+        return tuple(sorted({step.key for step in self.graphs if step.verified and step.key}))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a batch, add its clipped sum to the clipper's, and return the loss function's result, detached."""
         tree = (args, kwargs)
         samples, axis = batch_size_of(args, kwargs, self.clipper.axis), self.clipper.axis
+        if not self.takeover.has_begun(self):
+            return self.takeover.compute(self, tree, samples)
         reason = self._eager_alone(samples)
         if reason is not None:
             return self._eagerly(tree, reason)
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=samples, axis=axis)
-
-        before, results = self.clipper.backward_passes, []
+        before = self.clipper.backward_passes
         parts = self._sizes.parts(samples)
-        for part in parts:
-            own = part_of(tree, part, samples, axis_of, padded=False)
-            results.append(self._part(own, part))
+        results = [self._part(own, part) for own, part in self._cut(tree, samples, parts)]
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
+        self.takeover.note(self)
         return results[0] if len(results) == 1 else _together(results, [part.samples for part in parts], axis)
+
+    def _cut(self, tree: Any, samples: int, parts: Sequence[Part]) -> list[tuple[Any, Part]]:
+        """Return the parts of a batch, without padding."""
+
+        def axis_of(leaf: Any) -> int | None:
+            return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
+
+        return [(part_of(tree, part, samples, axis_of, padded=False), part) for part in parts]
+
+    def _padded(self, tree: Any, samples: int, size: int) -> Any:
+        """Return a batch, or its first samples, padded to a size."""
+
+        def axis_of(leaf: Any) -> int | None:
+            return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
+
+        return part_of(tree, Part(0, min(samples, size), size), samples, axis_of, padded=True)
+
+    # What a takeover asks for
+
+    def take_sizes(self, sizes: Sequence[int], keys: Sequence[str] = ()) -> tuple[int, ...]:
+        """Compile for these sizes from now on, and take graphs of these keys as held against the eager engine.
+
+        Args:
+            sizes: Physical batch sizes.
+            keys: Of compiled graphs on disk.
+
+        Returns:
+            The sizes, each once, the largest first.
+        """
+        self._sizes, self._verified = Sizes(sizes), frozenset(keys)
+        self._steps.clear()
+        return self._sizes.all
+
+    def compile_sizes(
+        self, tree: Any, samples: int, refuses: Callable[[fx.GraphModule], str | None]
+    ) -> dict[str, float]:
+        """Trace a batch at all sizes, and compile what is not on disk.
+
+        Args:
+            tree: The batch, `(args, kwargs)`.
+            samples: B.
+            refuses: Returns why a traced graph is not compiled.
+
+        Returns:
+            Seconds that tracing and compiling took.
+
+        Raises:
+            NoGraphError: There is no graph, or it is not compiled.
+        """
+        took = dict.fromkeys(("traced", "compiled"), 0.0)
+        for size in self.sizes:
+            began = time.perf_counter()
+            traced: list[float] = []
+
+            def asked(graph: fx.GraphModule, traced: list[float] = traced) -> str | None:
+                traced.append(time.perf_counter())
+                return refuses(graph)
+
+            step = self._made(self._padded(tree, samples, size), size, asked)
+            if not step.key:
+                raise NoGraphError("what it is compiled to cannot be kept on disk")
+            ended = time.perf_counter()
+            took["traced"] += (traced or [ended])[0] - began
+            took["compiled"] += ended - (traced or [ended])[0]
+        return took
+
+    def form_without_samples(self, tree: Any, samples: int) -> Hashable | None:
+        """Return the form of a batch, whatever its number of samples; None where it cannot be compared.
+
+        Args:
+            tree: The batch.
+            samples: B.
+
+        Returns:
+            What is equal for batches that the same graphs compute.
+        """
+        return None if samples < 1 else form_of(self._padded(tree, samples, 1))
+
+    def verify(self, tree: Any, samples: int) -> str | None:
+        """Hold the graphs of all sizes, none of which a batch is smaller than, against the eager engine.
+
+        Args:
+            tree: The batch, `(args, kwargs)`; nothing of it is added to a sum.
+            samples: B.
+
+        Returns:
+            Why graphs cannot be used; None where all agree.
+        """
+        reason, states = self._eager_alone(samples), Randomness(self.clipper.model.parameters())
+        for size in self.sizes if reason is None else ():
+            own = self._padded(tree, samples, size)
+            step = self._step_for(own, size)
+            if isinstance(step, str):
+                return step
+            with restored(self.clipper.model), self.clipper.savepoint() as before:
+                self._compared(step, own, own, size)
+                before.restore()
+            states.restore()
+            if not step.verified:
+                return next(reversed(self.reasons), "it does not agree with the eager engine in norms and sums")
+        return reason
+
+    def by_graphs(self, tree: Any, samples: int) -> None:
+        """Compute a batch by verified graphs; nothing is added to a sum, and random numbers are drawn again.
+
+        Args:
+            tree: The batch, `(args, kwargs)`.
+            samples: B.
+        """
+        states = Randomness(self.clipper.model.parameters(), only_torch=True)
+        for own, part in self._cut(tree, samples, self._sizes.parts(samples)):
+            padded = self._padded(own, part.samples, part.size)
+            step = self._step_for(padded, part.size)
+            if isinstance(step, CompiledStep):
+                step.run(_tree.tensors(padded), part.samples)
+        states.restore()
 
     def _eager_alone(self, samples: int) -> str | None:
         """Return why no graph could be used for a batch at all."""
@@ -126,12 +267,8 @@ class GraphStep:
 
     def _part(self, tree: Any, part: Part) -> Any:
         """Compute one physical batch."""
-        axis, count = self.clipper.axis, part.samples
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=count, axis=axis)
-
-        padded = part_of(tree, Part(0, count, part.size), count, axis_of, padded=True)
+        count = part.samples
+        padded = self._padded(tree, count, part.size)
         step = self._step_for(padded, part.size)
         if isinstance(step, str):
             return self._eagerly(tree, step)
@@ -139,7 +276,7 @@ class GraphStep:
         if step.verified and not due:
             return self._taken(step, tree, padded, count)
         if step.random and count < part.size:
-            return self._eagerly(tree, "a graph with random numbers is compared on a batch without padding first")
+            return self._eagerly(tree, _RANDOM)
         return self._compared(step, tree, padded, count)
 
     def _taken(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:
@@ -167,23 +304,34 @@ class GraphStep:
         )
 
     def _compared(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:
-        """Compute a physical batch by its graph and by the eager engine, compare them, and use the eager result."""
+        """Compute a physical batch by its graph and by the eager engine, and compare them.
+
+        Where an optimizer owns the sums, a graph that agrees is used at once: it may be the one that computed this
+        release before a crash.
+        """
         states = Randomness(self.clipper.model.parameters())
         try:
             found = step.run(_tree.tensors(padded), count)
         except Exception as problem:  # noqa: BLE001 - whatever it was, the eager engine computes the batch
             states.restore()
             self._give_up(step, f"its graph does not run ({type(problem).__name__}: {first_line(problem)})")
-            return self._eager(tree)
+            return self.eager(tree)
         states.restore()
         before = {name: self._sum_of(name) for name in (() if found is None else found.sums)}
-        result = self._eager(tree)
+        with nullcontext() if self.clipper.owner is None else self.clipper.savepoint() as earlier:
+            result = self.eager(tree)
+            agrees = found is not None and bool(found.certain_B.all()) and self._agrees(found, before)
+            if agrees and earlier is not None:
+                earlier.restore()
         if found is None:
             self._forget(step)
         elif not bool(found.certain_B.all()):
             self.reasons["samples that are not finite, or ill-conditioned, are measured one by one"] += 1
-        elif self._agrees(found, before):
+        elif agrees:
             step.verified = True
+            if earlier is not None:
+                self._add(found, tree, count)
+                return _returned(found)
         elif step.random and step.runs < _TRIES:
             # A forward that the eager engine had to read twice has drawn other numbers.
             step.verified = False
@@ -196,11 +344,13 @@ class GraphStep:
         return None if found is None else found.detach().clone()
 
     def _agrees(self, found: Outcome, before: dict[str, Tensor | None]) -> bool:
-        """Return whether norms and sums are those of the eager engine's latest backward."""
-        tolerance = _ALIKE[_narrowest(self.clipper.model)]
+        """Return whether norms and sums are those of the eager engine's latest backward, no norm being smaller."""
+        narrowest = _narrowest(self.clipper.model)
+        tolerance, below = _ALIKE[narrowest], _BELOW[narrowest]
         own_B, other_B = self.clipper.per_sample_norms.double(), _whole(found.norm_GB)
         floor = own_B.max().clamp(min=1e-30) * 1e-6
-        if not bool(((own_B - other_B).abs() <= tolerance * own_B + floor).all()):
+        more_B = other_B - own_B
+        if not bool(((more_B <= tolerance * own_B + floor) & (-more_B <= below * own_B + floor)).all()):
             return False
         off, whole = 0.0, 0.0
         for name, mine in found.sums.items():
@@ -228,14 +378,9 @@ class GraphStep:
             return self._steps[key]
         if len(self.graphs) >= self.options.most:
             return f"{self.options.most} graphs were compiled for other shapes or bounds"
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=size, axis=self.clipper.axis)
-
-        clipping = Clipping(self.clipper.policy, layout, masks=self.clipper.device_only)
         try:
-            with self.clipper.unwatched():
-                self._steps[key] = CompiledStep(model, self._loss, padded, axis_of, clipping, self.options)
+            self._steps[key] = step = self._made(padded, size, self.takeover.refuses)
+            step.verified = step.key in self._verified
         except NoGraphError as refusal:
             self._steps[key] = first_line(refusal)
             self._say(first_line(refusal))
@@ -244,13 +389,31 @@ class GraphStep:
             self._say(reason)
         return self._steps[key]
 
+    def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
+        """Return the graph for a batch of a size."""
+
+        def axis_of(leaf: Any) -> int | None:
+            return batch_axis_of(leaf, batch_size=size, axis=self.clipper.axis)
+
+        clipping = Clipping(self.clipper.policy, self.clipper.clip_groups(), masks=self.clipper.device_only)
+        model = self.clipper.model
+        with self.clipper.unwatched():
+            return CompiledStep(model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses)
+
     def _eagerly(self, tree: Any, reason: str) -> Any:
         self._say(reason)
         self.reasons[reason] += 1
-        return self._eager(tree)
+        return self.eager(tree)
 
-    def _eager(self, tree: Any) -> Any:
-        """Compute a batch by the eager engine."""
+    def eager(self, tree: Any) -> Any:
+        """Compute a batch by the eager engine.
+
+        Args:
+            tree: The batch, `(args, kwargs)`.
+
+        Returns:
+            The loss function's result, detached.
+        """
         args, kwargs = tree
         result = self._loss(self.clipper.model, *args, **kwargs)
         losses_B = result[0] if isinstance(result, tuple) and len(result) == 2 else result
@@ -262,7 +425,7 @@ class GraphStep:
     def _say(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons[reason] += 0
-            _log.warning("strategy 'graph': computed eagerly where %s.", reason)
+            _log.log(self.takeover.level, "strategy %r: computed eagerly where %s.", self.clipper.strategy, reason)
 
 
 def _returned(found: Outcome) -> Any:

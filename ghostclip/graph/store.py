@@ -138,7 +138,6 @@ def _here(graph: fx.GraphModule) -> object:
         platform.machine(),
         platform.processor(),
         torch.backends.cpu.get_cpu_capability(),
-        torch.get_num_threads(),
     ]
     for device in sorted({str(leaf.device) for leaf in values if isinstance(leaf, Tensor)} - {"cpu"}):
         if not device.startswith("cuda"):

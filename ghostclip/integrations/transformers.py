@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
-from ghostclip.graph import GraphStep
+from ghostclip.graph import GraphOptions, GraphStep
+from ghostclip.graph.takeover import Takeover, left_of
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
@@ -316,11 +317,12 @@ class DPTrainer(Trainer):
         return loss.detach()
 
     def _compiles(self) -> bool:
-        """Return whether the step is one graph: the loss must be one that is known, a loss of each record."""
+        """Return whether the step may be one graph: the loss must be one that is known, a loss of each record."""
+        own, known = type(self).compute_loss is DPTrainer.compute_loss, task_of(self.model) is not None
         if self.args.grad_sample_mode != "graph":
-            return False
-        own = type(self).compute_loss is DPTrainer.compute_loss
-        known = own and (self.compute_loss_func is not None or task_of(self.model) is not None)
+            compiles = self.args.grad_sample_mode == "auto" and self.args.compile is not False
+            return compiles and own and known and self.compute_loss_func is None and not self._is_fused()
+        known = own and (self.compute_loss_func is not None or known)
         if not known and not self._said_eager:
             self._said_eager = True
             _log.warning("grad_sample_mode='graph': computed eagerly, as the loss is not one that DPTrainer computes.")
@@ -337,7 +339,10 @@ class DPTrainer(Trainer):
                 with self.compute_loss_context_manager():
                     return self._record_losses(model, inputs, smoothing=smoothing)[0]
 
-            self._graph = GraphStep(self.private_run.optimizer.clipper, losses)
+            optimizer, asked = self.private_run.optimizer, self.args.grad_sample_mode == "graph"
+            backend = "inductor" if self.args.torch_compile_backend in (None, "inductor") else "aten"
+            takeover = Takeover(left=left_of(optimizer, self.private_run.planned_steps), asked=asked)
+            self._graph = GraphStep(optimizer.clipper, losses, options=GraphOptions(backend=backend), takeover=takeover)
         found: Tensor = self._graph(dict(inputs))
         return found
 

@@ -24,6 +24,7 @@ from ghostclip.distributed.leaving import noting
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.handle import clipper_of
+from ghostclip.graph.record import CompiledRecord
 from ghostclip.noise import ExactRelease, make_noise_source
 from ghostclip.optim import checks
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
@@ -129,6 +130,7 @@ class DPOptimizer(WrappedOptimizer):
         self._draws: DrawLog | None = None
         self._released = Releases(self.params)
         self.is_applying = False
+        self.compiled = CompiledRecord()
         self.scheduled: set[str] = set()
         """Values of the mechanism that a schedule moves, which a saved state may therefore differ in."""
         if max_grad_norm is not None:

@@ -191,6 +191,10 @@ class Account:
                     segment.clear()
                 self._charge(current, sampling, released)
 
+        ledger = self.ledger
+        if ledger is not None:
+            optimizer.compiled.write = lambda compiled: ledger.note_compiled(self._run_of(optimizer), compiled)
+            optimizer.compiled.written = lambda: ledger.compiled.get(self._run_of(optimizer))
         optimizer.attach_step_hook(lambda current: self._require(current, sampling))
         optimizer.attach_release_hook(charge)
 

@@ -42,7 +42,7 @@ def all_or_nothing(
     if module is not None:
         undo.append(_kept_module(module))
     if optimizer is not None:
-        holders += [optimizer.noise_source, optimizer.clipper.policy]
+        holders += [optimizer.noise_source, optimizer.clipper.policy, optimizer.compiled]
         inner = optimizer.original_optimizer
         undo += [_kept_attributes(one) for one in (inner, *getattr(inner, "members", ()))]
         undo.append(_kept_values(optimizer))

@@ -28,6 +28,7 @@ SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm":
 MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
 COORDINATES, RUNS, SAMPLING = "ghostclip_coordinates", "ghostclip_runs", "ghostclip_sampling"
+COMPILED = "ghostclip_compiled"
 DIGEST, VERSION = "ghostclip_digest", "ghostclip_version"
 _OF_EACH = (OPTIMIZER, GENERATORS)
 """Entries that each rank of a pipeline has one of."""
@@ -93,6 +94,7 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
         state[MECHANISM] = mechanism(optimizer, sampling)
         state[POLICY] = optimizer.clipper.policy.state_dict()
         state[RELEASES] = optimizer.releases
+        state[COMPILED] = optimizer.compiled.state()
     sampler = _sampler_of(sampling)
     if sampler is not None:
         state[SAMPLER] = sampler.state_dict()
@@ -182,6 +184,7 @@ def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | No
     if optimizer is None:
         return
     optimizer.releases = checkpoint.get(RELEASES, optimizer.releases)
+    optimizer.compiled.load(checkpoint.get(COMPILED))
     if NOISE in checkpoint:
         optimizer.noise_source.load_state_dict(checkpoint[NOISE])
     if POLICY in checkpoint and optimizer.clipper.policy.adaptation is not None:
@@ -194,7 +197,7 @@ def with_fresh_randomness(
     """Return a checkpoint that continues with noise and batches that nothing was released with before."""
     # Without the noise's state and the paid part of a pass, and with the key of the new sampler. New noise from the
     # same seed as the old is refused.
-    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES)}
+    fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES, COMPILED)}
     # The next step is charged as one of another pass.
     fresh[SAMPLING] = {}
     saved_run = run_of(checkpoint.get(NOISE, {}))
@@ -212,7 +215,7 @@ def with_fresh_randomness(
 
 def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint without the states of noise, batches and torch's generators."""
-    positions = (NOISE, SAMPLER, SAMPLING, RELEASES, GENERATORS)
+    positions = (NOISE, SAMPLER, SAMPLING, RELEASES, GENERATORS, COMPILED)
     return {name: value for name, value in checkpoint.items() if name not in positions}
 
 

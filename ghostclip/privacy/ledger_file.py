@@ -150,6 +150,7 @@ class LedgerFile:
     def _forget(self) -> None:
         self.entries: list[Entry] = []
         self.mechanisms: list[dict[str, Any]] = []
+        self.compiled: dict[str, dict[str, Any]] = {}  # by run, which of its releases graphs compute
         self._known: dict[tuple[str, int], str] = {}
         self._places = [LedgerPosition()]
         self._releases = [0]
@@ -182,6 +183,8 @@ class LedgerFile:
             self.mechanisms.append(values["mechanism"])
         elif "opened" in values:
             self._holder = values["opened"]
+        elif "compiled" in values:
+            self.compiled[values["compiled"]["run"]] = values["compiled"]
         elif "run" in values:
             events = tuple(checked_charge(charge) for charge in values["events"])
             entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
@@ -224,6 +227,10 @@ class LedgerFile:
         plain = json.loads(json.dumps(dict(mechanism)))
         if [plain] != self.mechanisms[-1:]:
             self._write({"mechanism": plain})
+
+    def note_compiled(self, run: str, compiled: Mapping[str, Any]) -> None:
+        """Write which of a run's releases graphs are about to compute."""
+        self._write({"compiled": {"run": run, **compiled}})
 
     def append(self, entry: Entry) -> None:
         """Write a release that is about to be made."""

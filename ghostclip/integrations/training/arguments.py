@@ -10,6 +10,7 @@ from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
 from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.errors import InvalidOptionError
+from ghostclip.facade.modes import mode_of
 from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
 from ghostclip.planning.plan import MEMORY_BUDGET
@@ -53,6 +54,9 @@ class PrivacyArguments:
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes
             `per_device_train_batch_size` records at once. Either way what does not fit is halved.
         grad_sample_mode: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
+        compile: Of "auto": None begins eagerly, and has graphs compute the step once they are known to be quicker (on
+            CPUs, where the loss is a known one); True has them compute it from the beginning, as the Trainer's
+            `torch_compile=True` does; False never does.
         vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
             "fused" refuses models where it does not, "logits" never does.
         memory_budget: The most that a backward may hold, over what an ordinary one holds: below 1 repeated blocks are
@@ -74,6 +78,7 @@ class PrivacyArguments:
     clipping: str = field(default="flat", metadata={"help": f"How records are clipped: {', '.join(CLIPPINGS)}."})
     physical_batch: str | None = field(default=None, metadata={"help": '"auto": as large as memory allows.'})
     grad_sample_mode: str = field(default="auto", metadata={"help": f"Strategy: {', '.join(_MODES)}."})
+    compile: bool | None = field(default=None, metadata={"help": "Whether the step is compiled; None: where it pays."})
     vocabulary_head: str = field(default="auto", metadata={"help": f"Loss of a head: {', '.join(CHOICES)}."})
     memory_budget: float = field(
         default=MEMORY_BUDGET, metadata={"help": "Memory of a backward, over an ordinary one's."}
@@ -100,6 +105,9 @@ class PrivacyArguments:
                 check(getattr(self, name), name)
         for name, known in _CHOICES.items():
             _validate.choice(getattr(self, name), name, known)
+        if self.compile is None and self.grad_sample_mode == "auto" and getattr(self, "torch_compile", False):
+            self.compile = True
+        self.grad_sample_mode = mode_of(self.grad_sample_mode, self.compile)
         _validate.positive(self.memory_budget, "memory_budget", allow_infinity=True)
         check_factor_dtype(factor_dtype_of(self.factor_dtype), self.memory_budget)
         if self.physical_batch not in (None, "auto"):

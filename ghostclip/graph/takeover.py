@@ -1,0 +1,277 @@
+"""`Takeover`: from the eager engine to compiled graphs in mid-training, unasked, where that is quicker.
+
+A training begins eagerly. Once enough of it is left, a process beside it traces the step and compiles it, if the graph
+is small enough for what it saves. Graphs are then held against the eager engine, whose results still count, and both
+are timed. Where norms and sums agree and graphs are quicker, they compute all releases from the next one on. The record
+says so, in the ledger before any of them: a release that is made again after a crash is computed the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import fx
+
+from ghostclip import _torch
+from ghostclip.graph.record import Compiled
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+    from ghostclip.graph.step import GraphStep
+
+_log = logging.getLogger(__name__)
+
+# Batches whose time is not asked for, as the engine proves what it does, and how many are remembered.
+_FIRST, _RECENT = 3, 16
+# Seconds of eager computing that must be left before anything is tried, and the share of them that a graph may save.
+_LEAST_LEFT: Final = 120.0
+_SAVED: Final = 0.2
+# Seconds that compiling a graph of one size takes, and more for every node that was traced.
+_COMPILING: Final = (30.0, 0.03)
+# Share of what a graph may save that tracing, which holds the training up, may take.
+_TRACING: Final = 0.1
+# Batches that are timed both ways, how much quicker graphs must be, and batches until one could be compared.
+_TIMED, _QUICKER, _TRIED = 4, 0.95, 500
+# Of recent batches so many must be of one form.
+_OF_ONE_FORM: Final = 0.8
+_LOWER_PRIORITY: Final = 10
+
+
+class Takeover:
+    """Decides which batches of a training graphs compute."""
+
+    def __init__(self, *, left: Callable[[], int | None] = lambda: None, asked: bool = False) -> None:
+        # `left`: returns how many releases are left, None where nobody knows: then as much as there was. `asked`:
+        # graphs compute all batches, and are compiled as they are met.
+        self._left, self._asked = left, asked
+        self._compute: Callable[..., Any] = self._watched
+        self._recent: deque[tuple[Any, int, float]] = deque(maxlen=_RECENT)
+        self._seen, self._spent, self._begun = 0, 0.0, 0
+        self._beside: _Beside | None = None
+        self._cost: dict[str, float] = {}
+        self._times: list[tuple[float, float]] = []
+        self._tried = 0
+        self._taken: Compiled | None = None
+        self._lost: Compiled | None = None
+        self.why = "graphs compute what they can" if asked else "the training has just begun"  # for people
+
+    def has_begun(self, step: GraphStep) -> bool:
+        """Return whether graphs compute the batch that comes; those of an earlier process are read from disk."""
+        owner = step.clipper.owner
+        known = None if owner is None else owner.compiled.known
+        if known is None or known == self._lost or owner.releases < known.since:
+            return self._asked
+        if self._taken != known:
+            self._taken = known
+            if step.sizes != known.sizes or not step.graphs:
+                step.take_sizes(known.sizes, known.keys)
+            self.why = f"graphs compute all releases from number {known.since + 1} on"
+        return True
+
+    def note(self, step: GraphStep) -> None:
+        """Record what graphs compute that were asked for, once there are others than in the record."""
+        owner = step.clipper.owner
+        if not self._asked and not step.graphs:
+            # Those of an earlier process are on no disk here.
+            self._lost, self.why = self._taken, "the graphs of the training that is resumed are not there"
+            _log.warning("strategy 'auto': batches are eager, as %s.", self.why)
+        if not self._asked or owner is None or _torch.several_ranks() or not step.keys:
+            return
+        if self._taken is None or (step.sizes, step.keys) != (self._taken.sizes, self._taken.keys):
+            self._taken = Compiled(owner.releases if self._taken is None else self._taken.since, step.sizes, step.keys)
+            owner.compiled.note(self._taken)
+
+    def refuses(self, graph: fx.GraphModule) -> str | None:
+        """Return why a graph that is not on disk is not compiled."""
+        del graph
+        return None if self._asked else "no graph of this form was compiled beside the training"
+
+    @property
+    def level(self) -> int:
+        """How loudly the log says that a batch is eager."""
+        return logging.WARNING if self._asked else logging.INFO
+
+    def compute(self, step: GraphStep, tree: Any, samples: int) -> Any:
+        """Compute a batch before graphs have taken over; its result is the eager engine's."""
+        return self._compute(step, tree, samples)
+
+    def _watched(self, step: GraphStep, tree: Any, samples: int) -> Any:
+        began = time.perf_counter()
+        result = step.eager(tree)
+        self._seen += 1
+        if self._seen > _FIRST:
+            took = time.perf_counter() - began
+            self._spent += took
+            self._recent.append((step.form_without_samples(tree, samples), samples, took))
+        elif step.clipper.owner is not None:
+            self._begun = step.clipper.owner.releases
+        if self._beside is not None:
+            self._look(step)
+        elif self._seen % _RECENT == _FIRST:
+            self._consider(step, tree, samples)
+        return result
+
+    def _remaining(self, step: GraphStep) -> float:
+        """Return the seconds of eager computing that are left, as far as anybody knows."""
+        left, done = self._left(), step.clipper.owner.releases - self._begun
+        return self._spent if left is None or not done else self._spent / done * left
+
+    def _consider(self, step: GraphStep, tree: Any, samples: int) -> None:
+        """Begin to compile beside the training where it may pay."""
+        if len(self._recent) < _RECENT or samples < 2:
+            return
+        reason = hindered(step.clipper)
+        if reason is not None:
+            self._stay(reason)
+            return
+        left = self._remaining(step)
+        if left < _LEAST_LEFT:
+            self.why = "too little of the training is left, or known to be"
+        elif not self._is_of_one_form():
+            self.why = "batches have many forms"
+        else:
+            middle = round(statistics.median(count for _, count, _ in self._recent))
+            step.take_sizes((max(2, middle), max(2, -(-middle // 4))))
+            self._beside = _Beside(
+                lambda: step.compile_sizes(tree, samples, _worth(left, len(step.sizes))), patience=left
+            )
+            self.why = "graphs are compiled beside the training"
+
+    def _is_of_one_form(self) -> bool:
+        form, number = Counter(form for form, _, _ in self._recent).most_common(1)[0]
+        return form is not None and number >= _OF_ONE_FORM * len(self._recent)
+
+    def _look(self, step: GraphStep) -> None:
+        """See what became of the process beside the training."""
+        assert self._beside is not None, "it was begun"
+        found = self._beside.found()
+        if found is None:
+            return
+        self._beside = None
+        if isinstance(found, str):
+            self._stay(found)
+        elif found["traced"] > _TRACING * _SAVED * self._remaining(step):
+            self._stay(f"tracing, {found['traced']:.1f} s, takes long for what is left")
+        else:
+            self._cost, self._compute = found, self._held_against
+
+    def _held_against(self, step: GraphStep, tree: Any, samples: int) -> Any:
+        """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
+        self._tried += 1
+        if samples < step.sizes[0]:
+            if self._tried > _TRIED:
+                self._stay("no batch was large enough to hold a graph against the eager engine")
+            return step.eager(tree)
+        if not self._times:
+            began = time.perf_counter()
+            wrong = step.verify(tree, samples)
+            if wrong is not None:
+                self._stay(wrong)
+                return step.eager(tree)
+            self._cost["held up"] = time.perf_counter() - began
+        began = time.perf_counter()
+        step.by_graphs(tree, samples)
+        between = time.perf_counter()
+        result = step.eager(tree)
+        self._times.append((between - began, time.perf_counter() - between))
+        if len(self._times) >= _TIMED:
+            self._decide(step)
+        return result
+
+    def _decide(self, step: GraphStep) -> None:
+        graph, eager = (statistics.median(times) for times in zip(*self._times, strict=True))
+        if graph > _QUICKER * eager:
+            self._stay(f"graphs take {graph / eager:.2f} times the eager engine's time")
+            return
+        owner = step.clipper.owner
+        owner.compiled.note(Compiled(owner.releases + 1, step.sizes, step.keys))
+        _log.info(
+            "strategy 'auto': graphs compute all releases from number %d on, in %.2f times the eager engine's time "
+            "(%.4g ms a batch for %.4g); compiling took %.1f s beside the training, tracing and comparing %.1f s.",
+            owner.releases + 2, graph / eager, 1e3 * graph, 1e3 * eager, self._cost["compiled"], self._cost["held up"],
+        )  # fmt: skip
+
+    def _stay(self, reason: str) -> None:
+        """Compute everything eagerly from here on."""
+        self.why, self._compute = reason, lambda step, tree, _: step.eager(tree)
+        _log.info("strategy 'auto': batches stay eager: %s.", reason)
+
+
+def left_of(optimizer: Any, planned: int | None) -> Callable[[], int | None]:
+    """Return what says how many releases of a plan are left; of no plan None."""
+    return lambda: None if planned is None else max(0, planned - optimizer.releases)
+
+
+def hindered(clipper: GhostClipper) -> str | None:
+    """Return why nothing is compiled unasked."""
+    kinds = {p.device.type for p in clipper.model.parameters()}
+    if kinds != {"cpu"}:
+        return f"on {', '.join(sorted(kinds))} graphs are compiled where they are asked for (compile=True)"
+    if _torch.several_ranks():
+        return "on several ranks graphs are compiled where they are asked for (compile=True)"
+    if clipper.is_sharded:
+        return "its parameters are sharded over devices"
+    if clipper.has_memory_budget:
+        return "a memory budget below 1 recomputes what a graph would hold"
+    if clipper.owner is None:
+        return "no private optimizer releases the sums"
+    if sys.platform != "linux":
+        return "a process beside the training is only made on Linux; compile=True compiles within it"
+    return None if _torch.compiler_cache() is not None else "torch keeps no compiled code on disk"
+
+
+def _worth(left: float, sizes: int) -> Callable[[fx.GraphModule], str | None]:
+    """Return what says why a traced graph is not worth compiling in a training of which so many seconds are left."""
+
+    def refuses(graph: fx.GraphModule) -> str | None:
+        takes, gains = sizes * (_COMPILING[0] + _COMPILING[1] * len(graph.graph.nodes)), _SAVED * left
+        return f"compiling takes about {takes:.0f} s, and saves {gains:.0f} s at most" if takes > gains else None
+
+    return refuses
+
+
+class _Beside:
+    """A forked process that runs some work beside the training, at a lower priority."""
+
+    def __init__(self, work: Callable[[], dict[str, float]], patience: float) -> None:
+        # Forked, as neither models nor loss functions have to be picklable; it ends with this process.
+        context = multiprocessing.get_context("fork")
+        self._results, sends = context.Pipe(duplex=False)
+        self._process = context.Process(target=_in_child, args=(work, sends, _torch.compile_threads()), daemon=True)
+        self._until = time.monotonic() + patience
+        self._process.start()
+        sends.close()
+
+    def found(self) -> dict[str, float] | str | None:
+        """Return what the work returned, why it failed, or None as long as it runs."""
+        found: dict[str, float] | str | None = None
+        if self._results.poll():
+            with contextlib.suppress(EOFError):
+                found = self._results.recv()
+        elif self._process.is_alive() and time.monotonic() < self._until:
+            return None
+        self._process.kill()
+        self._process.join()
+        self._results.close()
+        return "the process that compiled has not come to an end" if found is None else found
+
+
+def _in_child(work: Callable[[], dict[str, float]], sends: Any, threads: int) -> None:
+    os.nice(_LOWER_PRIORITY)
+    # The parent's threads are not here, and the compilers that it has started are its own.
+    torch.set_num_threads(1)
+    _torch.compile_alone(threads)
+    try:
+        sends.send(work())
+    except Exception as problem:  # noqa: BLE001 - whatever it was, the training stays eager
+        sends.send((str(problem).strip() or type(problem).__name__).splitlines()[0])
