@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -32,8 +32,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
-from ghostclip import PrivacyEngine
+from ghostclip import GraphStep, PrivacyEngine, _torch
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.graph import store, takeover
+from ghostclip.graph.record import Compiled, CompiledRecord
 from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import LedgerFile
 
@@ -52,7 +54,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flat": {"max_grad_norm": 0.5},
     "adaptive": {"max_grad_norm": 0.5, "clipping": "adaptive"},
     "per_layer, ghost": {"max_grad_norm": 1.0, "clipping": "per_layer", "grad_sample_mode": "ghost"},
+    "flat, graphs take over": {"max_grad_norm": 0.5, "criterion": nn.CrossEntropyLoss()},
 }
+# The release that graphs take over at, where they do, so that trainings can be compared.
+_HAND_OVER = 60
 _SAVE_EVERY = 4
 # Steps that a process gets before it is killed: more than it needs to reach a save.
 _REACH = 6
@@ -71,7 +76,7 @@ class Training:
 
     def __init__(self, folder: Path, options: dict[str, Any], last_word: LastWord) -> None:
         self._folder, self._last_word = folder, last_word
-        self._ghost = options.get("grad_sample_mode") == "ghost"
+        self._criterion: Any = None
         torch.manual_seed(5)
         data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
         model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3))
@@ -85,6 +90,8 @@ class Training:
             **options,
         )
         self.model, self.optimizer, self.loader = private[0], private[1], private[-1]
+        if "grad_sample_mode" not in options and "criterion" in options:
+            self._criterion = private[2]
         if (folder / "run.pt").exists():
             self.engine.load_checkpoint(path=folder / "run.pt", module=self.model, optimizer=self.optimizer)
         self.optimizer.attach_step_hook(lambda _: last_word("before the ledger"))
@@ -124,8 +131,11 @@ class Training:
                         break
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        losses_B = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none")
-        self.optimizer.clipper.backward(losses_B)
+        if self._criterion is None:
+            losses_B = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none")
+            self.optimizer.clipper.backward(losses_B)
+        else:
+            self._criterion(self.model(inputs), targets).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -145,8 +155,9 @@ class Training:
         moments = self.optimizer.state_dict()["state"]
         for state in moments.values():
             digest.update(b"".join(value.numpy().tobytes() for value in state.values()))
-        accountant = self.engine.accountant
+        accountant, compiled = self.engine.accountant, self.optimizer.compiled.known
         return {
+            "compiled since": None if compiled is None else compiled.since,
             "sha256": digest.hexdigest(),
             "steps": len(accountant),
             "epsilon": accountant.get_epsilon(_DELTA),
@@ -301,8 +312,42 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
+def _hand_over_early() -> None:
+    """Let graphs take over in a short process, at one release; nothing is compiled, and a dict is the disk."""
+    kept: dict[str, Any] = {}
+
+    class Now:
+        def __init__(self, work: Callable[[], Any], patience: float) -> None:
+            self.found = work
+
+    note, take_sizes = CompiledRecord.note, GraphStep.take_sizes
+
+    def noted(record: CompiledRecord, compiled: Compiled) -> None:
+        note(record, replace(compiled, since=max(_HAND_OVER, compiled.since)))
+
+    for name in ("_RECENT", "_FIRST", "_TIMED"):
+        setattr(takeover, name, 2)
+    takeover._LEAST_LEFT, takeover._COMPILING = 0.0, (0.0, 0.0)
+    takeover._TRACING = takeover._QUICKER = float("inf")
+    takeover._OF_ONE_FORM = 0.0
+    takeover._Beside = Now  # type: ignore[misc,assignment]
+    CompiledRecord.note = noted  # type: ignore[method-assign]
+    GraphStep.take_sizes = lambda step, sizes, keys=(): take_sizes(step, (5, 2), keys)  # type: ignore[method-assign]
+    _torch.compiled = lambda graph, inputs, options: graph
+    _torch.region_call = lambda: None
+    store.Place.found = lambda place: kept.get(place.key)  # type: ignore[method-assign]
+    store.Place.keep = lambda place, function: kept.__setitem__(place.key, function)  # type: ignore[method-assign]
+
+
 def _warm_up() -> None:
-    """Do once, before any process is forked, what torch does at its first step only."""
+    """Do once, before any process is forked, what torch does at its first step only, and what is compiled."""
+    _hand_over_early()
+    with tempfile.TemporaryDirectory() as place:
+        name = next(reversed(OPTIONS))
+        graphs = Training(Path(place), OPTIONS[name], lambda _: None)
+        graphs.run(_HAND_OVER + 2)
+        if graphs.outcome()["compiled since"] != _HAND_OVER:
+            raise RuntimeError(f"graphs have not taken over: {graphs.model.deferral.step.takeover.why}")
     with tempfile.TemporaryDirectory() as place:
         training = Training(Path(place), OPTIONS["flat"], lambda _: None)
         training.run(2)

@@ -170,6 +170,8 @@ class GhostClipper:
             model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=loss_reduction == "mean"
         )
         self._store = self._state.store
+        # What a `GraphStep` says of the graphs that compute batches; '' where there is none.
+        self.describe_graphs: Callable[[], str] = str
         self._discards: Callable[[], Callable[[], None] | None] = lambda: None
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
@@ -612,9 +614,11 @@ class GhostClipper:
         decided = "ghost" if reduced is None and self._capture.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy in _CHOOSES else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
-        return coverage_of(
+        found = coverage_of(
             self.model, sites, strategy=strategy, kept=self.planner.latest, reduced=reduced, unchecked=unchecked
         )
+        found.graphs = self.describe_graphs()
+        return found
 
     @property
     def unchecked(self) -> Unchecked:

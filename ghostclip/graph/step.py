@@ -104,6 +104,7 @@ class GraphStep:
         self._steps: dict[Hashable, CompiledStep | str] = {}
         self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
         self._verified: frozenset[str] = frozenset()
+        clipper.describe_graphs = self.describe
 
     @property
     def graphs(self) -> list[CompiledStep]:
@@ -152,6 +153,16 @@ class GraphStep:
             return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
 
         return part_of(tree, Part(0, min(samples, size), size), samples, axis_of, padded=True)
+
+    def describe(self) -> str:
+        """Return which graphs compute batches, padding included, and why others are computed eagerly.
+
+        Returns:
+            One line for people.
+        """
+        made = ", ".join(f"{step.size} samples in {step.runs} runs" for step in self.graphs)
+        eager = "; ".join(f"{count} eager: {reason}" for reason, count in self.reasons.items() if count)
+        return ". ".join(filter(None, (f"graphs: {made}" * bool(made), eager, self.takeover.why)))
 
     # What a takeover asks for
 

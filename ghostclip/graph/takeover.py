@@ -117,7 +117,7 @@ class Takeover:
             self._begun = step.clipper.owner.releases
         if self._beside is not None:
             self._look(step)
-        elif self._seen % _RECENT == _FIRST:
+        elif (self._seen - _FIRST) % _RECENT == 0:
             self._consider(step, tree, samples)
         return result
 

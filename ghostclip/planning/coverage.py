@@ -67,6 +67,8 @@ class Coverage:
         self.base_bytes = base_bytes
         # the checks of the model that were switched off or could not run, and why; empty if all ran
         self.unchecked = unchecked
+        # which graphs compute batches, and why others are eager; empty where no graph is thought of
+        self.graphs = ""
 
     def __iter__(self) -> Iterator[CoverageRow]:
         return iter(self.rows)
@@ -107,6 +109,7 @@ class Coverage:
         return {
             "strategy": self.strategy,
             "unchecked": self.unchecked,
+            "graphs": self.graphs,
             "parameters": rows,
             "total": {
                 **asdict(self.total),
@@ -133,7 +136,7 @@ class Coverage:
             for row in self.rows
         ]
         table = as_table(header, [*lines, *self._last_line()])
-        return f"{table}\n{self.unchecked}" if self.unchecked else table
+        return "\n".join([table, *filter(None, (self.unchecked, self.graphs))])
 
     def _last_line(self) -> list[tuple[str, ...]]:
         if not any(row.plan for row in self.rows):

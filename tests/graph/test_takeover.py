@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 
 import pytest
 import torch
@@ -12,43 +13,20 @@ from torch.utils.data import DataLoader, TensorDataset
 import ghostclip
 from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.graph import GraphOptions, store, takeover
+from ghostclip.graph import takeover
 from ghostclip.graph.takeover import Takeover
 from ghostclip.optim import DPOptimizer
+from tests.graph.at_once import at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning", "ignore:noise_multiplier=0")
 
 C, BATCH = 0.5, 12
 
 
-class Now:
-    """Stands in for the process beside a training: its work is done at once, in this process."""
-
-    def __init__(self, work, patience):
-        assert patience > 0
-        try:
-            self._found = work()
-        except Exception as problem:  # noqa: BLE001 - what the process beside does
-            self._found = str(problem)
-
-    def found(self):
-        return self._found
-
-
 @pytest.fixture(autouse=True)
 def disk(monkeypatch):
     """Compile nothing: graphs run operation by operation, and a dict is the disk."""
-    kept = {}
-    monkeypatch.setattr(takeover, "_Beside", Now)
-    monkeypatch.setattr(takeover, "_LEAST_LEFT", 0.0)
-    monkeypatch.setattr(takeover, "_COMPILING", (0.0, 0.0))
-    monkeypatch.setattr(takeover, "_TRACING", float("inf"))
-    monkeypatch.setattr(takeover, "_QUICKER", float("inf"))
-    monkeypatch.setattr(_torch, "compiled", lambda graph, inputs, options: graph)
-    monkeypatch.setattr(_torch, "region_call", lambda: None)
-    monkeypatch.setattr(store.Place, "found", lambda place: kept.get(place.key))
-    monkeypatch.setattr(store.Place, "keep", lambda place, function: kept.setdefault(place.key, function))
-    return kept
+    return at_once(monkeypatch)
 
 
 def _records(number=120):
@@ -127,6 +105,9 @@ def test_a_training_is_that_of_the_eager_engine_before_and_after_graphs_take_ove
     (line,) = caplog.messages
     assert f"graphs compute all releases from number {since + 1} on" in line
     step = private[0].deferral.step
+    shown = str(private[0].clipper.coverage())
+    assert f"graphs compute all releases from number {since + 1} on" in shown
+    assert f"graphs: {step.graphs[0].size} samples in" in shown
     assert all(graph.verified for graph in step.graphs)
     assert not step.reasons
 
@@ -349,6 +330,27 @@ def test_a_bare_clipper_without_an_optimizer_stays_eager():
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.thorough
+def test_a_forked_process_compiles_what_takes_over(monkeypatch, tmp_path):
+    """No stand-in: the process, the compiler and the disk are the real ones."""
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(takeover, "_LEAST_LEFT", 0.0)
+    monkeypatch.setattr(takeover, "_COMPILING", (0.0, 0.0))
+    monkeypatch.setattr(takeover, "_TRACING", float("inf"))
+    monkeypatch.setattr(takeover, "_QUICKER", float("inf"))
+    _, private = _training()
+    step, began = private[0].deferral.step, time.monotonic()
+    step.takeover._left = lambda: 10**6
+    while private[1].compiled.known is None and time.monotonic() - began < 400:
+        _train(private, 1)
+        assert "stay" not in step.takeover.why
+    assert private[1].compiled.known is not None, step.takeover.why
+    _train(private, 5)
+    assert step.graphs
+    assert all(graph.verified and graph.graph is None for graph in step.graphs)
+    assert not step.reasons
+
+
 def test_a_takeover_that_is_asked_for_says_so_aloud():
     assert Takeover(asked=True).level == logging.WARNING
-    assert GraphOptions().cache

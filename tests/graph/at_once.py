@@ -1,0 +1,33 @@
+"""Graphs that take over at once, without a compiler or another process."""
+
+from ghostclip import _torch
+from ghostclip.graph import store, takeover
+
+
+class Now:
+    """Stands in for the process beside a training: its work is done at once, in this process."""
+
+    def __init__(self, work, patience):
+        assert patience > 0
+        try:
+            self._found = work()
+        except Exception as problem:  # noqa: BLE001 - what the process beside does
+            self._found = str(problem)
+
+    def found(self):
+        return self._found
+
+
+def at_once(monkeypatch):
+    """Let graphs take over soon: they run operation by operation, and a dict, which is returned, is the disk."""
+    kept = {}
+    monkeypatch.setattr(takeover, "_Beside", Now)
+    monkeypatch.setattr(takeover, "_LEAST_LEFT", 0.0)
+    monkeypatch.setattr(takeover, "_COMPILING", (0.0, 0.0))
+    monkeypatch.setattr(takeover, "_TRACING", float("inf"))
+    monkeypatch.setattr(takeover, "_QUICKER", float("inf"))
+    monkeypatch.setattr(_torch, "compiled", lambda graph, inputs, options: graph)
+    monkeypatch.setattr(_torch, "region_call", lambda: None)
+    monkeypatch.setattr(store.Place, "found", lambda place: kept.get(place.key))
+    monkeypatch.setattr(store.Place, "keep", lambda place, function: kept.setdefault(place.key, function))
+    return kept
