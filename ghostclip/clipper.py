@@ -89,6 +89,11 @@ class GhostClipper:
         >>> clipper.backward(losses)
     """
 
+    # What a `GraphStep` says of the graphs that compute batches, and what discards the sums of the optimizer that owns
+    # them; neither is there at first.
+    describe_graphs: Callable[[], str] = staticmethod(str)
+    _discards: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+
     @_validate.suggests_options
     def __init__(  # noqa: PLR0913 - the public constructor names every choice
         self,
@@ -170,9 +175,6 @@ class GhostClipper:
             model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=loss_reduction == "mean"
         )
         self._store = self._state.store
-        # What a `GraphStep` says of the graphs that compute batches; '' where there is none.
-        self.describe_graphs: Callable[[], str] = str
-        self._discards: Callable[[], Callable[[], None] | None] = lambda: None
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget, rounds=bool(factor_dtype)) if memory_budget < 1 else None

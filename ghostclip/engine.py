@@ -235,15 +235,6 @@ class PrivacyEngine:
         )
         given = Prepared.of(optimizer, data_loader)
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
-        options = ClippingOptions(
-            clipping=clipping,
-            max_grad_norm=max_grad_norm,
-            target_unclipped_quantile=target_unclipped_quantile,
-            clipbound_learning_rate=clipbound_learning_rate,
-            max_clipbound=max_clipbound,
-            min_clipbound=min_clipbound,
-            unclipped_num_std=unclipped_num_std,
-        )
         private = self._assemble(
             Request(
                 module=module,
@@ -251,13 +242,20 @@ class PrivacyEngine:
                 criterion=criterion,
                 sampling=sampling,
                 noise_multiplier=noise_multiplier,
-                clipping=options,
+                clipping=ClippingOptions(
+                    clipping=clipping,
+                    max_grad_norm=max_grad_norm,
+                    target_unclipped_quantile=target_unclipped_quantile,
+                    clipbound_learning_rate=clipbound_learning_rate,
+                    max_clipbound=max_clipbound,
+                    min_clipbound=min_clipbound,
+                    unclipped_num_std=unclipped_num_std,
+                ),
                 batch_first=batch_first,
                 loss_reduction=loss_reduction,
                 noise_generator=noise_generator,
                 grad_sample_mode=mode_of(grad_sample_mode, compile),
                 compile=compile,
-                releases=None,
                 wrap_model=wrap_model,
                 probe=probe,
                 memory_budget=memory_budget,
@@ -368,22 +366,21 @@ class PrivacyEngine:
         sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
         budget = _target(target_epsilon, target_delta, when_spent=when_spent)
         self._warn_of(target_delta, sampling)
-        options = ClippingOptions(
-            clipping=clipping,
-            max_grad_norm=max_grad_norm,
-            target_unclipped_quantile=target_unclipped_quantile,
-            clipbound_learning_rate=clipbound_learning_rate,
-            max_clipbound=max_clipbound,
-            min_clipbound=min_clipbound,
-            unclipped_num_std=unclipped_num_std,
-        )
         request = Request(
             module=module,
             optimizer=given.optimizer,
             criterion=criterion,
             sampling=sampling,
             noise_multiplier=self._noise_for(budget, module, sampling, epochs),
-            clipping=options,
+            clipping=ClippingOptions(
+                clipping=clipping,
+                max_grad_norm=max_grad_norm,
+                target_unclipped_quantile=target_unclipped_quantile,
+                clipbound_learning_rate=clipbound_learning_rate,
+                max_clipbound=max_clipbound,
+                min_clipbound=min_clipbound,
+                unclipped_num_std=unclipped_num_std,
+            ),
             batch_first=batch_first,
             loss_reduction=loss_reduction,
             noise_generator=noise_generator,

@@ -1218,6 +1218,20 @@ def test_settings_of_the_compiler_are_told_apart():
     assert _torch.compiler_settings() == before
 
 
+def test_a_forked_process_compiles_within_itself_the_code_of_its_parent():
+    from torch._inductor import config
+
+    threads, before = torch.get_num_threads(), _torch.compiler_settings()
+    assert _torch.compile_threads() == threads
+    with config.patch({"cpp.threads": config.cpp.threads, "compile_threads": config.compile_threads}):
+        _torch.compile_alone(threads)
+        assert _torch.compile_threads() == threads
+        assert config.compile_threads == 1
+        assert _torch.compiler_settings() == before
+        _torch.compile_alone(threads + 1)
+        assert _torch.compiler_settings() != before
+
+
 def test_what_writes_in_place_is_told_from_what_does_not():
     def graph(function):
         return _torch.traced(function, [torch.ones(4)])

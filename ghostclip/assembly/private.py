@@ -85,7 +85,7 @@ class Request:
     noise_generator: torch.Generator | None
     grad_sample_mode: str
     compile: bool | None
-    releases: int | None  # planned ones, where that is known
+    releases: int | None = None  # planned ones, where that is known
     wrap_model: bool
     probe: bool
     memory_budget: float

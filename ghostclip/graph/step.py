@@ -424,6 +424,9 @@ class GraphStep:
 
         Returns:
             The loss function's result, detached.
+
+        Raises:
+            LossReductionError: The loss function has returned no losses.
         """
         args, kwargs = tree
         result = self._loss(self.clipper.model, *args, **kwargs)

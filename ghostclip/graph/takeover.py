@@ -27,7 +27,6 @@ from ghostclip.graph.record import Compiled
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.graph.step import GraphStep
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ _LOWER_PRIORITY: Final = 10
 
 
 class Takeover:
-    """Decides which batches of a training graphs compute."""
+    """Decides which batches of a training graphs compute; `step` is the `GraphStep` that asks."""
 
     def __init__(self, *, left: Callable[[], int | None] = lambda: None, asked: bool = False) -> None:
         # `left`: returns how many releases are left, None where nobody knows: then as much as there was. `asked`:
@@ -65,7 +64,7 @@ class Takeover:
         self._lost: Compiled | None = None
         self.why = "graphs compute what they can" if asked else "the training has just begun"  # for people
 
-    def has_begun(self, step: GraphStep) -> bool:
+    def has_begun(self, step: Any) -> bool:
         """Return whether graphs compute the batch that comes; those of an earlier process are read from disk."""
         owner = step.clipper.owner
         known = None if owner is None else owner.compiled.known
@@ -78,7 +77,7 @@ class Takeover:
             self.why = f"graphs compute all releases from number {known.since + 1} on"
         return True
 
-    def note(self, step: GraphStep) -> None:
+    def note(self, step: Any) -> None:
         """Record what graphs compute that were asked for, once there are others than in the record."""
         owner = step.clipper.owner
         if not self._asked and not step.graphs:
@@ -101,11 +100,11 @@ class Takeover:
         """How loudly the log says that a batch is eager."""
         return logging.WARNING if self._asked else logging.INFO
 
-    def compute(self, step: GraphStep, tree: Any, samples: int) -> Any:
+    def compute(self, step: Any, tree: Any, samples: int) -> Any:
         """Compute a batch before graphs have taken over; its result is the eager engine's."""
         return self._compute(step, tree, samples)
 
-    def _watched(self, step: GraphStep, tree: Any, samples: int) -> Any:
+    def _watched(self, step: Any, tree: Any, samples: int) -> Any:
         began = time.perf_counter()
         result = step.eager(tree)
         self._seen += 1
@@ -121,12 +120,12 @@ class Takeover:
             self._consider(step, tree, samples)
         return result
 
-    def _remaining(self, step: GraphStep) -> float:
+    def _remaining(self, step: Any) -> float:
         """Return the seconds of eager computing that are left, as far as anybody knows."""
         left, done = self._left(), step.clipper.owner.releases - self._begun
         return self._spent if left is None or not done else self._spent / done * left
 
-    def _consider(self, step: GraphStep, tree: Any, samples: int) -> None:
+    def _consider(self, step: Any, tree: Any, samples: int) -> None:
         """Begin to compile beside the training where it may pay."""
         if len(self._recent) < _RECENT or samples < 2:
             return
@@ -151,7 +150,7 @@ class Takeover:
         form, number = Counter(form for form, _, _ in self._recent).most_common(1)[0]
         return form is not None and number >= _OF_ONE_FORM * len(self._recent)
 
-    def _look(self, step: GraphStep) -> None:
+    def _look(self, step: Any) -> None:
         """See what became of the process beside the training."""
         assert self._beside is not None, "it was begun"
         found = self._beside.found()
@@ -165,7 +164,7 @@ class Takeover:
         else:
             self._cost, self._compute = found, self._held_against
 
-    def _held_against(self, step: GraphStep, tree: Any, samples: int) -> Any:
+    def _held_against(self, step: Any, tree: Any, samples: int) -> Any:
         """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
         self._tried += 1
         if samples < step.sizes[0]:
@@ -188,7 +187,7 @@ class Takeover:
             self._decide(step)
         return result
 
-    def _decide(self, step: GraphStep) -> None:
+    def _decide(self, step: Any) -> None:
         graph, eager = (statistics.median(times) for times in zip(*self._times, strict=True))
         if graph > _QUICKER * eager:
             self._stay(f"graphs take {graph / eager:.2f} times the eager engine's time")

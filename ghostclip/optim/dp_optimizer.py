@@ -128,9 +128,8 @@ class DPOptimizer(WrappedOptimizer):
             discard=weakref.WeakMethod(self.discard), samples=isinstance(self._collected, ExactRelease)
         )
         self._draws: DrawLog | None = None
-        self._released = Releases(self.params)
+        self._released, self.compiled = Releases(self.params), CompiledRecord()
         self.is_applying = False
-        self.compiled = CompiledRecord()
         self.scheduled: set[str] = set()
         """Values of the mechanism that a schedule moves, which a saved state may therefore differ in."""
         if max_grad_norm is not None:
