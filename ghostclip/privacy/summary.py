@@ -56,8 +56,9 @@ def summary_text(
         )
         parts.append(f"{said}, as declared by the user, who answers for it" if sampling.draws is None else said)
         if sampling.correlation is not None:
-            bands = len(sampling.correlation.coefficients)
-            parts.append(f"noise correlated over {bands} steps, as one Gaussian mechanism on all of them")
+            lags = sampling.correlation.lags
+            over = f"{len(lags)} steps" if lags else f"all steps, by {sampling.correlation.buffers} buffers"
+            parts.append(f"noise correlated over {over}, as one Gaussian mechanism on all of them")
         if sampling.draws is not None and sampling.draws.comparison:
             parts.append(sampling.draws.comparison)
     parts.append(_NOISE[level])

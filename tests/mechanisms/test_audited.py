@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ghostclip
 from ghostclip.audit import Finding, Scores, audit_scores
 from ghostclip.mechanisms import BallsInBins, BandedInverse, CyclicPoissonSampling, Mechanism, PoissonSampling
-from ghostclip.mechanisms.toeplitz import inverse_series
+from ghostclip.mechanisms.toeplitz import inverse_of, series
 from ghostclip.noise.correlated import Correlation
 
 # δ is large for what a few thousand canaries can prove.
@@ -77,7 +77,7 @@ def scores_of(mechanism: Mechanism, released: np.ndarray, scheme: Any) -> np.nda
             released, lambda rounds: 1 - rate + rate * np.take_along_axis(rounds, group[None, None], 1)[:, 0], period
         )
     steps = len(released)
-    c = inverse_series(correlation.coefficients, steps)
+    c = series(inverse_of(correlation.sections), steps)
     matrix = np.array([[c[i - j] if i >= j else 0.0 for j in range(steps)] for i in range(steps)])
     # Every canary's own steps.
     own = np.zeros((steps, CANARIES))
@@ -131,7 +131,7 @@ def test_noise_without_the_sensitivity_of_its_matrix_is_caught(monkeypatch: pyte
 
     def unscaled(self: BandedInverse, scheme: Any) -> Correlation | None:
         found = honest(self, scheme)
-        return None if found is None else Correlation(found.coefficients, scale=0.4 * found.scale)
+        return None if found is None else Correlation(found.sections, scale=0.4 * found.scale)
 
     monkeypatch.setattr(BandedInverse, "correlation", unscaled)
     finding = audited(mechanism)
@@ -142,14 +142,10 @@ def test_noise_that_is_taken_back_in_full_too_early_is_caught(monkeypatch: pytes
     # The noise of step 0 in all steps: the difference of two of them has none.
     from ghostclip.noise.correlated import NoiseRows
 
-    honest = NoiseRows.begin
+    def same(self: NoiseRows, position: int, place: Any, draw: Callable[[int], Any], kept: Any) -> Any:
+        return draw(position - self.row * self.stride).mul_(self.correlation.scale)
 
-    def same(self: NoiseRows, row: int) -> int:
-        position = honest(self, row)
-        self._terms = [(self.correlation.scale, -row * self.stride)]
-        return position
-
-    monkeypatch.setattr(NoiseRows, "begin", same)
+    monkeypatch.setattr(NoiseRows, "filtered", same)
     mechanism = BandedInverse(bands=3, epochs=EPOCHS)
     released, there, claimed, scheme = attacked(mechanism, 0)
     own = np.array([[record in set(scheme.draw(None, step)) for record in range(CANARIES)] for step in range(STEPS)])

@@ -13,6 +13,7 @@ from ghostclip.accounting import get_noise_multiplier
 from ghostclip.errors import BudgetError, InvalidOptionError
 from ghostclip.mechanisms import AveragedWeights, BallsInBins, BandedInverse, PoissonSampling, plan_privacy
 from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
+from ghostclip.mechanisms.toeplitz import series
 
 TRAINING = {"num_samples": 10_000, "batch_size": 500, "target_delta": 1e-5}
 
@@ -21,6 +22,7 @@ def test_plans_keep_the_budget_and_come_with_the_least_noise_first() -> None:
     plans = plan_privacy(**TRAINING, epochs=5, target_epsilon=8.0)
     assert {described(plan.mechanism) for plan in plans} == {
         "PoissonSampling()", "BallsInBins()", *(f"BandedInverse(bands={bands})" for bands in (2, 4, 8)),
+        *(f"BandedMatrixFactorization(bands={bands})" for bands in (2, 4, 8)), "BufferedToeplitz(buffers=3)",
     }  # fmt: skip
     assert all(7.9 < plan.epsilon <= 8.0 for plan in plans)
     assert [plan.noise for plan in plans] == sorted(plan.noise for plan in plans)
@@ -48,7 +50,8 @@ def test_noise_of_a_plan_is_that_of_drawn_streams() -> None:
     assert correlation is not None
     z = np.random.default_rng(1).standard_normal((40, 20_000))
     steps = sum(
-        c * np.vstack([np.zeros((lag, 20_000)), z[: 40 - lag]]) for lag, c in enumerate(correlation.coefficients)
+        c * np.vstack([np.zeros((lag, 20_000)), z[: 40 - lag]])
+        for lag, c in enumerate(series(correlation.sections, 40))
     )
     summed = np.cumsum(plan.noise_multiplier * correlation.scale * steps, axis=0) / 500
     assert plan.noise == pytest.approx(float(np.sqrt((summed**2).mean())), rel=0.02)

@@ -9,7 +9,17 @@ import pytest
 from scipy.linalg import toeplitz
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.mechanisms.toeplitz import error, inverse_series, optimal_inverse, sensitivity, square_root_of_inverse
+from ghostclip.mechanisms.toeplitz import (
+    Filter,
+    Workload,
+    error,
+    inverse_of,
+    of_inverse,
+    optimal,
+    sensitivity,
+    series,
+    square_root_of_inverse,
+)
 
 COEFFICIENTS = [(1.0, -0.5), (1.0, -0.95), square_root_of_inverse(4), (1.0, 0.3, -0.4), (1.0, -0.2, -0.3, -0.4)]
 
@@ -29,7 +39,7 @@ def test_sensitivity_is_no_less_than_what_any_record_can_do(coefficients: tuple[
         columns = c[:, first::separation]
         for signs in itertools.product((-1, 0, 1), repeat=columns.shape[1]):
             worst = max(worst, float(np.linalg.norm(columns @ np.array(signs))))
-    found = sensitivity(coefficients, steps, separation=separation)
+    found = sensitivity(of_inverse(coefficients), steps, separation=separation)
     assert worst <= found
     if (c >= 0).all():
         assert found == pytest.approx(worst, rel=1e-6)
@@ -48,7 +58,7 @@ def test_error_is_that_of_dense_matrices(coefficients: tuple[float, ...], moment
             parameter[later] = (parameter[later - 1] if later else 0) + velocity[later]
         weights[:, step] = parameter
     dense = np.linalg.norm(weights @ lower(coefficients, steps)) / np.sqrt(steps)
-    assert error(coefficients, steps, momentum=momentum) == pytest.approx(dense, rel=1e-9)
+    assert error(of_inverse(coefficients), steps, Workload(momentum)) == pytest.approx(dense, rel=1e-9)
 
 
 def test_square_roots_and_inverses() -> None:
@@ -56,22 +66,23 @@ def test_square_roots_and_inverses() -> None:
     root = lower(square_root_of_inverse(steps), steps)
     assert np.allclose(root @ root @ lower(np.ones(steps), steps), np.eye(steps))
     assert np.allclose(
-        lower(inverse_series((1.0, -0.5, -0.1), steps), steps) @ lower((1.0, -0.5, -0.1), steps), np.eye(steps)
+        lower(series(inverse_of(of_inverse((1.0, -0.5, -0.1))), steps), steps) @ lower((1.0, -0.5, -0.1), steps),
+        np.eye(steps),
     )
 
 
 @pytest.mark.parametrize("bands", [2, 4, 8])
 @pytest.mark.parametrize("separation", [50, 400])
 def test_optimal_coefficients_leave_less_than_square_roots_and_than_fewer_bands(bands: int, separation: int) -> None:
-    def left(coefficients: tuple[float, ...]) -> float:
-        return error(coefficients, 400) * sensitivity(coefficients, 400, separation=separation)
+    def left(matrix: Filter) -> float:
+        return error(matrix, 400) * sensitivity(matrix, 400, separation=separation)
 
-    found = optimal_inverse(bands, 400, separation)
-    assert len(found) == bands
-    assert left(found) < left(square_root_of_inverse(bands)) < left((1.0,))
-    assert bands == 2 or left(found) < left(optimal_inverse(bands // 2, 400, separation))
+    found = optimal("inverse", bands, 400, separation)
+    assert len(found[0][0]) == bands
+    assert left(found) < left(of_inverse(square_root_of_inverse(bands))) < left(of_inverse((1.0,)))
+    assert bands == 2 or left(found) < left(optimal("inverse", bands // 2, 400, separation))
 
 
 def test_a_matrix_whose_inverse_grows_is_refused() -> None:
     with pytest.raises(InvalidOptionError, match="grows without bound"):
-        sensitivity((1.0, -3.0), 2000, separation=100)
+        sensitivity(of_inverse((1.0, -3.0)), 2000, separation=100)
