@@ -140,6 +140,11 @@ class BallsInBins(_Independent):
     In T = k·t steps every record takes part exactly k times, which costs less noise than Poisson sampling of the same
     size for the same ε, up to a few percent; no record is missed by chance.
 
+    Attributes:
+        uniform: Draw the k steps of a record from all T uniformly, not one in each epoch. What is proved of its cost is
+            the same; it is charged for all `epochs` when the first of them begins.
+        epochs: k, of "uniform" only; `make_private_with_epsilon` takes its own.
+
     Example:
         >>> model, optimizer, loader = ghostclip.PrivacyEngine().make_private_with_epsilon(
         ...     module=model, optimizer=optimizer, data_loader=loader, mechanism=ghostclip.mechanisms.BallsInBins(),
@@ -149,6 +154,9 @@ class BallsInBins(_Independent):
         σ = 0.90
     """
 
+    uniform: bool = False
+    epochs: int | None = None
+
     @property
     def theorem(self) -> str:
         """What proves its cost."""
@@ -156,7 +164,15 @@ class BallsInBins(_Independent):
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return random allocation to round(N / batch_size) steps an epoch."""
-        return RandomAllocation(num_samples=num_samples, epoch_steps=steps_per_epoch(batch_size / num_samples))
+        if self.uniform and self.epochs is None:
+            raise InvalidOptionError("mechanism BallsInBins(uniform=True, epochs=None): steps of how many? Give it.")
+        steps = steps_per_epoch(batch_size / num_samples)
+        rounds = positive_int(self.epochs, "epochs") if self.uniform else 1
+        return RandomAllocation(num_samples=num_samples, epoch_steps=steps, rounds=rounds)
+
+    def for_epochs(self, epochs: int) -> BallsInBins:
+        """Return the mechanism for a number of epochs, unless it is for one already."""
+        return self if self.epochs is not None or not self.uniform else replace(self, epochs=epochs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,12 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
             described["correlation_scale"] = sampling.correlation.scale
         if event.kind in ("cyclic", "cyclic_poisson", "allocation"):
             described["steps_per_event"] = event.steps_per_event
-        unusual = {"truncation": event.truncation, "unit": event.unit, "records_per_unit": event.records_per_unit}
+        unusual = {
+            "truncation": event.truncation,
+            "unit": event.unit,
+            "records_per_unit": event.records_per_unit,
+            "participations": event.participations,
+        }
         described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
     return described
 

@@ -19,7 +19,7 @@ _SAMPLING = {
     "shuffled": "shuffled batches, a pass counted as one full participation",
     "cyclic": "the same batches in each epoch of {steps} steps",
     "cyclic_poisson": "Poisson sampling with q = {rate:.4g} of one group after another, of {steps}",
-    "allocation": "each record in exactly one of {steps} steps of an epoch, drawn uniformly",
+    "allocation": "each record in exactly {often} of {steps} steps, drawn uniformly and anew for the next ones",
 }
 _NOISE = {
     "fast": "fast noise (a statistical generator, floating-point numbers)",
@@ -52,7 +52,10 @@ def summary_text(
         relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
         parts.append(f"for each {unit}, between data sets {relation}")
         said = _SAMPLING[event.kind].format(
-            rate=event.sample_rate, truncation=event.truncation, steps=event.steps_per_event
+            rate=event.sample_rate,
+            truncation=event.truncation,
+            steps=event.steps_per_event,
+            often="one" if event.participations == 1 else event.participations,
         )
         parts.append(f"{said}, as declared by the user, who answers for it" if sampling.draws is None else said)
         if sampling.correlation is not None:
