@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import dp_accounting
 import pytest
-from dp_accounting.pld import PLDAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -21,6 +19,8 @@ from ghostclip.mechanisms import (
     UnamplifiedSampling,
 )
 
+dp_accounting = pytest.importorskip("dp_accounting")
+pld = pytest.importorskip("dp_accounting.pld")
 SAMPLES, SIZE, EPOCHS, DELTA = 2000, 100, 4, 1e-5
 ROOM = 1.005
 
@@ -74,7 +74,7 @@ def test_rounds_of_groups_cost_what_others_say_of_sampled_steps(bands: int, sigm
     mechanism = BandedMatrixFactorization(bands=bands, epochs=EPOCHS)
     scheme = mechanism.scheme(SAMPLES, SIZE)
     assert scheme.sample_rate == pytest.approx(bands * SIZE / SAMPLES)
-    theirs = PLDAccountant(value_discretization_interval=1e-4)
+    theirs = pld.PLDAccountant(value_discretization_interval=1e-4)
     step = dp_accounting.PoissonSampledDpEvent(bands * SIZE / SAMPLES, dp_accounting.GaussianDpEvent(sigma))
     theirs.compose(step, EPOCHS * scheme.steps // bands)
     found, known = epsilon_of(mechanism, sigma), theirs.get_epsilon(DELTA)
