@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ghostclip.accounting import get_noise_multiplier
-from ghostclip.errors import BudgetError, InvalidOptionError
+from ghostclip.errors import BudgetError, InvalidOptionError, ResumeError
 from ghostclip.mechanisms import AveragedWeights, BallsInBins, BandedInverse, PoissonSampling, plan_privacy
 from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
 from ghostclip.mechanisms.toeplitz import series
@@ -100,6 +100,30 @@ def test_averages_are_those_of_the_iterates(kind: str) -> None:
     averaged.detach()
     optimizer.step()
     assert averaged.steps == 10
+
+
+@pytest.mark.parametrize("kind", ["exponential", "tail"])
+def test_saved_averages_go_on_where_they_were(kind: str) -> None:
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    one, other = (
+        AveragedWeights(model, optimizer, kind=kind, start=2)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    for step in range(6):
+        models[0](torch.full((1, 3), float(step))).square().sum().backward()
+        optimizers[0].step()
+        if step == 3:
+            other.load_state_dict(one.state_dict())
+        if step > 3:
+            models[1].load_state_dict(models[0].state_dict())
+            other.update()
+    for saved, own in zip(one.state_dict()["averages"], other.state_dict()["averages"], strict=True):
+        assert torch.equal(saved, own)
+    assert one.steps == other.steps
+    different = nn.Linear(3, 4)
+    with pytest.raises(ResumeError, match="other parameters"):
+        AveragedWeights(different, torch.optim.SGD(different.parameters(), lr=0.1)).load_state_dict(one.state_dict())
 
 
 def test_averages_of_another_kind_are_refused() -> None:
