@@ -454,7 +454,7 @@ class BandedMatrixFactorization(Correlated):
         a step. Checkpoints hold none of them: resuming draws the noise of all steps before once more.
 
     Reference:
-        Choquette-Choo et al. (2023), (Amplified) banded matrix factorization, arXiv:2306.08153, Theorem 4.
+        Choquette-Choo et al. (2023), (Amplified) banded matrix factorization, arXiv:2306.08153.
 
     Example:
         >>> mechanism = ghostclip.mechanisms.BandedMatrixFactorization(bands=4, epochs=2)
