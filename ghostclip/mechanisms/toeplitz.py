@@ -188,10 +188,14 @@ def optimal(family: str, size: int, steps: int, separation: int, workload: Workl
     few = min(steps, max(4 * size, _FEW[family]))
     apart = min(separation, few)
     seen = workload.over(few)
-    make, start = _FAMILIES[family](size, few)
+    make, start = _FAMILIES[family](size, apart)
+    starts = [np.array(start)]
+    if family != "buffered" and size > 3:
+        half = optimal(family, size // 2, steps, separation, workload)
+        starts.append(np.array([*max(half[0], key=len)[1:], *[0.0] * (size - size // 2)]))
 
     def loss(values: Array) -> float:
-        matrix = make(np.atleast_1d(values).tolist())
+        matrix = make(values.tolist())
         with np.errstate(all="ignore"):
             try:
                 found = math.log(error(matrix, few, seen, columns=_TRIED) * sensitivity(matrix, few, separation=apart))
@@ -199,27 +203,24 @@ def optimal(family: str, size: int, steps: int, separation: int, workload: Workl
                 return _WORST
         return min(found, _WORST)
 
-    if not start:
-        return make([])
-    first = np.array(start)
-    found = minimize(loss, first, method="Powell", options={"xtol": 1e-4, "ftol": 1e-6, "maxfev": 4000})
-    return make(np.atleast_1d(found.x if found.fun <= loss(first) else first).tolist())
+    found = [one for first in starts for one in (first, minimize(loss, first, method="L-BFGS-B").x)]
+    return make(min(found, key=loss).tolist())
 
 
 Made = tuple[Callable[[list[float]], Filter], list[float]]
 
 
-def _inverses(size: int, steps: int) -> Made:
-    del steps
+def _inverses(size: int, separation: int) -> Made:
+    del separation
     return lambda rest: of_inverse((1.0, *rest)), list(square_root_of_inverse(size)[1:])
 
 
-def _bandeds(size: int, steps: int) -> Made:
-    del steps
+def _bandeds(size: int, separation: int) -> Made:
+    del separation
     return lambda rest: inverse_of(of_inverse((1.0, *rest))), list(square_root(size)[1:])
 
 
-def _buffereds(size: int, steps: int) -> Made:
+def _buffereds(size: int, separation: int) -> Made:
     """Poles and zeros of C take turns in (0, 1), a pole the nearest to 1: all of its coefficients are positive."""
 
     def make(logs: list[float]) -> Filter:
@@ -227,8 +228,8 @@ def _buffereds(size: int, steps: int) -> Made:
         place = np.exp(-np.cumsum(np.exp(np.clip(logs, -40.0, 5.0)))).tolist()
         return buffered(place[::2], place[1::2])
 
-    # From 1/T to 1 away from 1, equally far apart by their logarithm.
-    distances = -np.log1p(-np.geomspace(0.5 / steps, 0.8, 2 * size))
+    # From 5/b to 1 away from 1, equally far apart by their logarithm.
+    distances = -np.log1p(-np.geomspace(min(0.3, 5 / separation), 0.8, 2 * size))
     return make, np.log(np.diff(distances, prepend=0.0)).tolist()
 
 

@@ -141,8 +141,8 @@ def _task(task: Task) -> str:
         f"each: {task['tuning_seeds']}. Always the commonest class: {task['commonest']:.1%}."
     )
     noises = (
-        "Noise multiplier (of correlated noise: of the whole stream, of BandMF of a round, so that it is the same for "
-        "all coefficients), and noise in the parameters by `plan_privacy`, times that of Poisson sampling:"
+        "Noise multiplier (of correlated noise: of the whole stream, so that it is the same for all coefficients), and "
+        "noise in the parameters by `plan_privacy`, times that of Poisson sampling:"
     )
     luck = (
         "Of several rows that are equally good the most accurate one is chance: differences below two standard errors "
