@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -10,8 +11,17 @@ import torch
 from torch import nn
 
 from ghostclip.accounting import get_noise_multiplier
+from ghostclip.cli import main
 from ghostclip.errors import BudgetError, InvalidOptionError, ResumeError
-from ghostclip.mechanisms import AveragedWeights, BallsInBins, BandedInverse, PoissonSampling, plan_privacy
+from ghostclip.mechanisms import (
+    AveragedWeights,
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    PoissonSampling,
+    plan_privacy,
+)
 from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
 from ghostclip.mechanisms.toeplitz import series
 
@@ -57,9 +67,52 @@ def test_noise_of_a_plan_is_that_of_drawn_streams() -> None:
     assert plan.noise == pytest.approx(float(np.sqrt((summed**2).mean())), rel=0.02)
 
 
+def test_plans_for_a_schedule_leave_less_in_it_than_plans_for_none() -> None:
+    falling = [0.9**step for step in range(40)]
+    choices = [BandedMatrixFactorization(bands=4, learning_rates=rates) for rates in (falling, None)]
+    choices += [BufferedToeplitz(buffers=2, learning_rates=rates) for rates in (falling, None)]
+    plans = plan_privacy(**TRAINING, epochs=2, target_epsilon=4.0, learning_rates=falling, mechanisms=choices)
+    for kind in (BandedMatrixFactorization, BufferedToeplitz):
+        given, equal = sorted(
+            (plan for plan in plans if isinstance(plan.mechanism, kind)),
+            key=lambda plan: not plan.mechanism.learning_rates,
+        )
+        assert given.noise < 0.999 * equal.noise
+        # What it costs is not a matter of coefficients.
+        assert given.noise_multiplier == equal.noise_multiplier
+
+
+def test_an_epoch_has_the_steps_that_batches_of_its_size_make() -> None:
+    for bands in (2, 3, 7, 8):
+        scheme = BandedMatrixFactorization(bands=bands).scheme(10_000, 500)
+        assert scheme.expected_batch_size == pytest.approx(500)
+        assert scheme.event.steps_per_event >= bands
+        assert abs(scheme.steps - 20) <= 1
+    whole = BandedMatrixFactorization(bands=2, groups=20).scheme(10_000, 500)
+    assert (whole.sample_rate, whole.steps) == (1.0, 20)
+
+
+def test_the_command_compares_them_for_a_schedule_and_three_batch_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan-privacy --samples 3000 --batch-size 500 --epochs 2 --target-epsilon 4 --schedule cosine --json -"
+    assert main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = {row["mechanism"] for row in found["mechanisms"]}
+    assert {"BandedMatrixFactorization(bands=4)", "BufferedToeplitz(buffers=3)", "BandedInverse(bands=2)"} <= names
+    assert {row["buffers"] for row in found["mechanisms"]} == {0, 1, 3}
+    assert set(found["noise_to_batch"]) == {"500", "2000"}
+    # Two batches are no epoch for four bands.
+    assert "BandedMatrixFactorization(bands=4)" not in found["noise_to_batch"]["2000"]
+    assert main(words.replace(" --json -", "").split()) == 0
+    shown = capsys.readouterr().out
+    assert "buffers" in shown
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--schedule", "step"])
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"learning_rates": [0.0]}, "learning_rates: finite numbers"),
         ({"batch_size": 20_000}, "batch_size=20000: there are only 10000"),
         ({"target_epsilon": 0.0}, "target_epsilon=0.0"),
         ({"epochs": 0}, "epochs=0"),

@@ -183,6 +183,7 @@ def test_the_committed_table_is_whole():
     assert not report["machine"]["changed_since_commit"]
     assert {task["name"] for task in report["tasks"]} == {"digits", "text"}
     for task in report["tasks"]:
+        assert {cell["row"] for cell in task["cells"]} <= set(ROWS)
         # Rows that came after the run.
         assert set(ROWS) - {cell["row"] for cell in task["cells"]} <= {"buffered-3", "bandmf-2", "bandmf-4"}
         assert {cell["epsilon"] for cell in task["cells"]} == {1.0, 3.0, 8.0, None}
