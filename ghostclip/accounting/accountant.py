@@ -116,7 +116,9 @@ class Accountant(IAccountant):
             entry = truncated_entry(sigma, event.sample_rate, event.num_units, event.truncation or 0)
             self._add_other("truncated_poisson", entry, count)
         elif event.kind == "allocation" and event.steps_per_event > 1:
-            self._add_other("allocation", allocation_entry(sigma, event.steps_per_event), count)
+            # k of T steps cost at most what k rounds of one of T/k steps do.
+            each = event.steps_per_event // event.participations
+            self._add_other("allocation", allocation_entry(sigma, each), count * event.participations)
         else:
             self._add_steps(sigma, checked_sample_rate(event.sample_rate), count)
 

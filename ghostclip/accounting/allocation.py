@@ -12,7 +12,7 @@ sums of t terms by doubling, errors of second order in the grid's width, and nev
 
 Reference:
     Feldman and Shenfeld (2025), Privacy amplification by random allocation, arXiv:2502.08202 (the dominating pair, and
-    k of T steps as k rounds of ⌊T/k⌋); Chua et al. (2024), arXiv:2412.16802 (balls and bins).
+    k of T steps as k rounds of T/k: Lemma 3.2); Chua et al. (2024), arXiv:2412.16802 (balls and bins).
 
 Letters: N points of a grid.
 """

@@ -29,8 +29,8 @@ class SamplingEvent:
         - "cyclic": likewise, in every epoch in the same step of it;
         - "cyclic_poisson": in one step of each round of `steps_per_event`, always the same one, and there with
           probability `sample_rate`; a round is one event;
-        - "allocation": in exactly one step of each round of `steps_per_event`, drawn uniformly for each round and unit;
-          a round is one event.
+        - "allocation": in exactly `participations` steps of each round of `steps_per_event`, drawn uniformly for each
+          round and unit; a round is one event.
 
         Two data sets are neighbours if one unit is replaced by one without contribution ("zero_out", the number of
         units is public), or is added or removed ("add_remove").
@@ -48,6 +48,7 @@ class SamplingEvent:
     unit: str = "record"  # a "record", or a "user" with all of theirs
     records_per_unit: int = 1  # most records of one unit in one batch: the factor on the sensitivity
     steps_per_event: int = 1  # more than 1 for rounds and epochs
+    participations: int = 1  # k, a divisor of `steps_per_event`, for "allocation" only
 
     def __post_init__(self) -> None:
         choice(self.kind, "kind", KINDS)
@@ -57,6 +58,11 @@ class SamplingEvent:
         positive_int(self.num_units, "num_units")
         positive_int(self.records_per_unit, "records_per_unit")
         positive_int(self.steps_per_event, "steps_per_event")
+        positive_int(self.participations, "participations")
+        if self.steps_per_event % self.participations or (self.kind != "allocation" and self.participations > 1):
+            raise InvalidOptionError(
+                f"participations={self.participations!r}: a divisor of steps_per_event, and 1 for {self.kind!r}."
+            )
         if self.kind not in {"poisson", "truncated_poisson", "cyclic_poisson"} and self.sample_rate != 1:
             raise InvalidOptionError(f"sample_rate={self.sample_rate!r}: {self.kind!r} has no sampling; it must be 1.")
         if (self.kind == "truncated_poisson") != (self.truncation is not None):

@@ -5,10 +5,13 @@ examples:
       how much noise each of them leaves in the parameters
   ghostclip plan-privacy --samples 60000 --batch-size 600 --epochs 10 --target-epsilon 3 --momentum 0.9
       the same for an optimizer with momentum
+  ghostclip plan-privacy --samples 60000 --batch-size 600 --epochs 10 --target-epsilon 3 --schedule cosine
+      the same for a learning rate that falls to 0
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +24,11 @@ if TYPE_CHECKING:
 
     from ghostclip.mechanisms import CalibratedMechanism
 
+_SCHEDULES: Final[dict[str, list[float] | None]] = {
+    "constant": None, "linear": [1 - step / 1000 for step in range(1000)],
+    "cosine": [math.cos(math.pi * step / 2000) ** 2 for step in range(1000)],
+}  # fmt: skip
+"""Learning rates over a training, which falls to 0 but for the first."""
 OPTIONS: Final[Options] = {
     "--samples": {"type": int, "metavar": "N", "help": "samples in the data set"},
     "--batch-size": {"type": int, "metavar": "B", "help": "samples of a batch, on average"},
@@ -28,6 +36,11 @@ OPTIONS: Final[Options] = {
     "--target-epsilon": {"type": float, "metavar": "E", "help": "epsilon not to be exceeded"},
     **DELTA,
     "--momentum": {"type": float, "metavar": "M", "default": 0.0, "help": "of the optimizer (default: %(default)s)"},
+    "--schedule": {
+        "choices": tuple(_SCHEDULES),
+        "default": "constant",
+        "help": "of the learning rate (default: %(default)s)",
+    },
     "--json": {**FILE, "help": "write the result as JSON; - for standard output"},
 }
 _NEEDED: Final = ("samples", "batch_size", "epochs", "target_epsilon")
@@ -62,7 +75,7 @@ def run(given: dict[str, Any]) -> int:
     def plans_at(batch_size: int) -> list[CalibratedMechanism]:
         return plan_privacy(
             num_samples=samples, batch_size=batch_size, epochs=given["epochs"], target_epsilon=given["target_epsilon"],
-            target_delta=given["delta"], momentum=given["momentum"],
+            target_delta=given["delta"], momentum=given["momentum"], learning_rates=_SCHEDULES[given["schedule"]],
         )  # fmt: skip
 
     sizes = [size * times for times in _LARGER if size * times <= samples]
@@ -88,7 +101,8 @@ def _row(plan: CalibratedMechanism) -> dict[str, Any]:
 
     return {
         "mechanism": described(plan.mechanism), "noise_multiplier": plan.noise_multiplier, "epsilon": plan.epsilon,
-        "noise_in_parameters": plan.noise, "draws": plan.draws, "theorem": plan.mechanism.theorem,
+        "noise_in_parameters": plan.noise, "draws": plan.draws, "buffers": plan.buffers,
+        "theorem": plan.mechanism.theorem,
     }  # fmt: skip
 
 
@@ -97,14 +111,18 @@ def _show(
 ) -> None:
     least = plans[0].noise
     print(f"take {take}", "", sep="\n")
-    print(f"{'mechanism':26}{'sigma':>9}{'epsilon':>10}{'noise in parameters':>22}{'noise drawn':>13}")
+    print(f"{'mechanism':34}{'sigma':>9}{'epsilon':>10}{'noise in parameters':>22}{'noise drawn':>13}{'buffers':>9}")
     for row in rows:
         noise = f"{row['noise_in_parameters']:.4g} ({row['noise_in_parameters'] / least:.2f} x)"
-        cells = f"{row['noise_multiplier']:>9.4g}{row['epsilon']:>10.4g}{noise:>22}{row['draws']:>11} x"
-        print(f"{row['mechanism']:26}{cells}")
-    print("  noise in parameters: root mean square over the steps, of SGD with learning rate 1, per clipping norm")
+        cells = (
+            f"{row['noise_multiplier']:>9.4g}{row['epsilon']:>10.4g}{noise:>22}{row['draws']:>11} x{row['buffers']:>9}"
+        )
+        print(f"{row['mechanism']:34}{cells}")
+    print("  noise in parameters: root mean square over steps of SGD, learning rate 1 (at most), per clipping norm")
     print("", "noise of one step over the batch size", sep="\n")
-    print(f"{'batch size':26}" + "".join(f"{size:>12}" for size in batches))
-    for name in next(iter(batches.values())):
-        print(f"{name:26}" + "".join(f"{found[name]:>12.3g}" for found in batches.values()))
+    print(f"{'batch size':34}" + "".join(f"{size:>12}" for size in batches))
+    sizes = list(batches.values())
+    for name in sizes[0]:
+        # Where an epoch has fewer batches than a mechanism has bands, there is no such mechanism.
+        print(f"{name:34}" + "".join(f"{found[name]:>12.3g}" if name in found else f"{'-':>12}" for found in sizes))
     print("", "proved by", *(f"  {row['mechanism']}: {row['theorem']}" for row in rows), "", _ADVICE, sep="\n", end="")

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ghostclip._validate import choice, fraction, positive_int
 from ghostclip.accounting.events import RELATIONS, SamplingEvent
@@ -322,17 +323,26 @@ class _OncePerEpoch:
         return self.num_samples / self.epoch_steps
 
 
+def _below(words_N: NDArray[np.uint64], count: int) -> Records:
+    """Return ⌊u·count⌋ of uniform u in 32 + 32 bits, in which no product overflows: uneven by 2^-64·count at most."""
+    high_N, low_N, many = words_N >> np.uint64(32), words_N & np.uint64(0xFFFFFFFF), np.uint64(count)
+    return ((high_N * many + ((low_N * many) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(_OncePerEpoch):
-    """Every record is in exactly one batch of an epoch, in one drawn uniformly for each epoch and record: k of T steps.
+    """Every record is in exactly one batch of an epoch, in one drawn uniformly for each epoch and record.
+
+    Or in exactly k batches of k epochs, a subset of them drawn uniformly.
 
     Privacy:
         Amplified, and a little more than Poisson sampling of the same size: no record is drawn twice in an epoch. Sizes
-        vary as Poisson's do; an empty batch is a batch. An epoch, begun or complete, is one event.
+        vary as Poisson's do; an empty batch is a batch. An epoch, or k of them, begun or complete, is one event.
 
     Attributes:
         num_samples: N.
         epoch_steps: t, batches per epoch, at most N.
+        rounds: k, epochs that k batches of a record are drawn from together.
         relation: What neighbouring data sets are; see `SamplingEvent`.
 
     Raises:
@@ -340,6 +350,7 @@ class RandomAllocation(_OncePerEpoch):
     """
 
     relation: str = "zero_out"
+    rounds: int = 1
     _rounds: dict[tuple[str, int], tuple[Records, Records]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -347,6 +358,7 @@ class RandomAllocation(_OncePerEpoch):
 
     def __post_init__(self) -> None:
         choice(self.relation, "relation", RELATIONS)
+        positive_int(self.rounds, "rounds")
         super().__post_init__()
 
     @property
@@ -357,7 +369,8 @@ class RandomAllocation(_OncePerEpoch):
             sample_rate=1.0,
             num_units=self.num_samples,
             relation=self.relation,
-            steps_per_event=self.epoch_steps,
+            steps_per_event=self.rounds * self.epoch_steps,
+            participations=self.rounds,
         )
 
     def draw(self, key: RandomKey, position: int) -> Records:
@@ -365,27 +378,33 @@ class RandomAllocation(_OncePerEpoch):
 
         Args:
             key: Where the randomness follows from.
-            position: Number of the batch; its epoch is position // steps.
+            position: Number of the batch; its event is position // (k·t).
 
         Returns:
             Distinct record numbers, ascending, int64.
 
         Cost:
-            O(N log N) once an epoch.
+            O(N·k·(k + log N)) once in k epochs, and memory for N·k numbers.
+
+        Reference:
+            Floyd's subsets: Bentley (1987), A sample of brilliance.
         """
-        epoch, step = divmod(position, self.steps)
-        drawn_for = (key.fingerprint(), epoch)
+        total = self.rounds * self.epoch_steps
+        event, step = divmod(position, total)
+        drawn_for = (key.fingerprint(), event)
         if drawn_for not in self._rounds:
             self._rounds.clear()
-            words_N = WordStream(key, epoch).take(self.num_samples)
-            # ⌊u·t⌋ of a uniform u in 32 + 32 bits, in which no product overflows: uneven by 2^-32·t/2^32 at most.
-            high_N, low_N = words_N >> np.uint64(32), words_N & np.uint64(0xFFFFFFFF)
-            count = np.uint64(self.steps)
-            step_N = ((high_N * count + ((low_N * count) >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
-            order_N = np.argsort(step_N, kind="stable")
-            self._rounds[drawn_for] = order_N, np.searchsorted(step_N[order_N], np.arange(self.steps + 1))
-        order_N, begins = self._rounds[drawn_for]
-        return order_N[begins[step] : begins[step + 1]]
+            words, step_NK = WordStream(key, event), np.empty((self.num_samples, self.rounds), np.int64)
+            for taken, last in enumerate(range(total - self.rounds, total)):
+                # One up to the last that may be; the last one where that is taken.
+                step_N = _below(words.take(self.num_samples), last + 1)
+                is_taken_N = (step_NK[:, :taken] == step_N[:, None]).any(1)
+                step_NK[:, taken] = np.where(is_taken_N, last, step_N)
+            flat_M = step_NK.ravel()
+            order_M = np.argsort(flat_M, kind="stable")
+            self._rounds[drawn_for] = order_M // self.rounds, np.searchsorted(flat_M[order_M], np.arange(total + 1))
+        records_M, begins = self._rounds[drawn_for]
+        return records_M[begins[step] : begins[step + 1]]
 
     def describe(self) -> dict[str, Any]:
         """Return the public parameters.
@@ -393,7 +412,8 @@ class RandomAllocation(_OncePerEpoch):
         Returns:
             Values by name.
         """
-        return {"kind": "allocation", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
+        described = {"kind": "allocation", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
+        return described if self.rounds == 1 else {**described, "rounds": self.rounds}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ def _write(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
     from ghostclip.finetune.models import whole_copy
     from ghostclip.finetune.record import compared_costs, record_of, write_all
 
-    with Working("evaluating"):
+    with Working("evaluating"), trainer.averaged():
         after = run.evaluate()
         model = whole_copy(run.model) if is_in_parts(run.mesh) else run.model.to("cpu")
         if run.ranks.is_first and model is not None:

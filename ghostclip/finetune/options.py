@@ -138,6 +138,10 @@ class FinetuneOptions:
         None, f"peak learning rate of AdamW (default: {TOY_RATE:g} toy, {LORA_RATE:g} LoRA, {FULL_RATE:g} pretrained)",
         "R", _POSITIVE,
     )  # fmt: skip
+    average: str | None = _choice(
+        None, "evaluate and write an average of the weights over the steps, at no cost in privacy: ema (exponential) "
+        "or tail (of the second half) (default: the last weights)", "ema", "tail",
+    )  # fmt: skip
     strategy: str = _choice("auto", f"how gradients are clipped: {', '.join(STRATEGIES)}", *STRATEGIES)
     vocabulary_head: str = _choice("auto", f"losses of tokens without logits in memory: {', '.join(HEADS)}", *HEADS)
     memory_budget: float = _option(

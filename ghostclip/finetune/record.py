@@ -189,7 +189,8 @@ def card(run: FinetuneRun, record: dict[str, Any]) -> str:
         if privacy["private"]
         else "**Not private:** the noise was fixed with --unsafe-noise-seed.",
         mechanism=f"DP-SGD: {run.state.step} steps, σ = {mechanism.noise_multiplier:.4g}, "
-        f"C = {mechanism.max_grad_norm:g}, Poisson sampling with q = {mechanism.sample_rate:.4g}.",
+        f"C = {mechanism.max_grad_norm:g}, Poisson sampling with q = {mechanism.sample_rate:.4g}."
+        + (f" The weights are the {run.averaged}." if run.averaged else ""),
         assumptions="\n".join(f"- {line}" for line in privacy["assumptions"]),
     )  # fmt: skip
 

@@ -61,6 +61,7 @@ def result_text(run: FinetuneRun, record: dict[str, Any], unchecked: str | None)
         )
     return "\n" + _page(
         quality,
+        *((("weights", f"{run.averaged}, which is evaluated and written"),) if run.averaged else ()),
         ("privacy", guarantee),
         *(("", f"- {line}") for line in (*privacy["assumptions"], unchecked) if line),
         *(("warning", line) for line in privacy["warnings"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ghostclip import _torch
 from ghostclip.distributed import from_first
-from ghostclip.errors import ResumeError
+from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.finetune import models
 from ghostclip.finetune.measure import Quality, held_out_quality, try_private
 from ghostclip.finetune.options import FinetuneOptions
@@ -88,6 +88,8 @@ class FinetuneRun:
         self.options, self.ranks, self.output = options, ranks, options.output
         self.resume_point, self.ledger = self.output / RESUME_STATE, self.output / LEDGER
         self.mesh, self.device = ranks.mesh(options), ranks.device(options.device)
+        if options.average is not None and is_in_parts(self.mesh):
+            raise InvalidOptionError("--average with --mesh: averages of a model in parts are not kept; leave one out")
         fresh = lambda: secrets.randbits(48) if options.seed is None else options.seed  # noqa: E731
         seed = from_first("seed", fresh) if state is None else state.seed
         self.tokens = choose_tokens(options.tokenizer, options.model)
@@ -142,6 +144,12 @@ class FinetuneRun:
     def again(self) -> str:
         """What the run is gone on with, on a command line."""
         return f"{self.ranks.command} --resume --output {self.output}"
+
+    @property
+    def averaged(self) -> str:
+        """What the weights are an average of, as a sentence goes on; empty for the last ones."""
+        said = {"ema": "exponential average over the steps", "tail": "mean over the second half of the steps"}
+        return said.get(self.options.average or "", "")
 
     def entries(self) -> dict[str, Any]:
         """Return the run's own entries of a checkpoint."""

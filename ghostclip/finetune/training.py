@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ from ghostclip.finetune.measure import adamw
 from ghostclip.finetune.ranks import is_in_parts
 from ghostclip.finetune.run import FinetuneRun
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+from ghostclip.mechanisms import AveragedWeights
 
 _WARM_UP = 0.05
+_AVERAGES = "finetune_averages"
 # The first step of a session fills caches; the second is slowed by the memory profiler.
 _UNTIMED_STEPS = 2
 # How often loss and ε are said in a run: working out ε takes time.
@@ -89,9 +91,13 @@ class FinetuneTrainer(DPTrainer):
         self.peak: int | None = None
         self._taken, self._saved, self._began, self._step = 0, 0.0, 0.0, (0.0, 0)
         run.ledger.parent.mkdir(parents=True, exist_ok=True)
+        optimizer, self._averages = adamw(run.model, run.options.rate), None
+        if run.options.average is not None:
+            kind = "exponential" if run.options.average == "ema" else "tail"
+            self._averages = AveragedWeights(run.model, optimizer, kind=kind, start=run.mechanism.steps // 2)
         super().__init__(
             run.model, arguments, train_dataset=run.split.training, callbacks=[_step_end(self)],
-            optimizers=(adamw(run.model, run.options.rate), None),
+            optimizers=(optimizer, None),
         )  # fmt: skip
         # All ranks write through the engine, and none needs what DistributedDataParallel adds.
         self._is_placed |= run.ranks.count > 1
@@ -137,10 +143,12 @@ class FinetuneTrainer(DPTrainer):
         private.training.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
         with refused_together("beginning of the training"):
             if self.begun:
-                private.engine.load_checkpoint(
+                entries = private.engine.load_checkpoint(
                     path=run.resume_point, module=self.model, optimizer=private.optimizer,
                     torch_load_kwargs={"map_location": "cpu"}, fresh_randomness=bool(run.state.lost),
                 )  # fmt: skip
+                if self._averages is not None:
+                    self._averages.load_state_dict(entries[_AVERAGES])
             else:
                 self.save()
         self.begun, self.state.global_step = True, done
@@ -151,11 +159,16 @@ class FinetuneTrainer(DPTrainer):
         """Replace the resume point by one file, which appears whole or not; between two steps, in all processes."""
         assert self.private_run is not None, "in a training"
         self._saved = time.monotonic()
+        averages = {} if self._averages is None else {_AVERAGES: self._averages.state_dict()}
         if is_in_parts(self.run.mesh) or self.run.ranks.is_first:
             self.private_run.engine.save_checkpoint(
                 path=self.run.resume_point, module=self.model, optimizer=self.private_run.optimizer,
-                checkpoint_dict=self.run.entries(),
+                checkpoint_dict={**self.run.entries(), **averages},
             )  # fmt: skip
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model have the average that was asked for, or what it has."""
+        return nullcontext() if self._averages is None else self._averages.applied()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute the clipped sum of a logical batch, and measure memory once."""

@@ -18,7 +18,16 @@ from ghostclip.data.accepted import checked_batch_size, dataset_length, record_s
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.integrations.training.arguments import PrivacyArguments
-from ghostclip.mechanisms import BallsInBins, BandedInverse, Mechanism, PoissonSampling
+from ghostclip.mechanisms import (
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    Mechanism,
+    PoissonSampling,
+    UnamplifiedSampling,
+)
+from ghostclip.mechanisms.mechanism import Correlated
 from ghostclip.mechanisms.plan import calibrated
 from ghostclip.optim import release_of
 from ghostclip.privacy.budget import Budget
@@ -129,10 +138,10 @@ class HostTraining:
         if options.planned_epochs is not None:
             steps = max(steps or 0, math.ceil(options.planned_epochs * len(self.loader)))
         mechanism = self._mechanism()
-        if isinstance(mechanism, BandedInverse) and steps is None:
+        if isinstance(mechanism, Correlated) and steps is None:
             raise InvalidOptionError(
-                "mechanism='banded_inverse': its noise follows from the number of epochs, which is not known here. Say "
-                "how long the training is (max_epochs, max_steps, planned_epochs)."
+                f"mechanism={options.mechanism!r}: its noise follows from the number of epochs, which is not known. "
+                "Say how long the training is (max_epochs, max_steps, planned_epochs)."
             )
         if steps is not None:
             mechanism = mechanism.for_epochs(math.ceil(steps / len(self.loader)))
@@ -195,12 +204,15 @@ class HostTraining:
     def _mechanism(self) -> Mechanism:
         """Return what draws records and adds noise, for any number of epochs."""
         options = self.options
-        made: dict[str, Mechanism] = {
-            "poisson": PoissonSampling(),
-            "balls_in_bins": BallsInBins(),
-            "banded_inverse": BandedInverse(bands=options.noise_bands),
+        made: dict[str, Callable[[], Mechanism]] = {
+            "poisson": PoissonSampling,
+            "balls_in_bins": BallsInBins,
+            "unamplified": UnamplifiedSampling,
+            "banded_inverse": lambda: BandedInverse(bands=options.noise_bands),
+            "banded_matrix_factorization": lambda: BandedMatrixFactorization(bands=options.noise_bands),
+            "buffered_toeplitz": lambda: BufferedToeplitz(buffers=options.noise_bands),
         }
-        return made[options.mechanism]
+        return made[options.mechanism]()
 
     def _noise_for(self, steps: int | None, mechanism: Mechanism) -> float:
         options, loader = self.options, self.loader

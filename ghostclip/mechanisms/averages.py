@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from ghostclip._torch import copy_all_, move_all_
 from ghostclip._validate import choice
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import InvalidOptionError, ResumeError
 
 
 class AveragedWeights:
@@ -87,6 +88,20 @@ class AveragedWeights:
     def _copy(self, values: list[torch.Tensor]) -> None:
         if self.steps:
             copy_all_(self._parameters, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and their numbers of steps, for a checkpoint; as private as the parameters."""
+        return {"seen": self._seen, "steps": self.steps, "averages": list(self._averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state of the same parameters."""
+        found = state["averages"]
+        if [one.shape for one in found] != [one.shape for one in self._averages]:
+            raise ResumeError("averages: saved of other parameters. Resume with the model of before.")
+        self._seen, self.steps = int(state["seen"]), int(state["steps"])
+        for own, saved in zip(self._averages, found, strict=True):
+            own.copy_(saved)
 
     def detach(self) -> None:
         """Take no note of further steps."""

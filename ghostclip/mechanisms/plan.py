@@ -6,18 +6,33 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ghostclip._validate import positive, positive_int, probability, suggests_options
 from ghostclip.accounting import bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.data.schemes import SamplingScheme
 from ghostclip.errors import InvalidOptionError
-from ghostclip.mechanisms.mechanism import BallsInBins, BandedInverse, Mechanism, PoissonSampling
+from ghostclip.mechanisms.mechanism import (
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    Correlated,
+    Mechanism,
+    PoissonSampling,
+    workload_of,
+)
+from ghostclip.mechanisms.toeplitz import Workload, series
 
 BANDS = (2, 4, 8)
-"""Bands of correlated noise that are compared: each is one more pass of drawing noise."""
+"""Bands of correlated noise that are compared: each is one more pass of drawing noise, or one more buffer."""
+BUFFERS = 3
+"""Buffers of a BLT that is compared; more leave little less."""
 
-_WORTH_SAMPLING, _WORTH_CORRELATION = 1.01, 1.25
+_LONG = 10_000
+"""Steps after which noise is about as large as it becomes."""
+_WORTH_SAMPLING, _WORTH_CORRELATION, _WORTH_BUFFERS = 1.01, 1.25, 1.1
 """How much more noise a simpler mechanism may leave: what less was worth in trainings (paper_repro, table F)."""
 
 
@@ -29,9 +44,10 @@ class CalibratedMechanism:
         mechanism: Give it to `make_private_with_epsilon`.
         noise_multiplier: σ.
         epsilon: ε of the whole training, at most the target.
-        noise: Root of the mean square, over all steps, of the noise in one parameter of plain SGD with learning rate 1,
-            in units of the clipping norm: σ·‖A·C⁻¹‖_F·s / (√T·B).
+        noise: Root of the mean square, over all steps, of the noise in one parameter of SGD with the learning rates
+            given (1 by default), in units of the clipping norm: σ·‖A·C⁻¹‖_F·s / (√T·B).
         draws: Gaussian numbers that are drawn for each parameter in a step.
+        buffers: Tensors of the parameters' size that noise takes from step to step.
     """
 
     mechanism: Mechanism
@@ -39,6 +55,7 @@ class CalibratedMechanism:
     epsilon: float
     noise: float
     draws: int
+    buffers: int = 0
 
 
 @suggests_options
@@ -50,6 +67,7 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
     target_epsilon: float,
     target_delta: float,
     momentum: float = 0.0,
+    learning_rates: Sequence[float] | None = None,
     mechanisms: Sequence[Mechanism] | None = None,
 ) -> list[CalibratedMechanism]:
     """Return what mechanisms leave of noise in the parameters at one budget, the least first.
@@ -65,8 +83,9 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
         target_epsilon: ε not to be exceeded.
         target_delta: δ.
         momentum: Of the optimizer, in [0, 1).
+        learning_rates: Of its steps, or of any number of steps equally far apart; None for 1 in all.
         mechanisms: What to compare; by default Poisson sampling, balls in bins, and correlated noise of 2, 4 and 8
-            bands.
+            bands, of its inverse and with sampling, and with 3 buffers.
 
     Returns:
         Plans, the one with the least noise first.
@@ -76,7 +95,7 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
         BudgetError: If no noise keeps the budget.
 
     Cost:
-        Some seconds for balls in bins, whose cost has no formula.
+        Some seconds for balls in bins, whose cost has no formula, and for coefficients.
 
     Example:
         >>> plans = ghostclip.mechanisms.plan_privacy(
@@ -90,20 +109,24 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
         raise InvalidOptionError(f"batch_size={size}: there are only {samples} samples.")
     target, delta = positive(target_epsilon, "target_epsilon"), probability(target_delta, "target_delta")
     length = positive_int(epochs, "epochs")
+    workload = workload_of(momentum, learning_rates)
+    seen: dict[str, Any] = {"momentum": momentum, "learning_rates": learning_rates}
     usual: tuple[Mechanism, ...] = (
         PoissonSampling(),
         BallsInBins(),
-        *(BandedInverse(bands=bands, momentum=momentum) for bands in BANDS),
+        *(BandedInverse(bands=bands, **seen) for bands in BANDS),
+        *(BandedMatrixFactorization(bands=bands, **seen) for bands in BANDS if bands <= samples // size),
+        BufferedToeplitz(buffers=BUFFERS, **seen),
     )
     plans = [
-        _planned(mechanism.for_epochs(length), (samples, size, length), (target, delta), momentum)
+        _planned(mechanism.for_epochs(length), (samples, size, length), (target, delta), workload)
         for mechanism in (usual if mechanisms is None else mechanisms)
     ]
     return sorted(plans, key=lambda plan: plan.noise)
 
 
 def _planned(
-    mechanism: Mechanism, training: tuple[int, int, int], budget: tuple[float, float], momentum: float
+    mechanism: Mechanism, training: tuple[int, int, int], budget: tuple[float, float], workload: Workload
 ) -> CalibratedMechanism:
     samples, size, epochs = training
     scheme = mechanism.scheme(samples, size)
@@ -113,8 +136,9 @@ def _planned(
         mechanism=mechanism,
         noise_multiplier=sigma,
         epsilon=epsilon,
-        noise=sigma * mechanism.error(scheme, epochs * scheme.steps, momentum=momentum) / scheme.expected_batch_size,
-        draws=1 if correlation is None else len(correlation.coefficients),
+        noise=sigma * mechanism.error(scheme, epochs * scheme.steps, workload) / scheme.expected_batch_size,
+        draws=1 if correlation is None or correlation.lags is None else len(correlation.lags),
+        buffers=0 if correlation is None else correlation.buffers,
     )
 
 
@@ -141,7 +165,11 @@ def calibrated(
 def recommended(plans: Sequence[CalibratedMechanism]) -> CalibratedMechanism:
     """Return the simplest mechanism that leaves about as little as the best: a larger gain must pay for more rules."""
     least = plans[0].noise
-    for kind, room in ((PoissonSampling, _WORTH_SAMPLING), (BallsInBins, _WORTH_CORRELATION)):
+    for kind, room in (
+        (PoissonSampling, _WORTH_SAMPLING),
+        (BallsInBins, _WORTH_CORRELATION),
+        (BandedInverse, _WORTH_BUFFERS),
+    ):
         simple = [plan for plan in plans if isinstance(plan.mechanism, kind) and plan.noise <= room * least]
         if simple:
             return simple[0]
@@ -155,11 +183,14 @@ def recommendation(plans: Sequence[CalibratedMechanism]) -> str:
     if best is usual:
         return "Poisson sampling: nothing else leaves 1 % less noise in the parameters."
     asks = "each record is in exactly one batch of an epoch"
-    if isinstance(best.mechanism, BandedInverse):
-        asks = (
-            "batches come in the same order in every epoch, σ stays what it is, and each step draws noise "
-            f"{best.draws} times, without memory"
-        )
+    if isinstance(best.mechanism, Correlated):
+        drawn = "batches come from groups of records in turn"
+        if not isinstance(best.mechanism, BandedMatrixFactorization):
+            drawn = "batches come in the same order in every epoch"
+        memory = f"holds {best.buffers} buffers of the parameters' size"
+        if not best.buffers:
+            memory = f"draws noise {best.draws} times, without memory"
+        asks = f"{drawn}, σ stays what it is, and each step {memory}"
     gain = 100 * (1 - best.noise / usual.noise)
     return f"{described(best.mechanism)}: {gain:.0f} % less noise in parameters than Poisson sampling; {asks}."
 
@@ -169,7 +200,7 @@ def described(mechanism: Mechanism) -> str:
     told = {
         name: value
         for name, value in vars(mechanism).items()
-        if name in ("bands", "groups", "max_batch_size") and value is not None
+        if name in ("bands", "buffers", "groups", "max_batch_size") and value is not None
     }
     return f"{type(mechanism).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
 
@@ -183,9 +214,12 @@ def noise_to_batch(plan: CalibratedMechanism, *, num_samples: int, batch_size: i
         batch_size: Records of a batch.
 
     Returns:
-        σ·s/B: of a training at another batch size, the same number is the same noise in each step.
+        σ·s/B: of a training at another batch size, the same number is the same noise in each step. Of correlated noise
+        in steps that have all of what they take back.
     """
     scheme = plan.mechanism.scheme(num_samples, batch_size)
     correlation = plan.mechanism.correlation(scheme)
-    norm = 1.0 if correlation is None else correlation.scale * math.hypot(*correlation.coefficients)
+    norm = 1.0
+    if correlation is not None:
+        norm = correlation.scale * math.hypot(*series(correlation.sections, _LONG))
     return plan.noise_multiplier * norm / scheme.expected_batch_size

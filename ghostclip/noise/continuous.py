@@ -6,6 +6,7 @@ Neither claims that floating-point numbers hide what they encode: for that the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
-from ghostclip import kernels
+from ghostclip import _torch, kernels
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.kernels import switch
@@ -55,7 +56,31 @@ def make_noise_source(
     return SecureNoise() if level == "secure" else ExactNoise()
 
 
-class FastNoise(KeyedNoise):
+class _KeyStreamNoise(KeyedNoise):
+    """Base of levels whose noise may come from a key stream on the device itself."""
+
+    def _release_from_stream(
+        self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range, *, rounds: int
+    ) -> None:
+        """Add noise to a range of a tensor and divide it, on its device."""
+        key, (position, first, total) = cipher_key(self._key), where
+        add = partial(kernels.add_noise_, key=key, rounds=rounds)
+        if self._rows is None:
+            add(flat_N, position=position, scales=scales, extent=(first, total))
+            return
+        std, divisor = scales
+        for offset in range(first, first + flat_N.numel(), GPU_BLOCK):
+            part_N, extent = flat_N[offset - first :][:GPU_BLOCK], (offset, total)
+
+            def add_(z_N: torch.Tensor, at: int, extent: tuple[int, int] = extent) -> None:
+                add(z_N, position=at, scales=(1.0, 1.0), extent=extent)
+
+            self._add_correlated(part_N, std, (position, offset), add_)
+            if divisor != 1:
+                _torch.divide_all_([part_N], divisor)
+
+
+class FastNoise(_KeyStreamNoise):
     """Noise of statistical quality: independent, with true Gaussian tails, but not cryptographic.
 
     Privacy:
@@ -103,7 +128,7 @@ class FastNoise(KeyedNoise):
 
     def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
         if flat_N.is_cuda and self._stream == "counter":
-            _add_key_stream(flat_N, self._key, scales, where, terms=self._terms_at(where.position), rounds=FAST_ROUNDS)
+            self._release_from_stream(flat_N, scales, where, rounds=FAST_ROUNDS)
         else:
             super()._release_range(flat_N, scales, where)
 
@@ -183,29 +208,7 @@ def _device_generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def _add_key_stream(
-    flat_N: torch.Tensor,
-    key: RandomKey,
-    scales: tuple[float, float],
-    where: Range,
-    *,
-    terms: Sequence[tuple[float, int]],
-    rounds: int,
-) -> None:
-    """Add noise to a range of a tensor and divide it, on its device; correlated noise term by term."""
-    std, divisor = scales
-    for number, (factor, position) in enumerate(terms, start=1):
-        kernels.add_noise_(
-            flat_N,
-            key=cipher_key(key),
-            position=position,
-            scales=(factor * std, divisor if number == len(terms) else 1.0),
-            extent=(where.offset, where.total),
-            rounds=rounds,
-        )
-
-
-class SecureNoise(KeyedNoise):
+class SecureNoise(_KeyStreamNoise):
     """Noise from a cryptographic key stream with a key of the operating system, by float64 Box-Muller.
 
     Privacy:
@@ -227,8 +230,7 @@ class SecureNoise(KeyedNoise):
 
     def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
         if flat_N.is_cuda:
-            terms = self._terms_at(where.position)
-            _add_key_stream(flat_N, self._key, scales, where, terms=terms, rounds=SECURE_ROUNDS)
+            self._release_from_stream(flat_N, scales, where, rounds=SECURE_ROUNDS)
         else:
             super()._release_range(flat_N, scales, where)
 

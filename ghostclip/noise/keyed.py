@@ -198,16 +198,32 @@ class KeyedNoise:
         if self._rows is None:
             self._add(part_N, std, block, within)
         else:
-            # Added up in float64 first, so that the result is rounded once.
-            # Apple's GPUs have no float64.
-            widest = torch.float32 if part_N.device.type == "mps" else torch.float64
-            noise_N = torch.zeros_like(part_N, dtype=widest)
-            for factor, position in self._rows.terms(block.position):
-                self._add(noise_N, factor * std, block._replace(position=position), within)
-            part_N.copy_(noise_N.add_(part_N))
+            first = block.number * self._block_size(part_N) + within.start
+            add_ = partial(self._add_at, block, within)
+            self._add_correlated(part_N, std, (block.position, first), add_)
         if divisor != 1:
             # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
             _torch.divide_all_([part_N], divisor)
+
+    def _add_at(self, block: Block, within: slice, z_N: torch.Tensor, position: int) -> None:
+        self._add(z_N, 1.0, block._replace(position=position), within)
+
+    def _add_correlated(
+        self, part_N: torch.Tensor, std: float, at: tuple[int, int], add_: Callable[[torch.Tensor, int], None]
+    ) -> None:
+        """Add correlated noise to a part that begins at (position, element); `add_` adds z of a position to it."""
+        assert self._rows is not None, "correlate() was called"
+        # Added up in float64 first, so that the result is rounded once; Apple's GPUs have no float64.
+        widest = torch.float32 if part_N.device.type == "mps" else torch.float64
+
+        def draw(position: int) -> torch.Tensor:
+            z_N = torch.zeros_like(part_N, dtype=widest)
+            add_(z_N, position)
+            return z_N
+
+        kept = torch.promote_types(part_N.dtype, torch.float32)
+        noise_N = self._rows.filtered(at[0], (at[1], part_N.numel()), draw, kept)
+        part_N.copy_(noise_N.mul_(std).add_(part_N))
 
     def _next_position(self, like: torch.Tensor | None = None, total: int = 0) -> int:
         self._owner.require(self, remedy=_REMEDY)
@@ -225,10 +241,6 @@ class KeyedNoise:
                 "noise_level='secure'."
             )
         self._rows = NoiseRows(correlation, stride)
-
-    def _terms_at(self, position: int) -> list[tuple[float, int]]:
-        """Return factors, and the positions whose noise they multiply, of a call at a position."""
-        return [(1.0, position)] if self._rows is None else self._rows.terms(position)
 
     def begin_row(self, row: int) -> None:
         """Go on to a step of the correlated mechanism, above all before; called before the noise of the step."""

@@ -16,6 +16,7 @@ from ghostclip._files import reason_of
 from ghostclip.distributed import Pipeline, from_first
 from ghostclip.distributed.whole import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
+from ghostclip.noise.correlated import plain
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
@@ -60,11 +61,16 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
         event = sampling.event
         described.update(sampling=event.kind, sample_rate=event.sample_rate)
         if sampling.correlation is not None:
-            described["correlation"] = list(sampling.correlation.coefficients)
+            described["correlation"] = plain(sampling.correlation)
             described["correlation_scale"] = sampling.correlation.scale
         if event.kind in ("cyclic", "cyclic_poisson", "allocation"):
             described["steps_per_event"] = event.steps_per_event
-        unusual = {"truncation": event.truncation, "unit": event.unit, "records_per_unit": event.records_per_unit}
+        unusual = {
+            "truncation": event.truncation,
+            "unit": event.unit,
+            "records_per_unit": event.records_per_unit,
+            "participations": event.participations,
+        }
         described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
     return described
 

@@ -175,7 +175,7 @@ class PeriodSampling:
         )  # fmt: skip
         self._mechanism = mechanism
         self._scheme = loader.private_sampler.scheme if isinstance(loader, DPDataLoader) else None
-        self._per_epoch = len(loader) // len(passes)
+        self._epoch_steps = len(loader)
         self.correlation: Correlation | None = None
         if mechanism is not None and self._scheme is not None:
             self.correlation = mechanism.correlation(self._scheme)
@@ -224,7 +224,7 @@ class PeriodSampling:
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
         """Return a charge for each kind of period of whole passes."""
-        return self._charges(noise_multiplier, 1, 0, epochs * self._per_epoch)
+        return self._charges(noise_multiplier, 1, 0, -(-epochs * self._epoch_steps // len(self._passes)))
 
     def row(self, optimizer: DPOptimizer) -> int:
         """Return which step of a correlated mechanism the next release is: the number of its draw."""

@@ -19,7 +19,7 @@ _SAMPLING = {
     "shuffled": "shuffled batches, a pass counted as one full participation",
     "cyclic": "the same batches in each epoch of {steps} steps",
     "cyclic_poisson": "Poisson sampling with q = {rate:.4g} of one group after another, of {steps}",
-    "allocation": "each record in exactly one of {steps} steps of an epoch, drawn uniformly",
+    "allocation": "each record in exactly {often} of {steps} steps, drawn uniformly and anew for the next ones",
 }
 _NOISE = {
     "fast": "fast noise (a statistical generator, floating-point numbers)",
@@ -52,12 +52,16 @@ def summary_text(
         relation = _RELATIONS[event.relation].format(unit=event.unit, count=event.num_units)
         parts.append(f"for each {unit}, between data sets {relation}")
         said = _SAMPLING[event.kind].format(
-            rate=event.sample_rate, truncation=event.truncation, steps=event.steps_per_event
+            rate=event.sample_rate,
+            truncation=event.truncation,
+            steps=event.steps_per_event,
+            often="one" if event.participations == 1 else event.participations,
         )
         parts.append(f"{said}, as declared by the user, who answers for it" if sampling.draws is None else said)
         if sampling.correlation is not None:
-            bands = len(sampling.correlation.coefficients)
-            parts.append(f"noise correlated over {bands} steps, as one Gaussian mechanism on all of them")
+            lags = sampling.correlation.lags
+            over = f"{len(lags)} steps" if lags else f"all steps, by {sampling.correlation.buffers} buffers"
+            parts.append(f"noise correlated over {over}, as one Gaussian mechanism on all of them")
         if sampling.draws is not None and sampling.draws.comparison:
             parts.append(sampling.draws.comparison)
     parts.append(_NOISE[level])

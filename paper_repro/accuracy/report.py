@@ -14,8 +14,9 @@ Task = Mapping[str, Any]
 Cell = Mapping[str, Any]
 WEIGHTS = {"last": "last weights", "exponential": "exponential average", "tail": "average of the second half"}
 COLOURS = {"last": "#8d99ae", "exponential": "#2a6f97", "tail": "#c77d2e"}
-UNAMPLIFIED = ("unamplified", "bisr-4", "banded-4")
-MECHANISMS = ("poisson", "balls", "banded-2", "banded-4", "banded-8", "bisr-4", "unamplified")
+UNAMPLIFIED = ("unamplified", "bisr-4", "banded-4", "buffered-3")
+CORRELATED = ("banded-2", "banded-4", "banded-8", "bisr-4", "buffered-3", "bandmf-2", "bandmf-4")
+MECHANISMS = ("poisson", "balls", *CORRELATED, "unamplified")
 TINY = "Few records and steps: it shows that everything runs, not what is better.\n"
 HOW = """\
 Every row has the same ε, batches of the same mean size and the same number of passes; the noise is what its own

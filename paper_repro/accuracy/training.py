@@ -19,11 +19,15 @@ from ghostclip.mechanisms import (
     AveragedWeights,
     BallsInBins,
     BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
     CalibratedMechanism,
     Mechanism,
     PoissonSampling,
+    UnamplifiedSampling,
     plan_privacy,
 )
+from ghostclip.mechanisms.mechanism import Correlated
 from paper_repro.accuracy.tasks import Task, found
 
 DECAY = 0.95
@@ -59,8 +63,10 @@ ROWS = {
         Row("banded-4", "banded inverse, 4 bands", BandedInverse(bands=4)),
         Row("banded-8", "banded inverse, 8 bands", BandedInverse(bands=8)),
         Row("bisr-4", "BISR(4)", BandedInverse(bands=4, coefficients="square_root")),
-        # Independent noise on the batches of the rows above: C is the identity, s = √epochs.
-        Row("unamplified", "DP-SGD, no amplification", BandedInverse(bands=2, coefficients=(0.0,))),
+        Row("buffered-3", "BLT, 3 buffers", BufferedToeplitz(buffers=3)),
+        Row("bandmf-2", "BandMF, 2 bands", BandedMatrixFactorization(bands=2)),
+        Row("bandmf-4", "BandMF, 4 bands", BandedMatrixFactorization(bands=4)),
+        Row("unamplified", "DP-SGD, no amplification", UnamplifiedSampling()),
         Row("poisson-c", "Poisson, C tuned too", PoissonSampling(), clips=(0.3, 1.0, 3.0)),
         Row("automatic", "Poisson, automatic clipping", PoissonSampling(), clipping="automatic"),
         Row("adaptive", "Poisson, adaptive clipping", PoissonSampling(), clipping="adaptive"),
@@ -110,7 +116,7 @@ def quiet() -> None:
 def mechanism_of(row: Row, task: Task) -> Mechanism | None:
     """Return the mechanism for a task's length and momentum."""
     mechanism = row.mechanism
-    if isinstance(mechanism, BandedInverse):
+    if isinstance(mechanism, Correlated):
         mechanism = replace(mechanism, momentum=task.momentum)
     return None if mechanism is None else mechanism.for_epochs(task.epochs)
 

@@ -44,6 +44,7 @@ JOBS = {
     "layers, resumed": Job(["--resume", "--output", "stopped-layers", "--mesh", "dp=2"]),
     "stopped shards": Job([*LAYERS, "--output", "stopped-shards", "--mesh", "dp=2"], stops=0),
     "shards, resumed": Job(["--resume", "--output", "stopped-shards", "--mesh", "tp=2"]),
+    "average of parts": Job([*COMMON, "--output", "none", "--mesh", "dp=2", "--average", "ema"]),
     "no plan": Job([*COMMON, "--output", "none", "--mesh", "tp=2"]),
     "odd heads": Job([*LAYERS, "--output", "none", "--mesh", "tp=2", "--hidden-size", "18", "--heads", "3"]),
     "adapters of layers": Job([*LORA, "--output", "none", "--mesh", "tp=2"]),
@@ -66,6 +67,7 @@ JOBS = {
 }
 REFUSED = {
     "mesh of three": "--mesh dp=3 is of 3 processes, but there are 2",
+    "average of parts": "--average with --mesh: averages of a model in parts are not kept",
     "no plan": "GPT2LMHeadModel has no plan of tensor parallelism (tp_plan)",
     "odd heads": "3 num_attention_heads cannot be shared by tp=2",
     "adapters of layers": "--lora with --mesh dp=1,tp=2: a model's plan of tensor parallelism says nothing of adapters",

@@ -193,6 +193,47 @@ def test_stop_and_resume_is_the_same_run(finetune, text_file, tmp_path, record_o
     assert "holds no interrupted run" in again.err
 
 
+@pytest.mark.parametrize("kind", ["ema", "tail"])
+def test_an_average_is_evaluated_and_written_and_survives_a_stop(
+    finetune, text_file, tmp_path, after_step, monkeypatch, kind
+):
+    common = ["--data", text_file, "--seed", "1", "--unsafe-noise-seed", "2", *TINY, "--comparison-steps", "0"]
+    iterates, plain = [], FinetuneTrainer.finish_step
+
+    def recorded(self):
+        iterates.append({name: tensor.clone() for name, tensor in self.run.model.state_dict().items()})
+        return plain(self)
+
+    monkeypatch.setattr(FinetuneTrainer, "finish_step", recorded)
+    said = finetune(*common, "--average", kind, "--output", tmp_path / "whole")
+    assert said.status == 0, said.err
+    monkeypatch.setattr(FinetuneTrainer, "finish_step", plain)
+    after_step(2, interrupt)
+    assert finetune(*common, "--average", kind, "--output", tmp_path / "parts").status == 130
+    assert finetune("--resume", "--output", tmp_path / "parts").status == 0
+    assert len(iterates) == 5
+    words = {"ema": "exponential average over the steps", "tail": "mean over the second half of the steps"}[kind]
+    assert words in " ".join(said.out.split())
+    assert f"The weights are the {words}." in (tmp_path / "whole" / "README.md").read_text(encoding="utf-8")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name, tensor in whole.items():
+        wanted = torch.zeros(())
+        for number, iterate in enumerate(iterates[2:], start=1) if kind == "tail" else ():
+            wanted = wanted + (iterate[name] - wanted) / number
+        if kind == "tail":
+            torch.testing.assert_close(tensor, wanted)
+        assert torch.equal(tensor, parts[name])
+    assert any(not torch.equal(tensor, iterates[-1][name]) for name, tensor in whole.items())
+    records = {}
+    for one in ("whole", "parts", "last"):
+        if one == "last":
+            assert finetune(*common, "--output", tmp_path / "last").status == 0
+        records[one] = json.loads((tmp_path / one / "private" / "run.json").read_text(encoding="utf-8"))
+    assert records["whole"]["options"]["average"] == kind
+    found = [record["held_out_perplexity"]["after"] for record in records.values()]
+    assert found[0] == found[1] != found[2]
+
+
 def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path, record_of, after_step):
     out = tmp_path / "out"
     after_step(3, crash)

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.mechanisms import BallsInBins, BandedInverse, Mechanism
+from ghostclip.mechanisms import (
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    Mechanism,
+)
 from tests.cases import transformers_models as hf
 
 RECORDS, BATCH, BOUND = 18, 6, 0.3
@@ -208,6 +214,8 @@ TRAININGS: dict[str, Training] = {
     "small batches, two passes": Training(plain, nested, mode="ghost", batch=1),
     "physical batches": Training(plain, physical=2),
     "correlated noise": Training(plain, nested, mechanism=BandedInverse(bands=3, epochs=1), physical=2),
+    "banded factorisation": Training(plain, nested, mechanism=BandedMatrixFactorization(bands=3, epochs=1), physical=2),
+    "buffered noise": Training(plain, blocks, mechanism=BufferedToeplitz(buffers=2, epochs=1)),
     "balls in bins": Training(plain, nested, mechanism=BallsInBins()),
 }
 ON_FOUR: dict[str, Training] = {

@@ -28,6 +28,7 @@ DELTA, DIES_IN = 1e-5, 3
 
 DIVIDED: dict[str, Training] = {
     "nested": TRAININGS["nested"],
+    "buffered noise": TRAININGS["buffered noise"],
     "tensor": Training(tensor.mlp, tensor.of_mlp),
     "two axes": Training(tensor.mlp, tensor.on_two_axes(tensor.of_mlp, 2, 2)),
 }
@@ -46,6 +47,7 @@ def _begin(how: str = "nested", *, divided: bool = True, **options: Any) -> tupl
         noise_multiplier=1.0,
         max_grad_norm=0.3,
         loss_reduction="sum",
+        mechanism=DIVIDED[how].mechanism,
     )
     return engine, net, model, optimizer, loader
 
@@ -113,39 +115,41 @@ def load(rank: int, ranks: int, folder: str, how: str = "nested") -> None:
     os._exit(0)
 
 
-def keep(rank: int, ranks: int, folder: str) -> None:
+def keep(rank: int, ranks: int, folder: str, how: str) -> None:
     """Train for an epoch, save one file, and go on for a step; then go on from the file again.
 
     Args:
         rank: Number of this process.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        how: How the model is divided.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with process_group(rank, ranks, folder, meshes=True):
-        engine, net, model, optimizer, loader = _begin()
+        engine, net, model, optimizer, loader = _begin(how)
         for batch in loader:
             _step(model, optimizer, batch)
         engine.save_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
         _step(model, optimizer, next(iter(loader)))
         torch.save(_seen(engine, net, optimizer), Path(folder) / f"kept{rank}.pt")
-        torch.save(go_on(folder), Path(folder) / f"resumed{rank}.pt")
+        torch.save(go_on(folder, how), Path(folder) / f"resumed{rank}.pt")
         distributed.barrier()
     os._exit(0)
 
 
-def go_on(folder: str, *, divided: bool = True) -> dict[str, Any]:
+def go_on(folder: str, how: str, *, divided: bool = True) -> dict[str, Any]:
     """Continue the training of a file for a step.
 
     Args:
         folder: Where it lies.
+        how: How the model is divided.
         divided: Whether this is one of several ranks.
 
     Returns:
         What is there afterwards.
     """
-    engine, net, model, optimizer, loader = _begin(divided=divided)
+    engine, net, model, optimizer, loader = _begin(how, divided=divided)
     engine.load_checkpoint(path=f"{folder}/file.pt", module=model, optimizer=optimizer)
     _step(model, optimizer, next(iter(loader)))
     return _seen(engine, net, optimizer)

@@ -17,10 +17,11 @@ def _found(folder, what, ranks):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_file_of_two_ranks_is_continued_by_two_and_by_one(tmp_path):
-    start_ranks(keep, 2, str(tmp_path))
+@pytest.mark.parametrize("how", ["nested", "buffered noise"])
+def test_one_file_of_two_ranks_is_continued_by_two_and_by_one(tmp_path, how):
+    start_ranks(keep, 2, str(tmp_path), how)
     kept, resumed = _found(tmp_path, "kept", 2), _found(tmp_path, "resumed", 2)
-    alone = go_on(str(tmp_path), divided=False)
+    alone = go_on(str(tmp_path), how, divided=False)
     for rank in (*resumed, alone):
         assert rank["epsilon"] == kept[0]["epsilon"]
         assert rank["noise"] == kept[0]["noise"]

@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 EXPECTED = {
     "poisson": "Poisson sampling with q = ",
     "balls_in_bins": "exactly one of",
-    "banded_inverse": "correlated over 3",
+    "unamplified": "the same batches in each epoch",
+    "banded_inverse": "correlated over 3 steps",
+    "banded_matrix_factorization": "of one group after another, of 3; noise correlated over all steps, by 2 buffers",
+    "buffered_toeplitz": "correlated over all steps, by 3 buffers",
 }
 
 
@@ -24,11 +27,14 @@ def test_a_host_trains_within_epsilon_by_any_mechanism(host, mechanism, tmp_path
     assert EXPECTED[mechanism] in engine.summary(5e-4)
 
 
-@pytest.mark.parametrize("mechanism", ["balls_in_bins", "banded_inverse"])
+@pytest.mark.parametrize(
+    "mechanism", ["balls_in_bins", "banded_inverse", "banded_matrix_factorization", "buffered_toeplitz"]
+)
 def test_a_host_resumes_any_mechanism_within_its_plan(mechanism, tmp_path):
     made = _Trainer(tmp_path)
-    made.train(1, target_epsilon=3.0, mechanism=mechanism, planned_epochs=2)
-    engine = made.train(2, target_epsilon=3.0, mechanism=mechanism, planned_epochs=2, resume=True)
+    options = {"target_epsilon": 3.0, "mechanism": mechanism, "noise_bands": 2, "planned_epochs": 2}
+    made.train(1, **options)
+    engine = made.train(2, **options, resume=True)
     assert 2.9 < engine.get_epsilon(5e-4) <= 3.0
 
 

@@ -11,6 +11,7 @@ from ghostclip.accounting import bounding_accountant, get_noise_multiplier
 from ghostclip.accounting.allocation import allocated
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.pairs import Cells, DiscretePair
+from ghostclip.data import RandomAllocation
 from ghostclip.errors import InvalidOptionError
 
 # Moments of high order lie far out.
@@ -85,6 +86,28 @@ def test_rounds_together_against_drawn_ratios(epsilon: float) -> None:
     worst = max(removed.mean(), added.mean())
     spread = 5 * max(removed.std(), added.std()) / math.sqrt(drawn)
     assert worst - spread <= found <= worst * 1.01 + spread
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 1.0, 2.0])
+def test_any_k_of_all_steps_cost_no_more_than_k_rounds(epsilon: float) -> None:
+    """The likelihood ratio of k of T steps, drawn uniformly, is e_k(X_1, ..., X_T) / (T over k)."""
+    sigma, steps, rounds, drawn = 0.9, 12, 3, 200_000
+    random = np.random.default_rng(7)
+    symmetric = np.zeros((rounds + 1, drawn))
+    symmetric[0] = 1.0
+    for _ in range(steps):
+        ratio = np.exp(random.standard_normal(drawn) / sigma - 0.5 / sigma**2)
+        symmetric[1:] += ratio * symmetric[:-1]
+    likelihood = symmetric[-1] / math.comb(steps, rounds)
+    removed, added = np.maximum(likelihood - math.exp(epsilon), 0), np.maximum(1 - math.exp(epsilon) * likelihood, 0)
+    accountant = bounding_accountant("pld")
+    event = RandomAllocation(num_samples=100, epoch_steps=steps // rounds, rounds=rounds).event
+    accountant.record(event, noise_multiplier=sigma)
+    found = accountant.get_delta(epsilon)
+    for losses in (removed, added):
+        assert losses.mean() - 4 * losses.std() / math.sqrt(drawn) < found
+    # It is no bound for more participations than that.
+    assert found < 1.6 * max(removed.mean(), added.mean()) + 1e-4
 
 
 def test_one_step_is_the_gaussian_mechanism() -> None:

@@ -6,6 +6,7 @@ optimizer receives in all steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,13 +19,31 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.audit import Finding, Scores, audit_scores
-from ghostclip.mechanisms import BallsInBins, BandedInverse, CyclicPoissonSampling, Mechanism, PoissonSampling
-from ghostclip.mechanisms.toeplitz import inverse_series
+from ghostclip.mechanisms import (
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    CyclicPoissonSampling,
+    Mechanism,
+    PoissonSampling,
+    UnamplifiedSampling,
+)
+from ghostclip.mechanisms.toeplitz import inverse_of, series
 from ghostclip.noise.correlated import Correlation
 
 # δ is large for what a few thousand canaries can prove.
 pytestmark = pytest.mark.filterwarnings("ignore:delta=0.01 is not below")
 CANARIES, STEPS, EPOCHS, SIGMA, DELTA = 1200, 6, 2, 0.9, 1e-2
+CORRELATED = [
+    BandedInverse(bands=3, epochs=EPOCHS),
+    BufferedToeplitz(buffers=2, epochs=EPOCHS),
+    BandedMatrixFactorization(bands=3, epochs=EPOCHS),
+]
+
+
+def name_of(mechanism: Mechanism) -> str:
+    return type(mechanism).__name__ + "-uniform" * getattr(mechanism, "uniform", False)
 
 
 class _Received(torch.optim.SGD):
@@ -66,30 +85,55 @@ def scores_of(mechanism: Mechanism, released: np.ndarray, scheme: Any) -> np.nda
     correlation = mechanism.correlation(scheme)
     if correlation is None:
         rate, period = scheme.event.sample_rate, scheme.event.steps_per_event
+        if getattr(mechanism, "uniform", False):
+            return np.log(_k_of_all(np.exp((released - 0.5) / SIGMA**2), scheme.rounds))
         if isinstance(mechanism, BallsInBins):
             return by_likelihood(released, lambda rounds: rounds.mean(1), period)
         if isinstance(mechanism, PoissonSampling):
             return by_likelihood(released, lambda rounds: 1 - rate + rate * rounds[:, 0], 1)
-        group = np.empty(CANARIES, int)
-        for number in range(period):
-            group[scheme.draw(None, number) if rate == 1 else _members(scheme, number)] = number
+        group = _groups(scheme)
         return by_likelihood(
             released, lambda rounds: 1 - rate + rate * np.take_along_axis(rounds, group[None, None], 1)[:, 0], period
         )
     steps = len(released)
-    c = inverse_series(correlation.coefficients, steps)
+    c = series(inverse_of(correlation.sections), steps)
     matrix = np.array([[c[i - j] if i >= j else 0.0 for j in range(steps)] for i in range(steps)])
     # Every canary's own steps.
     own = np.zeros((steps, CANARIES))
     for step in range(steps):
-        records = scheme.draw(None, step)
-        own[step, records % CANARIES] += 1
+        np.add.at(own[step], _members(scheme, step) % CANARIES, 1)
     moved = matrix @ own
+    if isinstance(mechanism, BandedMatrixFactorization) and own.sum() == CANARIES * steps / scheme.groups:
+        # Rounds in rows of their own, each with the record or without.
+        rate, log_ratio = scheme.sample_rate, np.zeros(CANARIES)
+        for begin in range(0, steps, scheme.groups):
+            one = matrix[:, begin : begin + scheme.groups] @ own[begin : begin + scheme.groups]
+            shift = (one * (matrix @ released)).sum(0) - (one**2).sum(0) / 2
+            log_ratio += np.log(1 - rate + rate * np.exp(shift / (SIGMA * correlation.scale) ** 2))
+        return log_ratio
     return (moved * (matrix @ released)).sum(0) / np.linalg.norm(moved, axis=0) - np.linalg.norm(moved, axis=0) / 2
 
 
-def _members(scheme: Any, group: int) -> np.ndarray:
-    return replace(scheme, sample_rate=1.0).draw(ghostclip.noise.RandomKey("sampling"), group)
+def _members(scheme: Any, step: int) -> np.ndarray:
+    """Who may be in a step."""
+    everybody = replace(scheme, sample_rate=1.0) if hasattr(scheme, "groups") else scheme
+    return everybody.draw(ghostclip.noise.RandomKey("sampling"), step)
+
+
+def _groups(scheme: Any) -> np.ndarray:
+    group = np.empty(CANARIES, int)
+    for number in range(scheme.event.steps_per_event):
+        group[_members(scheme, number)] = number
+    return group
+
+
+def _k_of_all(ratios: np.ndarray, count: int) -> np.ndarray:
+    """The mean of all products of k ratios of T."""
+    symmetric = np.zeros((count + 1, ratios.shape[1]))
+    symmetric[0] = 1.0
+    for one in ratios:
+        symmetric[1:] += one * symmetric[:-1]
+    return symmetric[-1] / math.comb(len(ratios), count)
 
 
 def audited(mechanism: Mechanism, *, copies: int = 1, trainings: int = 2) -> Finding:
@@ -104,8 +148,15 @@ def audited(mechanism: Mechanism, *, copies: int = 1, trainings: int = 2) -> Fin
 
 @pytest.mark.parametrize(
     "mechanism",
-    [PoissonSampling(), BallsInBins(), CyclicPoissonSampling(groups=3), BandedInverse(bands=3, epochs=EPOCHS)],
-    ids=lambda mechanism: type(mechanism).__name__,
+    [
+        PoissonSampling(),
+        BallsInBins(),
+        BallsInBins(uniform=True, epochs=EPOCHS),
+        CyclicPoissonSampling(groups=3),
+        UnamplifiedSampling(),
+        *CORRELATED,
+    ],
+    ids=name_of,
 )
 def test_the_best_attack_proves_much_of_epsilon_and_never_more(mechanism: Mechanism) -> None:
     finding = audited(mechanism)
@@ -114,9 +165,7 @@ def test_the_best_attack_proves_much_of_epsilon_and_never_more(mechanism: Mechan
     assert finding.epsilon > 0.25 * finding.claimed_epsilon, finding.sentence()
 
 
-@pytest.mark.parametrize(
-    "mechanism", [BallsInBins(), BandedInverse(bands=3, epochs=EPOCHS)], ids=lambda m: type(m).__name__
-)
+@pytest.mark.parametrize("mechanism", [BallsInBins(), *CORRELATED], ids=name_of)
 def test_records_that_take_part_more_often_than_is_accounted_for_are_caught(mechanism: Mechanism) -> None:
     # The data set holds every record three times, which the account does not know.
     released, _, _, _ = attacked(mechanism, 0, copies=3)
@@ -125,32 +174,32 @@ def test_records_that_take_part_more_often_than_is_accounted_for_are_caught(mech
     assert finding.contradicts, finding.sentence()
 
 
-def test_noise_without_the_sensitivity_of_its_matrix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    mechanism = BandedInverse(bands=3, epochs=EPOCHS)
-    honest = BandedInverse.correlation
+@pytest.mark.parametrize("mechanism", CORRELATED, ids=name_of)
+def test_noise_without_the_sensitivity_of_its_matrix_is_caught(
+    mechanism: Mechanism, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = type(mechanism).correlation
 
-    def unscaled(self: BandedInverse, scheme: Any) -> Correlation | None:
+    def unscaled(self: Any, scheme: Any) -> Correlation | None:
         found = honest(self, scheme)
-        return None if found is None else Correlation(found.coefficients, scale=0.4 * found.scale)
+        return None if found is None else Correlation(found.sections, scale=0.4 * found.scale)
 
-    monkeypatch.setattr(BandedInverse, "correlation", unscaled)
+    monkeypatch.setattr(type(mechanism), "correlation", unscaled)
     finding = audited(mechanism)
     assert finding.contradicts, finding.sentence()
 
 
-def test_noise_that_is_taken_back_in_full_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mechanism", CORRELATED[:2], ids=name_of)
+def test_noise_that_is_taken_back_in_full_too_early_is_caught(
+    mechanism: Mechanism, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The noise of step 0 in all steps: the difference of two of them has none.
     from ghostclip.noise.correlated import NoiseRows
 
-    honest = NoiseRows.begin
+    def same(self: NoiseRows, position: int, place: Any, draw: Callable[[int], Any], kept: Any) -> Any:
+        return draw(position - self.row * self.stride).mul_(self.correlation.scale)
 
-    def same(self: NoiseRows, row: int) -> int:
-        position = honest(self, row)
-        self._terms = [(self.correlation.scale, -row * self.stride)]
-        return position
-
-    monkeypatch.setattr(NoiseRows, "begin", same)
-    mechanism = BandedInverse(bands=3, epochs=EPOCHS)
+    monkeypatch.setattr(NoiseRows, "filtered", same)
     released, there, claimed, scheme = attacked(mechanism, 0)
     own = np.array([[record in set(scheme.draw(None, step)) for record in range(CANARIES)] for step in range(STEPS)])
     first = own.argmax(0)

@@ -1,4 +1,4 @@
-"""Correlated noise is Σ_j c_j·z_{t-j} of the very noise that independent steps would add, however it is drawn."""
+"""Correlated noise is C⁻¹z of the very z that independent steps would add, however it is drawn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.mechanisms.toeplitz import buffered, inverse_of, of_inverse, series
 from ghostclip.noise import ExactNoise, FastNoise, SecureNoise, add_noise_
 from ghostclip.noise.continuous import make_noise_source
 from ghostclip.noise.correlated import Correlation
-from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.noise.keyed import KeyedNoise, Range
 
-CORRELATION = Correlation((1.0, -0.5, 0.25), scale=2.0)
+CORRELATION = Correlation(of_inverse((1.0, -0.5, 0.25)), scale=2.0)
+BANDED = Correlation(inverse_of(of_inverse((1.0, 0.6, 0.3, 0.1))), scale=1.5)
+BUFFERED = Correlation(buffered((0.95, 0.4), (0.7, 0.1)), scale=1.2)
+MIXED = Correlation((((1.0, -0.5, 0.2), (1.0, -0.3)), ((1.0,), (1.0, 0.2, 0.1))), scale=0.7)
+ALL = pytest.mark.parametrize(
+    "correlation", [CORRELATION, BANDED, BUFFERED, MIXED], ids=["lags", "banded", "blt", "mixed"]
+)
 SHAPES = [(3,), (70_000,), (8, 5), ()]
 STRIDE = len(SHAPES)
 
@@ -45,23 +52,71 @@ def steps_of(source: KeyedNoise, count: int, std: float, *, first: int = 0) -> l
     return rows
 
 
+@ALL
 @pytest.mark.parametrize("level", ["fast", "secure"])
-def test_each_step_adds_the_noise_of_earlier_steps_again(level: str) -> None:
+def test_each_step_adds_the_noise_of_earlier_steps_again(level: str, correlation: Correlation) -> None:
     source, plain = copies(level)
-    source.correlate(CORRELATION, stride=STRIDE)
-    found = steps_of(source, 5, 1.5)
-    z = [independent(plain, step, 1.5) for step in range(5)]
+    source.correlate(correlation, stride=STRIDE)
+    found = steps_of(source, 7, 1.5)
+    z = [independent(plain, step, 1.5) for step in range(7)]
+    c = correlation.scale * series(correlation.sections, 7)
     for step, row in enumerate(found):
         for number, tensor in enumerate(row):
-            lags = list(enumerate(CORRELATION.coefficients))[: step + 1]
-            wanted = sum(2.0 * c * z[step - lag][number] for lag, c in lags)
+            wanted = sum(c[lag] * z[step - lag][number] for lag in range(step + 1))
             torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
 
 
+@ALL
+def test_steps_without_a_release_count(correlation: Correlation) -> None:
+    source, plain = copies("fast")
+    source.correlate(correlation, stride=STRIDE)
+    steps_of(source, 2, 1.0)
+    (row,) = steps_of(source, 1, 1.0, first=5)
+    z = [independent(plain, step, 1.0) for step in range(6)]
+    c = correlation.scale * series(correlation.sections, 6)
+    for number, tensor in enumerate(row):
+        wanted = sum(c[lag] * z[5 - lag][number] for lag in range(6))
+        torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
+
+
+@ALL
+def test_noise_of_a_device_s_own_key_stream_is_filtered_alike(correlation: Correlation) -> None:
+    # What a GPU does, by the kernel's twin.
+    source, plain = copies("secure")
+    assert isinstance(source, SecureNoise)
+    source.correlate(correlation, stride=1)
+    c = correlation.scale * series(correlation.sections, 4)
+    z = []
+    for step in range(4):
+        source.begin_row(step)
+        z.append(torch.zeros(1000, dtype=torch.float64))
+        plain.add_(z[-1], 1.0)
+        released = torch.zeros(600)
+        source._release_from_stream(released, (3.0, 2.0), Range(source._next_position(), 100, 1000), rounds=20)
+        wanted = sum(c[lag] * z[step - lag][100:700] for lag in range(step + 1)) * 1.5
+        torch.testing.assert_close(released.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("correlation", "tensors"), [(CORRELATION, 0), (BANDED, 3), (BUFFERED, 2), (MIXED, 4)])
+def test_buffers_are_as_many_as_said_of_a_rank_s_own_part(correlation: Correlation, tensors: int) -> None:
+    assert correlation.buffers == tensors
+    source = make_noise_source()
+    source.correlate(correlation, stride=STRIDE)
+    for step in range(3):
+        source.begin_row(step)
+        source.add_shard_(torch.zeros(30_000), 1.0, offset=20_000, total=90_000)
+    assert source._rows is not None
+    held = [u_N for _, sections in source._rows._held.values() for past in sections for u_N in past]
+    assert sum(u_N.numel() for u_N in held) == tensors * 30_000
+    assert all(u_N.dtype == torch.float32 for u_N in held)
+    assert len(str(source.state_dict())) < 1000
+
+
+@ALL
 @pytest.mark.parametrize("make", [FastNoise, SecureNoise])
-def test_covariance_over_steps_is_that_of_the_matrix(make: Callable[[], KeyedNoise]) -> None:
+def test_covariance_over_steps_is_that_of_the_matrix(make: Callable[[], KeyedNoise], correlation: Correlation) -> None:
     source = make()
-    source.correlate(CORRELATION, stride=1)
+    source.correlate(correlation, stride=1)
     rows = []
     for step in range(6):
         source.begin_row(step)
@@ -69,17 +124,18 @@ def test_covariance_over_steps_is_that_of_the_matrix(make: Callable[[], KeyedNoi
         add_noise_(source, [tensor], 0.5)
         rows.append(tensor.double().numpy())
     matrix = np.zeros((6, 6))
-    for lag, c in enumerate(CORRELATION.coefficients):
-        matrix += np.diag(np.full(6 - lag, c), -lag)
+    for lag, c in enumerate(correlation.scale * series(correlation.sections, 6)):
+        matrix += np.diag(np.full(6 - lag, c / 2), -lag)
     assert np.allclose(np.cov(np.stack(rows)), matrix @ matrix.T, atol=0.02)
 
 
-def test_shards_shares_and_threads_give_the_same_noise() -> None:
+@ALL
+def test_shards_shares_and_threads_give_the_same_noise(correlation: Correlation) -> None:
     source, others = make_noise_source(), [make_noise_source() for _ in range(4)]
     for other in others:
         other.load_state_dict(source.state_dict())
     for one in (source, *others):
-        one.correlate(CORRELATION, stride=STRIDE)
+        one.correlate(correlation, stride=STRIDE)
     for step in range(3):
         for one in (source, *others):
             one.begin_row(step)
@@ -100,14 +156,15 @@ def test_shards_shares_and_threads_give_the_same_noise() -> None:
         assert torch.equal(divided, whole / 4)
 
 
-def test_a_saved_source_continues_to_the_bit() -> None:
+@ALL
+def test_a_saved_source_continues_to_the_bit(correlation: Correlation) -> None:
     source, other = copies("fast")
-    source.correlate(CORRELATION, stride=STRIDE)
-    other.correlate(CORRELATION, stride=STRIDE)
+    source.correlate(correlation, stride=STRIDE)
+    other.correlate(correlation, stride=STRIDE)
     whole = steps_of(source, 6, 1.0)
     steps_of(other, 3, 1.0)
     again = make_noise_source()
-    again.correlate(CORRELATION, stride=STRIDE)
+    again.correlate(correlation, stride=STRIDE)
     again.load_state_dict(other.state_dict())
     rest = steps_of(again, 3, 1.0, first=3)
     assert all(
@@ -115,9 +172,10 @@ def test_a_saved_source_continues_to_the_bit() -> None:
     )
 
 
-def test_a_fresh_key_begins_anew_and_takes_nothing_back() -> None:
+@ALL
+def test_a_fresh_key_begins_anew_and_takes_nothing_back(correlation: Correlation) -> None:
     source = make_noise_source()
-    source.correlate(CORRELATION, stride=STRIDE)
+    source.correlate(correlation, stride=STRIDE)
     steps_of(source, 3, 1.0)
     source.renew_key()
     plain = make_noise_source()
@@ -125,8 +183,9 @@ def test_a_fresh_key_begins_anew_and_takes_nothing_back() -> None:
     first, second = steps_of(source, 2, 1.0, first=3)
     z = [independent(plain, step, 1.0) for step in (3, 4)]
     for number in range(STRIDE):
-        torch.testing.assert_close(first[number], 2 * z[0][number])
-        torch.testing.assert_close(second[number], 2 * (z[1][number] - 0.5 * z[0][number]))
+        c = correlation.scale * series(correlation.sections, 2)
+        torch.testing.assert_close(first[number], c[0] * z[0][number])
+        torch.testing.assert_close(second[number], c[0] * z[1][number] + c[1] * z[0][number])
 
 
 def test_what_would_reuse_noise_is_refused() -> None:
@@ -167,8 +226,15 @@ def test_other_tensors_than_before_are_refused_unless_the_key_is_fresh() -> None
 def test_noise_of_another_kind_is_not_continued() -> None:
     one, other, plain = make_noise_source(), make_noise_source(), make_noise_source()
     one.correlate(CORRELATION, stride=2)
-    other.correlate(Correlation((1.0, -0.4), scale=2.0), stride=2)
-    for source, state in ((one, plain.state_dict()), (one, other.state_dict()), (plain, one.state_dict())):
+    buffers = make_noise_source()
+    buffers.correlate(BUFFERED, stride=2)
+    other.correlate(Correlation(of_inverse((1.0, -0.4)), scale=2.0), stride=2)
+    for source, state in (
+        (one, plain.state_dict()),
+        (one, other.state_dict()),
+        (plain, one.state_dict()),
+        (buffers, one.state_dict()),
+    ):
         with pytest.raises(ResumeError, match="mechanism of before"):
             source.load_state_dict(state)
 
@@ -181,4 +247,4 @@ def test_discrete_noise_is_refused() -> None:
 @pytest.mark.parametrize("coefficients", [(), (2.0,), (1.0, float("nan"))])
 def test_coefficients_that_are_none_are_refused(coefficients: tuple[float, ...]) -> None:
     with pytest.raises(InvalidOptionError, match="coefficients="):
-        Correlation(coefficients, scale=1.0)
+        Correlation(of_inverse(coefficients), scale=1.0)

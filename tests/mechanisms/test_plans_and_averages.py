@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -10,9 +11,19 @@ import torch
 from torch import nn
 
 from ghostclip.accounting import get_noise_multiplier
-from ghostclip.errors import BudgetError, InvalidOptionError
-from ghostclip.mechanisms import AveragedWeights, BallsInBins, BandedInverse, PoissonSampling, plan_privacy
+from ghostclip.cli import main
+from ghostclip.errors import BudgetError, InvalidOptionError, ResumeError
+from ghostclip.mechanisms import (
+    AveragedWeights,
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    PoissonSampling,
+    plan_privacy,
+)
 from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
+from ghostclip.mechanisms.toeplitz import series
 
 TRAINING = {"num_samples": 10_000, "batch_size": 500, "target_delta": 1e-5}
 
@@ -21,6 +32,7 @@ def test_plans_keep_the_budget_and_come_with_the_least_noise_first() -> None:
     plans = plan_privacy(**TRAINING, epochs=5, target_epsilon=8.0)
     assert {described(plan.mechanism) for plan in plans} == {
         "PoissonSampling()", "BallsInBins()", *(f"BandedInverse(bands={bands})" for bands in (2, 4, 8)),
+        *(f"BandedMatrixFactorization(bands={bands})" for bands in (2, 4, 8)), "BufferedToeplitz(buffers=3)",
     }  # fmt: skip
     assert all(7.9 < plan.epsilon <= 8.0 for plan in plans)
     assert [plan.noise for plan in plans] == sorted(plan.noise for plan in plans)
@@ -48,15 +60,59 @@ def test_noise_of_a_plan_is_that_of_drawn_streams() -> None:
     assert correlation is not None
     z = np.random.default_rng(1).standard_normal((40, 20_000))
     steps = sum(
-        c * np.vstack([np.zeros((lag, 20_000)), z[: 40 - lag]]) for lag, c in enumerate(correlation.coefficients)
+        c * np.vstack([np.zeros((lag, 20_000)), z[: 40 - lag]])
+        for lag, c in enumerate(series(correlation.sections, 40))
     )
     summed = np.cumsum(plan.noise_multiplier * correlation.scale * steps, axis=0) / 500
     assert plan.noise == pytest.approx(float(np.sqrt((summed**2).mean())), rel=0.02)
 
 
+def test_plans_for_a_schedule_leave_less_in_it_than_plans_for_none() -> None:
+    falling = [0.9**step for step in range(40)]
+    choices = [BandedMatrixFactorization(bands=4, learning_rates=rates) for rates in (falling, None)]
+    choices += [BufferedToeplitz(buffers=2, learning_rates=rates) for rates in (falling, None)]
+    plans = plan_privacy(**TRAINING, epochs=2, target_epsilon=4.0, learning_rates=falling, mechanisms=choices)
+    for kind in (BandedMatrixFactorization, BufferedToeplitz):
+        given, equal = sorted(
+            (plan for plan in plans if isinstance(plan.mechanism, kind)),
+            key=lambda plan: not plan.mechanism.learning_rates,
+        )
+        assert given.noise < 0.999 * equal.noise
+        # What it costs is not a matter of coefficients.
+        assert given.noise_multiplier == equal.noise_multiplier
+
+
+def test_an_epoch_has_the_steps_that_batches_of_its_size_make() -> None:
+    for bands in (2, 3, 7, 8):
+        scheme = BandedMatrixFactorization(bands=bands).scheme(10_000, 500)
+        assert scheme.expected_batch_size == pytest.approx(500)
+        assert scheme.event.steps_per_event >= bands
+        assert abs(scheme.steps - 20) <= 1
+    whole = BandedMatrixFactorization(bands=2, groups=20).scheme(10_000, 500)
+    assert (whole.sample_rate, whole.steps) == (1.0, 20)
+
+
+def test_the_command_compares_them_for_a_schedule_and_three_batch_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan-privacy --samples 3000 --batch-size 500 --epochs 2 --target-epsilon 4 --schedule cosine --json -"
+    assert main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = {row["mechanism"] for row in found["mechanisms"]}
+    assert {"BandedMatrixFactorization(bands=4)", "BufferedToeplitz(buffers=3)", "BandedInverse(bands=2)"} <= names
+    assert {row["buffers"] for row in found["mechanisms"]} == {0, 1, 3}
+    assert set(found["noise_to_batch"]) == {"500", "2000"}
+    # Two batches are no epoch for four bands.
+    assert "BandedMatrixFactorization(bands=4)" not in found["noise_to_batch"]["2000"]
+    assert main(words.replace(" --json -", "").split()) == 0
+    shown = capsys.readouterr().out
+    assert "buffers" in shown
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--schedule", "step"])
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"learning_rates": [0.0]}, "learning_rates: finite numbers"),
         ({"batch_size": 20_000}, "batch_size=20000: there are only 10000"),
         ({"target_epsilon": 0.0}, "target_epsilon=0.0"),
         ({"epochs": 0}, "epochs=0"),
@@ -97,6 +153,30 @@ def test_averages_are_those_of_the_iterates(kind: str) -> None:
     averaged.detach()
     optimizer.step()
     assert averaged.steps == 10
+
+
+@pytest.mark.parametrize("kind", ["exponential", "tail"])
+def test_saved_averages_go_on_where_they_were(kind: str) -> None:
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    one, other = (
+        AveragedWeights(model, optimizer, kind=kind, start=2)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    for step in range(6):
+        models[0](torch.full((1, 3), float(step))).square().sum().backward()
+        optimizers[0].step()
+        if step == 3:
+            other.load_state_dict(one.state_dict())
+        if step > 3:
+            models[1].load_state_dict(models[0].state_dict())
+            other.update()
+    for saved, own in zip(one.state_dict()["averages"], other.state_dict()["averages"], strict=True):
+        assert torch.equal(saved, own)
+    assert one.steps == other.steps
+    different = nn.Linear(3, 4)
+    with pytest.raises(ResumeError, match="other parameters"):
+        AveragedWeights(different, torch.optim.SGD(different.parameters(), lr=0.1)).load_state_dict(one.state_dict())
 
 
 def test_averages_of_another_kind_are_refused() -> None:

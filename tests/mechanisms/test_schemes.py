@@ -39,6 +39,22 @@ def test_allocation_is_uniform_and_drawn_anew_for_each_epoch_and_record() -> Non
     assert abs((steps[:, :-1] == steps[:, 1:]).mean() - 0.2) < 0.03
 
 
+def test_k_of_all_steps_are_any_k_of_them_equally_often() -> None:
+    scheme, key = RandomAllocation(num_samples=6000, epoch_steps=3, rounds=2), RandomKey("sampling")
+    for event in (0, 5):
+        batches = [scheme.draw(key, 6 * event + step) for step in range(6)]
+        assert all((np.diff(batch) > 0).all() for batch in batches)
+        there = np.zeros((6000, 6), int)
+        for step, batch in enumerate(batches):
+            there[batch, step] += 1
+        assert (there.sum(1) == 2).all()
+        pairs = np.array([(there[:, one] & there[:, two]).sum() for one in range(6) for two in range(one)])
+        # 15 subsets; the 0.9999 quantile of chi-squared with 14 degrees is 44.
+        assert ((pairs - 400) ** 2 / 400).sum() < 44
+    assert scheme.event.participations == 2
+    assert scheme.event.steps_per_event == 6
+
+
 def test_cyclic_batches_have_one_size_and_do_not_depend_on_the_key() -> None:
     scheme = Cyclic(num_samples=103, epoch_steps=10)
     one, other = epoch_of(scheme, RandomKey("sampling"), 0), epoch_of(scheme, RandomKey("sampling"), 4)
@@ -61,6 +77,7 @@ def test_groups_of_cyclic_poisson_samples_are_those_of_the_account() -> None:
     ("make", "match"),
     [
         (lambda: RandomAllocation(num_samples=3, epoch_steps=4), "only 3 records"),
+        (lambda: RandomAllocation(num_samples=9, epoch_steps=3, rounds=0), "rounds=0"),
         (lambda: Cyclic(num_samples=3, epoch_steps=0), "epoch_steps=0"),
         (lambda: CyclicPoisson(num_samples=9, groups=2, sample_rate=0.5, epoch_steps=3), "no multiple of groups=2"),
         (lambda: CyclicPoisson(num_samples=9, groups=2, sample_rate=1.5, epoch_steps=4), "sample_rate=1.5"),

@@ -64,8 +64,9 @@ class PrivacyCallback:
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
             size at once. Either way what does not fit is halved.
         noise_level: "fast", "secure" or "exact".
-        mechanism: "poisson", "balls_in_bins" or "banded_inverse"; see `ghostclip.mechanisms`.
-        noise_bands: Steps that noise of "banded_inverse" is correlated over.
+        mechanism: "poisson", "balls_in_bins", "unamplified", "banded_inverse", "banded_matrix_factorization" or
+            "buffered_toeplitz"; see `ghostclip.mechanisms`.
+        noise_bands: Bands of correlated noise; of "buffered_toeplitz" its buffers.
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
         module: Name of the submodule that alone is trained on records ("discriminator"), by an optimizer of its own, in

@@ -16,7 +16,9 @@ from ghostclip.noise import LEVELS
 from ghostclip.planning.plan import MEMORY_BUDGET
 
 _MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
-MECHANISMS = ("poisson", "balls_in_bins", "banded_inverse")
+MECHANISMS = (
+    "poisson", "balls_in_bins", "unamplified", "banded_inverse", "banded_matrix_factorization", "buffered_toeplitz"
+)  # fmt: skip
 _CHOICES = {
     "clipping": CLIPPINGS,
     "grad_sample_mode": _MODES,
@@ -63,9 +65,10 @@ class PrivacyArguments:
             run again, and some get two backwards; see `PrivacyEngine.make_private`.
         factor_dtype: "bfloat16" allows a memory budget below 1 to round what clipping holds to 16 bits.
         noise_level: "fast", "secure" or "exact".
-        mechanism: How records are drawn and noise is added: "poisson", "balls_in_bins" (each record once an epoch), or
-            "banded_inverse" (noise that takes earlier noise back); see `ghostclip.mechanisms`.
-        noise_bands: Steps that noise of "banded_inverse" is correlated over.
+        mechanism: How records are drawn and noise is added: "poisson", "balls_in_bins" (each record once an epoch),
+            "unamplified", or noise that takes earlier noise back: "banded_inverse", "banded_matrix_factorization" (with
+            sampling) or "buffered_toeplitz"; see `ghostclip.mechanisms`.
+        noise_bands: Bands of correlated noise; of "buffered_toeplitz" its buffers.
         ledger: A file that every release is written to before it is applied.
         reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
     """
@@ -86,7 +89,7 @@ class PrivacyArguments:
     factor_dtype: str | None = field(default=None, metadata={"help": '"bfloat16": with a memory budget below 1.'})
     noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
     mechanism: str = field(default="poisson", metadata={"help": f"Sampling and noise: {', '.join(MECHANISMS)}."})
-    noise_bands: int = field(default=4, metadata={"help": "Steps that noise of banded_inverse is correlated over."})
+    noise_bands: int = field(default=4, metadata={"help": "Bands, or buffers, of correlated noise."})
     ledger: str | None = field(default=None, metadata={"help": "File that every release is written to first."})
     reproducible_seed: int | None = field(default=None, metadata={"help": "For tests: not private."})
 

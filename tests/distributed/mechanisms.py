@@ -1,0 +1,115 @@
+"""Trainings with mechanisms whose batches two processes share, as each of them runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import PrivacyEngine
+from ghostclip.mechanisms import (
+    BallsInBins,
+    BandedInverse,
+    BandedMatrixFactorization,
+    BufferedToeplitz,
+    CyclicPoissonSampling,
+    Mechanism,
+    UnamplifiedSampling,
+)
+
+RECORDS, BATCH, EPOCHS, DELTA = 24, 6, 2, 1e-2
+MECHANISMS: dict[str, Mechanism] = {
+    "balls in bins": BallsInBins(),
+    "cyclic": CyclicPoissonSampling(groups=2),
+    "unamplified": UnamplifiedSampling(),
+    "banded inverse": BandedInverse(bands=3, epochs=EPOCHS),
+    "banded factorisation": BandedMatrixFactorization(bands=2, epochs=EPOCHS),
+    "buffered": BufferedToeplitz(buffers=2, epochs=EPOCHS),
+}
+
+
+def _begin(name: str, *, divided: bool) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    # One parameter of several blocks of noise, of which each process draws a share.
+    net: nn.Module = nn.Sequential(nn.Linear(1500, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    if divided:
+        net = nn.parallel.DistributedDataParallel(net)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(RECORDS, 1500, generator=generator, dtype=torch.float64)
+    released: list[Tensor] = []
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5),
+        data_loader=DataLoader(TensorDataset(features, torch.arange(RECORDS) % 3), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=0.3,
+        mechanism=MECHANISMS[name],
+    )
+    optimizer.attach_release_hook(
+        lambda _, found: released.append(torch.cat([p.detach().flatten().clone() for p in found]))
+    )
+    return engine, model, optimizer, loader, released
+
+
+def _epoch(parts: tuple[Any, ...]) -> None:
+    _, model, optimizer, loader, _ = parts
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def alone(name: str, states: dict[str, Any]) -> dict[str, Any]:
+    """Train as one process, with the noise and the batches of others.
+
+    Args:
+        name: Of the mechanism.
+        states: Of noise and sampler.
+
+    Returns:
+        What was released, and ε.
+    """
+    parts = engine, _, optimizer, loader, released = _begin(name, divided=False)
+    optimizer.noise_source.load_state_dict(states["noise"])
+    loader.load_state_dict(states["sampler"])
+    for _ in range(EPOCHS):
+        _epoch(parts)
+    return {"released": torch.stack(released), "epsilon": engine.get_epsilon(DELTA)}
+
+
+def find(rank: int, folder: str) -> dict[str, Any]:
+    """Train with each mechanism, save between two epochs, and go on from the file once more.
+
+    Args:
+        rank: Number of this process.
+        folder: Where files go.
+
+    Returns:
+        What was released, by the whole training and after resuming, and the states at the beginning.
+    """
+    found: dict[str, Any] = {}
+    for name in MECHANISMS:
+        parts = engine, model, optimizer, loader, released = _begin(name, divided=True)
+        states = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+        _epoch(parts)
+        if rank == 0:
+            engine.save_checkpoint(path=f"{folder}/{name}.pt", module=model, optimizer=optimizer)
+        distributed.barrier()
+        _epoch(parts)
+        again = _begin(name, divided=True)
+        again[0].load_checkpoint(path=f"{folder}/{name}.pt", module=again[1], optimizer=again[2])
+        _epoch(again)
+        rows = optimizer.noise_source._source._rows
+        held = [] if rows is None else [u for _, sections in rows._held.values() for past in sections for u in past]
+        found[name] = {
+            "states": states,
+            "released": torch.stack(released),
+            "resumed": torch.stack(again[4]),
+            "epsilon": engine.get_epsilon(DELTA),
+            "resumed epsilon": again[0].get_epsilon(DELTA),
+            "held": sum(u.numel() for u in held),
+        }
+    return found
