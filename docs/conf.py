@@ -32,7 +32,7 @@ exclude_patterns = ["_build", "**/*.in.md", "*.in.md"]
 html_theme = "furo"
 html_title = f"ghostclip {release}"
 html_static_path = ["_static"]
-html_css_files = ["wide-tables.css"]
+html_css_files = ["pages.css"]
 html_show_sphinx = False
 html_copy_source = False
 

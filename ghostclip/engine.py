@@ -525,7 +525,8 @@ class PrivacyEngine:
             Whether it does not.
 
         Example:
-            >>> ghostclip.PrivacyEngine().is_compatible(module=nn.BatchNorm1d(3), optimizer=None, data_loader=None)
+            >>> engine = ghostclip.PrivacyEngine()
+            >>> engine.is_compatible(module=nn.BatchNorm1d(3), optimizer=None, data_loader=None)
             False
         """
         try:
@@ -548,7 +549,8 @@ class PrivacyEngine:
             UnsupportedModuleError: If something cannot be replaced.
 
         Example:
-            >>> model = ghostclip.PrivacyEngine.get_compatible_module(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+            >>> model = ghostclip.PrivacyEngine.get_compatible_module(model)
             >>> type(model[1]).__name__
             'GroupNorm'
         """

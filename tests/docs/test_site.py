@@ -1,5 +1,6 @@
 """The pages build without a warning, and errors have their entries."""
 
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,10 @@ def test_pages_build_without_a_warning(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "searchindex.js").exists()
+    formulas = (tmp_path / "inside" / "how-it-works.html").read_text(encoding="utf-8")
+    assert "<math" in formulas
+    loaded = re.compile(r"""<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//""")
+    assert not [page.name for page in tmp_path.rglob("*.html") if loaded.search(page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("name", generated.classes())
