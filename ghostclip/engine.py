@@ -60,7 +60,7 @@ _USUAL_DELTA = 1e-5
 
 
 class PrivacyEngine:
-    """Makes a training private and keeps the account of what it has released.
+    """Makes a training private and keeps the account of its releases.
 
     Privacy:
         ε is an upper bound for the noisy gradients (and so for the parameters) that were released by the optimizers
@@ -163,18 +163,18 @@ class PrivacyEngine:
                 one release and one entry in the account for all of them.
             criterion: The loss function, for "ghost", "fast" and "graph", which need the losses apart by sample; the
                 others use it as it is.
-            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
-                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
-            noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
-            max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
-                bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
-            batch_first: Whether the leading axis of the model's inputs is the batch.
+            data_loader: The loader; its batch size divided by the number of records is the sample rate. Pass a
+                `ghostclip.DeclaredSampling` instead if you sample batches yourself.
+            noise_multiplier: σ, the standard deviation of the noise in units of the sensitivity.
+            max_grad_norm: C, the bound on the gradient norm of each sample. For clipping="per_layer" also a list, one
+                bound per trainable parameter; None if `clipping` is a policy, which holds its bound.
+            batch_first: Whether axis 0 of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes; False keeps the loader's own
                 batches and accounts a full participation per pass.
             clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
                 `ghostclip.clipping.policies`).
-            noise_generator: Makes the noise reproducible, and so not private against who knows it.
+            noise_generator: Makes the noise reproducible, and therefore not private against anybody who knows the seed.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             rand_on_empty: Only False: batches without records are steps of pure noise.
@@ -187,15 +187,15 @@ class PrivacyEngine:
             budget: Refuses, or ends the training before, the step that would exceed it.
             probe: Whether to prove by extra backwards in the first steps that samples do not mix; False only for a
                 model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
-                given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
+            memory_budget: How much a backward may hold, relative to an ordinary one. Below 1 pass a criterion, because
+                some layers may get two backwards; see `ghostclip.GhostClipper`.
             factor_dtype: torch.bfloat16 allows a memory budget below 1 to round what clipping holds to 16 bits. Every
                 record keeps its bound; the sum is off by some 2^-9; see `ghostclip.GhostClipper`.
             device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
                 are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
                 A release still asks once whether its records are those drawn, unless sampling is declared.
             vocabulary_head: Of a language model of transformers (causal, masked or sequence to sequence). "auto": in
-                training, ``model(..., labels=labels).loss`` is one loss a record, shape (B,), the mean over its own
+                training, ``model(..., labels=labels).loss`` is one loss per record, shape (B,), the mean over its own
                 tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
                 what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
                 model's loss what it is.
@@ -302,17 +302,17 @@ class PrivacyEngine:
             module: The model, in training mode.
             optimizer: Its optimizer, or several in a list, as for `make_private`.
             criterion: The loss function, for the strategies "ghost", "fast" and "graph".
-            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
-                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
-            target_epsilon: ε that must not be exceeded after `epochs`.
-            target_delta: δ that ε is meant at.
-            epochs: Passes over the private loader that are intended.
+            data_loader: The loader; its batch size divided by the number of records is the sample rate. Pass a
+                `ghostclip.DeclaredSampling` instead if you sample batches yourself.
+            target_epsilon: ε that must not be exceeded in `epochs`.
+            target_delta: δ of the guarantee.
+            epochs: Planned passes over the private loader.
             max_grad_norm: C, as for `make_private`.
-            batch_first: Whether the leading axis of the model's inputs is the batch.
+            batch_first: Whether axis 0 of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes.
             clipping: As for `make_private`.
-            noise_generator: Makes the noise reproducible, and so not private against who knows it.
+            noise_generator: Makes the noise reproducible, and therefore not private against anybody who knows the seed.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             target_unclipped_quantile: As for `make_private`.
