@@ -163,8 +163,8 @@ class PrivacyEngine:
                 one release and one entry in the account for all of them.
             criterion: The loss function, for "ghost", "fast" and "graph", which need the losses apart by sample; the
                 others use it as it is.
-            data_loader: The loader; its batch size divided by the number of records is the sample rate. Pass a
-                `ghostclip.DeclaredSampling` instead if you sample batches yourself.
+            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
+                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             noise_multiplier: σ, the standard deviation of the noise in units of the sensitivity.
             max_grad_norm: C, the bound on the gradient norm of each sample. For clipping="per_layer" also a list, one
                 bound per trainable parameter; None if `clipping` is a policy, which holds its bound.
@@ -302,8 +302,8 @@ class PrivacyEngine:
             module: The model, in training mode.
             optimizer: Its optimizer, or several in a list, as for `make_private`.
             criterion: The loss function, for the strategies "ghost", "fast" and "graph".
-            data_loader: The loader; its batch size divided by the number of records is the sample rate. Pass a
-                `ghostclip.DeclaredSampling` instead if you sample batches yourself.
+            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
+                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             target_epsilon: ε that must not be exceeded in `epochs`.
             target_delta: δ of the guarantee.
             epochs: Planned passes over the private loader.

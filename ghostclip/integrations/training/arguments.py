@@ -53,8 +53,8 @@ class PrivacyArguments:
         physical_batch: "auto" measures memory and finds the size of physical batches; None uses
             `per_device_train_batch_size`. Either way, a physical batch that does not fit is halved.
         grad_sample_mode: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
-        vocabulary_head: "auto" computes the loss of language models without logits if the model and the vocabulary
-            allow it, "fused" refuses models that do not, "logits" never does.
+        vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
+            "fused" refuses models where it does not, "logits" never does.
         memory_budget: How much a backward may hold, relative to an ordinary one. Below 1, repeated blocks are run
             again, and some get two backwards; see `PrivacyEngine.make_private`.
         factor_dtype: "bfloat16" allows a memory budget below 1 to round what clipping holds to 16 bits.
