@@ -8,10 +8,8 @@ import warnings
 
 import pytest
 
-from tests.docs.pages import DOCS, NOT_RUN, PAGES, blocks, shown
+from tests.docs.pages import NOT_RUN, PAGES, blocks, shown
 
-BESIDE_THE_MENU = [path for path in PAGES if path.is_relative_to(DOCS) and path.parent.name != "tutorials"]
-WIDTH = 88
 # What a newcomer pastes first runs in the quick tests, the other pages in `make check`.
 FIRST = ("README.md", "docs/start/quickstart.md")
 WITH_CODE = [
@@ -42,13 +40,6 @@ def test_code_runs_as_pasted(path, tmp_path):
         reader.kill()
         reader.join()
     assert reader.exitcode == 0, said.read_text(encoding="utf-8")[-3000:]
-
-
-@pytest.mark.parametrize("path", BESIDE_THE_MENU, ids=shown)
-def test_no_line_of_code_is_cut_off(path):
-    """A page shows 88 columns beside its menu."""
-    lines = [line for language in ("python", "sh") for _, code in blocks(path, language) for line in code.splitlines()]
-    assert not [line for line in lines if len(line) > WIDTH]
 
 
 def _paste(script, said):
