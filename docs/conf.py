@@ -47,7 +47,7 @@ autodoc_typehints = "none"
 # A class and what its constructor takes are one entry.
 autoclass_content = "both"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -652,7 +652,7 @@ class GhostClipper:
 
     @property
     def attached(self) -> bool:
-        """Whether the model's gradients are clipped: True until :meth:`remove`."""
+        """Whether the model's gradients are clipped, which ends with :meth:`remove`."""
         return self._capture.attached
 
     @property
