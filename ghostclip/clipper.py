@@ -58,16 +58,16 @@ _NO_BLOCKS: Final = (
 
 
 class GhostClipper:
-    """Clips every sample's gradient on any model, without wrapping it and without forming per-sample gradients.
+    """Clips the gradient of every sample for any model, without a wrapper and without forming per-sample gradients.
 
-    After a backward each trainable ``p.grad`` has gained ``Σ_b min(1, C/‖g_b‖)·g_b``, where g_b is the gradient of
-    sample b's own loss over all trainable parameters together, or what another clip policy makes of it. Losses are
-    given per sample, shape ``(B,)``, to :meth:`backward`, or as a scalar whose reduction was declared (then a plain
-    ``loss.backward()`` does as well, which is one backward whatever the strategy).
+    A backward adds ``Σ_b min(1, C/‖g_b‖)·g_b`` to each trainable ``p.grad``, where g_b is the gradient of the loss of
+    sample b over all trainable parameters together, or what another clip policy makes of it. Pass losses per sample,
+    shape ``(B,)``, to :meth:`backward`, or a scalar whose reduction was declared (then a plain ``loss.backward()``
+    works as well, which is one backward with any strategy).
 
     Strategies, all exact:
 
-    - ``"bookkeeping"``: one backward; layer inputs and output gradients are kept until one contraction a layer.
+    - ``"bookkeeping"``: one backward; layer inputs and output gradients are kept until one contraction per layer.
     - ``"ghost"``: a backward for the norms, a second one for the clipped sums; holds nothing, works with activation
       checkpointing of both kinds without losing its saving.
     - ``"fast"``: as ghost, with per-layer per-sample gradients formed for the norm and dropped.
@@ -116,15 +116,15 @@ class GhostClipper:
 
         Args:
             model: Any module; hooks are added, nothing else changes.
-            max_grad_norm: C, the bound on each sample's gradient norm, above 0 (``inf`` clips nothing).
-            policy: How samples are clipped, in place of ``max_grad_norm``; see `ghostclip.clipping.policies`.
+            max_grad_norm: C, the bound on the gradient norm of each sample, above 0 (``inf`` clips nothing).
+            policy: How samples are clipped, instead of ``max_grad_norm``; see `ghostclip.clipping.policies`.
             strategy: How the clipped sum is formed; see the class.
             loss_reduction: How a scalar loss was reduced over the samples.
             batch_first: Whether samples lie along axis 0 of the model's inputs (else axis 1).
             relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
-            probe: Prove in the first forwards, by extra backwards, whose rows are whose and that samples do not mix;
-                False only for a model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: The most that a backward may hold, over what an ordinary one holds. From 1 on it bounds what
+            probe: Prove in the first forwards, by extra backwards, which row belongs to which sample and that samples
+                do not mix; False only for a model that `ghostclip.validate` found sound in the same layout.
+            memory_budget: How much a backward may hold, relative to an ordinary one. From 1 on it bounds what
                 is held to save operations (`ghostclip.planning.plan.Planner`), beside inputs and output gradients of
                 the layers, which sums are made of, and which are more than that in small models. Below 1, with
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
@@ -660,7 +660,7 @@ class GhostClipper:
 
     @property
     def attached(self) -> bool:
-        """Whether the model's gradients are clipped: True until :meth:`remove`."""
+        """Whether the model's gradients are clipped, which ends with :meth:`remove`."""
         return self._capture.attached
 
     @property

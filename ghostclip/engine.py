@@ -61,7 +61,7 @@ _USUAL_DELTA = 1e-5
 
 
 class PrivacyEngine:
-    """Makes a training private and keeps the account of what it has released.
+    """Makes a training private and keeps the account of its releases.
 
     Privacy:
         ε is an upper bound for the noisy gradients (and so for the parameters) that were released by the optimizers
@@ -167,16 +167,16 @@ class PrivacyEngine:
                 use it as it is.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
-            noise_multiplier: σ, the noise's standard deviation in units of the sensitivity.
-            max_grad_norm: C, the largest norm that a sample's gradient keeps; for clipping="per_layer" also a list, one
-                bound for each trainable parameter; None if `clipping` is a policy, which holds its bound.
-            batch_first: Whether the leading axis of the model's inputs is the batch.
+            noise_multiplier: σ, the standard deviation of the noise in units of the sensitivity.
+            max_grad_norm: C, the bound on the gradient norm of each sample. For clipping="per_layer" also a list, one
+                bound per trainable parameter; None if `clipping` is a policy, which holds its bound.
+            batch_first: Whether axis 0 of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes; False keeps the loader's own
                 batches and accounts a full participation per pass.
             clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
                 `ghostclip.clipping.policies`).
-            noise_generator: Makes the noise reproducible, and so not private against who knows it.
+            noise_generator: Makes the noise reproducible, and therefore not private against anybody who knows the seed.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             rand_on_empty: Only False: batches without records are steps of pure noise.
@@ -189,15 +189,15 @@ class PrivacyEngine:
             budget: Refuses, or ends the training before, the step that would exceed it.
             probe: Whether to prove by extra backwards in the first steps that samples do not mix; False only for a
                 model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: The most that a backward may hold, over what an ordinary one holds. Below 1 a criterion is
-                given, as some layers may get two backwards; see `ghostclip.GhostClipper`.
+            memory_budget: How much a backward may hold, relative to an ordinary one. Below 1 pass a criterion, because
+                some layers may get two backwards; see `ghostclip.GhostClipper`.
             factor_dtype: torch.bfloat16 allows a memory budget below 1 to round what clipping holds to 16 bits. Every
                 record keeps its bound; the sum is off by some 2^-9; see `ghostclip.GhostClipper`.
             device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
                 are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
                 A release still asks once whether its records are those drawn, unless sampling is declared.
             vocabulary_head: Of a language model of transformers (causal, masked or sequence to sequence). "auto": in
-                training, ``model(..., labels=labels).loss`` is one loss a record, shape (B,), the mean over its own
+                training, ``model(..., labels=labels).loss`` is one loss per record, shape (B,), the mean over its own
                 tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
                 what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
                 model's loss what it is.
@@ -310,15 +310,15 @@ class PrivacyEngine:
             criterion: As for `make_private`.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
-            target_epsilon: ε that must not be exceeded after `epochs`.
-            target_delta: δ that ε is meant at.
-            epochs: Passes over the private loader that are intended.
+            target_epsilon: ε that must not be exceeded in `epochs`.
+            target_delta: δ of the guarantee.
+            epochs: Planned passes over the private loader.
             max_grad_norm: C, as for `make_private`.
-            batch_first: Whether the leading axis of the model's inputs is the batch.
+            batch_first: Whether axis 0 of the model's inputs is the batch.
             loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
             poisson_sampling: Whether batches are sampled as the accountant assumes.
             clipping: As for `make_private`.
-            noise_generator: Makes the noise reproducible, and so not private against who knows it.
+            noise_generator: Makes the noise reproducible, and therefore not private against anybody who knows the seed.
             grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
             wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
             target_unclipped_quantile: As for `make_private`.
@@ -362,9 +362,8 @@ class PrivacyEngine:
             grad_sample_mode=grad_sample_mode,
         )
         given = Prepared.of(optimizer, data_loader)
-        mechanism = None if mechanism is None else mechanism.for_epochs(epochs)
-        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
-        budget = _target(target_epsilon, target_delta, when_spent=when_spent)
+        planned, budget = mechanism and mechanism.for_epochs(epochs), _target(target_epsilon, target_delta, when_spent)
+        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=planned)
         self._warn_of(target_delta, sampling)
         request = Request(
             module=module,
@@ -533,7 +532,8 @@ class PrivacyEngine:
             Whether it does not.
 
         Example:
-            >>> ghostclip.PrivacyEngine().is_compatible(module=nn.BatchNorm1d(3), optimizer=None, data_loader=None)
+            >>> engine = ghostclip.PrivacyEngine()
+            >>> engine.is_compatible(module=nn.BatchNorm1d(3), optimizer=None, data_loader=None)
             False
         """
         try:
@@ -556,7 +556,8 @@ class PrivacyEngine:
             UnsupportedModuleError: If something cannot be replaced.
 
         Example:
-            >>> model = ghostclip.PrivacyEngine.get_compatible_module(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+            >>> model = ghostclip.PrivacyEngine.get_compatible_module(model)
             >>> type(model[1]).__name__
             'GroupNorm'
         """
@@ -776,7 +777,7 @@ class PrivacyEngine:
             warnings.warn(text, stacklevel=4)
 
 
-def _target(epsilon: float, delta: float, *, when_spent: str) -> Budget:
+def _target(epsilon: float, delta: float, when_spent: str) -> Budget:
     """Return the budget of `make_private_with_epsilon`, whose options have names of their own in an error."""
     epsilon, delta = _validate.positive(epsilon, "target_epsilon"), _validate.probability(delta, "target_delta")
     return Budget(epsilon, delta, when_spent=when_spent)

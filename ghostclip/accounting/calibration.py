@@ -59,7 +59,9 @@ def get_noise_multiplier(  # noqa: PLR0913 - the arguments that existing scripts
         The accountant's own ε at the returned σ was computed and does not exceed the target.
 
     Example:
-        >>> sigma = ghostclip.get_noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.01, steps=1000)
+        >>> sigma = ghostclip.get_noise_multiplier(
+        ...     target_epsilon=3.0, target_delta=1e-5, sample_rate=0.01, steps=1000
+        ... )
         >>> print(f"{sigma:.2f}")
         0.81
     """

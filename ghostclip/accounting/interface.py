@@ -24,11 +24,23 @@ class IAccountant(abc.ABC):
 
     @abc.abstractmethod
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Record one release with noise multiplier σ on a Poisson sample of rate q."""
+        """Record one release.
+
+        Args:
+            noise_multiplier: σ, the standard deviation of the noise in units of the sensitivity.
+            sample_rate: q, the probability of each record to be in the batch.
+        """
 
     @abc.abstractmethod
     def get_epsilon(self, delta: float) -> float:
-        """Return the ε spent so far."""
+        """Return the ε spent so far.
+
+        Args:
+            delta: δ at which ε is wanted.
+
+        Returns:
+            An upper bound on ε.
+        """
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -40,7 +52,13 @@ class IAccountant(abc.ABC):
         """Return the name under which `create_accountant` finds this accountant."""
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[NoisyOptimizer], None]:
-        """Return an optimizer step hook that records a step at sample rate q.
+        """Return an optimizer step hook that records a step.
+
+        Args:
+            sample_rate: q, the probability of each record to be in a batch.
+
+        Returns:
+            A function of the optimizer, called once per step.
 
         Privacy:
             An optimizer that puts k backward passes under one noise draw (attribute `accumulated_iterations` = k) is

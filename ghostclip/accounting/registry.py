@@ -25,7 +25,16 @@ _NOT_OFFERED = {
 
 
 def register_accountant(mechanism: str, accountant: type[IAccountant], *, force: bool = False) -> None:
-    """Register an accountant class under a name for `create_accountant`; ``force`` replaces an existing one."""
+    """Register an accountant class under a name, for `create_accountant` and `PrivacyEngine(accountant=...)`.
+
+    Args:
+        mechanism: The name.
+        accountant: The class, with Opacus's four methods (`IAccountant`).
+        force: Whether to replace an accountant of that name.
+
+    Raises:
+        InvalidOptionError: If the name is taken and `force` is False.
+    """
     # The class is built with the option `relation` only, and without any if it is no `Accountant`.
     if mechanism in _ACCOUNTANTS and not force:
         raise InvalidOptionError(f"accountant {mechanism!r} is registered already; pass force=True to replace it.")
@@ -38,7 +47,18 @@ def accountant_names() -> list[str]:
 
 
 def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> IAccountant:
-    """Return a new accountant with an empty history, by name and neighbouring relation."""
+    """Return a new accountant with an empty history.
+
+    Args:
+        mechanism: Its name: "best", "pld", "prv", "rdp", "dp_accounting", or one that was registered.
+        relation: Which data sets count as neighbours: "zero_out", "add_remove" or "replace_one".
+
+    Returns:
+        The accountant.
+
+    Raises:
+        InvalidOptionError: If there is no accountant of that name.
+    """
     # A registered class that is no `Accountant` is not told the relation.
     if mechanism in _ACCOUNTANTS:
         kind = _ACCOUNTANTS[mechanism]

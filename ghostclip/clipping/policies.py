@@ -321,7 +321,8 @@ def per_layer(max_grad_norm: float | Sequence[float], *, rule: ClipRule | None =
         The policy.
 
     Example:
-        >>> clipper = ghostclip.GhostClipper(model, policy=per_layer([0.5, 0.1, 0.5, 0.1]))  # one bound a parameter
+        >>> bounds = [0.5, 0.1, 0.5, 0.1]  # one per parameter
+        >>> clipper = ghostclip.GhostClipper(model, policy=per_layer(bounds))
     """
     return ClipPolicy(max_grad_norm, rule=rule, grouping=PerParameter())
 

@@ -137,7 +137,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
 
     @property
     def expected_batch_size(self) -> float:
-        """Records in a batch on average, over all replicas: the public divisor of a mean gradient."""
+        """Average number of records in a batch over all replicas, the public divisor of a mean gradient."""
         return self.private_sampler.expected_batch_size
 
     @property

@@ -35,7 +35,7 @@ class SamplingScheme(Protocol):
 
     @property
     def expected_batch_size(self) -> float:
-        """Records in a batch on average: the public constant that sums are divided by."""
+        """Average number of records in a batch, the public constant by which sums are divided."""
 
     @property
     def event(self) -> SamplingEvent:

@@ -88,7 +88,7 @@ class UserPoisson:
 
     @property
     def steps(self) -> int:
-        """Batches per epoch: an expected participation of each user."""
+        """Batches per epoch, in which each user takes part once on average."""
         return self._over_users.steps
 
     @property

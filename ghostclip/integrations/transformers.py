@@ -68,7 +68,7 @@ __all__ = [
 @suggests_fields
 @dataclass
 class DPTrainingArguments(PrivacyArguments, TrainingArguments):
-    """`TrainingArguments` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each record."""
+    """`TrainingArguments` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound on each record."""
 
 
 @suggests_fields
@@ -80,25 +80,26 @@ class DPSeq2SeqTrainingArguments(PrivacyArguments, Seq2SeqTrainingArguments):
 class DPTrainer(Trainer):
     """`Trainer` that trains with differential privacy; arguments, callbacks, evaluation and files are Trainer's.
 
-    A step is one Poisson batch, in which each record of `train_dataset` is with the same probability; on average it has
-    `per_device_train_batch_size` × `gradient_accumulation_steps` × processes records, of which each process computes at
-    most `per_device_train_batch_size` at once. An epoch is round(records / expected batch) steps. Losses are means over
-    each record's own labels, not over the batch's tokens; a `compute_loss_func` that returns one loss a record, (B,),
-    or a plain mean is taken. ε at `target_delta` is in logs, progress bar and trainer_state.json as "epsilon".
+    Each step uses one Poisson batch, which contains each record of `train_dataset` with the same probability. On
+    average it has `per_device_train_batch_size` × `gradient_accumulation_steps` × processes records; each process
+    computes at most `per_device_train_batch_size` of them at once. An epoch has round(records / expected batch) steps.
+    The loss of a record is the mean over its own labels, not over the tokens of the batch. A `compute_loss_func` may
+    return one loss per record, shape (B,), or a plain mean. Logs, progress bar and trainer_state.json show ε at
+    `target_delta` as "epsilon".
 
-    Checkpoints hold the account and the positions of sampling and noise (optimizer.pt), and a resumed training goes on
-    as if nothing had happened. optimizer.pt is as secret as the data: it holds their keys.
+    Checkpoints hold the privacy account and the positions of sampling and noise (optimizer.pt), so a resumed training
+    continues as if it had not been interrupted. Keep optimizer.pt as secret as the data: it holds the keys of both.
 
-    A model that `fully_shard` or a plan of tensor parallelism has divided among the processes before is trained as it
-    lies, with `save_strategy="no"` or `save_only_model=True`: Trainer does not save the state of its optimizer;
+    A model that `fully_shard` or a plan of tensor parallelism has divided among the processes is trained as it is, with
+    `save_strategy="no"` or `save_only_model=True`: Trainer does not save the state of its optimizer;
     `PrivacyEngine.save_checkpoint` does.
 
     Privacy:
         One record is one entry of `train_dataset`. ε covers the trained parameters, not the losses and metrics that are
-        logged. Options that contradict this are refused before the first step.
+        logged. Options that contradict a private training are refused before the first step.
 
     Attributes:
-        private_run: The run, once training has begun.
+        private_run: The private training, after it has started.
     """
 
     # Of newer versions: what compute_loss returns is not divided by the number of accumulated batches.

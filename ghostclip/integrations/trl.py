@@ -65,19 +65,19 @@ _PAIRWISE = frozenset(
 @suggests_fields
 @dataclass
 class DPSFTConfig(PrivacyArguments, SFTConfig):
-    """`SFTConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each row."""
+    """`SFTConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound on each row."""
 
 
 @suggests_fields
 @dataclass
 class DPDPOConfig(PrivacyArguments, DPOConfig):
-    """`DPOConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each pair."""
+    """`DPOConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound on each pair."""
 
 
 @suggests_fields
 @dataclass
 class DPRewardConfig(PrivacyArguments, RewardConfig):
-    """`RewardConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound of each pair."""
+    """`RewardConfig` with the options of `PrivacyArguments`; `max_grad_norm` is C, the bound on each pair."""
 
 
 class PlainHead:

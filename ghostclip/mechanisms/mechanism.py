@@ -147,7 +147,8 @@ class BallsInBins(_Independent):
 
     Example:
         >>> model, optimizer, loader = ghostclip.PrivacyEngine().make_private_with_epsilon(
-        ...     module=model, optimizer=optimizer, data_loader=loader, mechanism=ghostclip.mechanisms.BallsInBins(),
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     mechanism=ghostclip.mechanisms.BallsInBins(),
         ...     target_epsilon=3.0, target_delta=1e-3, epochs=3, max_grad_norm=1.0,
         ... )
         >>> print(f"σ = {optimizer.noise_multiplier:.2f}")

@@ -197,7 +197,7 @@ class DPOptimizer(WrappedOptimizer):
 
     @property
     def divisor(self) -> float:
-        """The public constant that a noisy sum is divided by: of k accumulated mean losses the mean is released."""
+        """The public constant by which a noisy sum is divided; k accumulated mean losses are divided by k as well."""
         if self.loss_reduction != "mean" or not self.expected_batch_size:
             return 1.0
         return float(self.expected_batch_size) * max(1, self._batch.uses)

@@ -40,11 +40,9 @@ def register_grad_sampler(
     ``ghostclip.validation.layer_check.check_per_sample_gradients_are_correct``.
 
     Example:
-        ```
-        @register_grad_sampler(MyLinear)
-        def my_linear(module, activations, backprops):
-            return {module.weight: torch.einsum("n...o,n...i->noi", backprops, activations[0])}
-        ```
+        >>> @register_grad_sampler(MyLinear)  # doctest: +SKIP
+        ... def my_linear(module, activations, backprops):
+        ...     return {module.weight: torch.einsum("n...o,n...i->noi", backprops, activations[0])}
 
     Args:
         target_class_or_classes: The class, or several; instances of subclasses are not meant.

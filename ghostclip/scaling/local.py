@@ -30,13 +30,21 @@ _AXES: Final = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in up to five axes."""
+    """Devices in up to five axes.
 
-    replicate: int = 1  # copies of the sharded model (HSDP)
-    dp: int = 1  # ranks that shard parameters, gradients and optimizer state, each with samples of its own (FSDP2)
-    tp: int = 1  # ranks that share every sample, with a part of each large matrix (tensor parallelism)
-    cp: int = 1  # ranks that share every sample, with a part of its positions (context parallelism)
-    pp: int = 1  # ranks that share every sample, with a part of the blocks (stages of a pipeline)
+    Attributes:
+        replicate: Copies of the sharded model (HSDP).
+        dp: Ranks that shard parameters, gradients and optimizer state, each with its own samples (FSDP2).
+        tp: Ranks that share every sample, with a part of each large matrix (tensor parallelism).
+        cp: Ranks that share every sample, with a part of its positions (context parallelism).
+        pp: Ranks that share every sample, with a part of the blocks (stages of a pipeline).
+    """
+
+    replicate: int = 1
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
 
     @property
     def devices(self) -> int:
@@ -52,7 +60,17 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Parse axes like ``"dp=8,tp=4"``; axes that are left out have size 1."""
+        """Parse axes like ``"dp=8,tp=4"``; axes that are left out have size 1.
+
+        Args:
+            text: The axes.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            InvalidOptionError: If an axis is unknown, occurs twice or has no size.
+        """
         sizes: dict[str, int] = {}
         known = [axis.name for axis in fields(cls)]
         for part in text.split(","):

@@ -19,7 +19,7 @@ LINES = [
     pytest.param(line.split("#")[0].strip(), id=f"{shown(path)}: {line.split('#')[0].strip()[:60]}")
     for path in PAGES
     for _, block in blocks(path, "sh")
-    for line in block.splitlines()
+    for line in block.replace("\\\n", " ").splitlines()
     if line.startswith(("ghostclip ", "torchrun "))
 ]
 

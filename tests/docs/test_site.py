@@ -1,15 +1,19 @@
 """The pages build without a warning, and errors have their entries."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from ghostclip.errors import GhostClipError
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, shown
 
 sys.path.insert(0, str(DOCS))
 import generated
+
+WIDTH = 88
+BESIDE_THE_MENU = [path for path in PAGES if path.is_relative_to(DOCS) and path.parent.name != "tutorials"]
 
 
 @pytest.mark.thorough
@@ -21,6 +25,17 @@ def test_pages_build_without_a_warning(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "searchindex.js").exists()
+    formulas = (tmp_path / "inside" / "how-it-works.html").read_text(encoding="utf-8")
+    assert "<math" in formulas
+    loaded = re.compile(r"""<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//""")
+    assert not [page.name for page in tmp_path.rglob("*.html") if loaded.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("path", BESIDE_THE_MENU, ids=shown)
+def test_no_line_of_code_is_cut_off(path):
+    """A page shows 88 columns beside its menu."""
+    lines = [line for language in ("python", "sh") for _, code in blocks(path, language) for line in code.splitlines()]
+    assert not [line for line in lines if len(line) > WIDTH]
 
 
 @pytest.mark.parametrize("name", generated.classes())

@@ -30,17 +30,19 @@ _ENTIRE = 1.0
 class PrivacyCallback:
     """Makes the training of a Lightning Trainer private: ``Trainer(callbacks=[PrivacyCallback(...)])``, nothing else.
 
-    The training loader, wherever it comes from (a data module, the module, `fit`), is replaced by Poisson sampling with
-    its options; what `configure_optimizers` returns is made private. On average a draw has the loader's batch size ×
-    `accumulate_grad_batches` × processes records, of which a process computes at most the loader's batch size at once.
-    ε at `target_delta` is logged as "epsilon", with the progress bar, every `log_every_n_steps` steps and every epoch.
+    The training loader, wherever it comes from (a data module, the module, `fit`), is replaced by one with Poisson
+    sampling and the same options. The optimizers that `configure_optimizers` returns become private. On average a
+    Poisson batch has the loader's batch size × `accumulate_grad_batches` × processes records; a process computes at
+    most the loader's batch size at once. ε at `target_delta` is logged as "epsilon" every `log_every_n_steps` steps and
+    every epoch, and shown in the progress bar.
 
-    Checkpoints hold the account and the positions of sampling, noise and dropout; `fit(ckpt_path=...)` goes on as if
-    nothing had happened. They are as secret as the data, since they hold its keys: publish the module's state alone.
+    Checkpoints hold the privacy account and the positions of sampling, noise and dropout, so `fit(ckpt_path=...)`
+    continues as if nothing had happened. Keep them as secret as the data, because they hold the keys; publish the state
+    of the module only.
 
-    In manual optimization a draw is computed whole, as the module's code says, and `accumulate_grad_batches` is 1. Of
-    several optimizers each steps once a batch, after one backward for all of them. Where only a part of the module sees
-    records, as a GAN's discriminator does, `module` names it: the other optimizers are left as they are.
+    In manual optimization a Poisson batch is computed whole, by the module's code, and `accumulate_grad_batches` is 1.
+    Several optimizers each step once per batch, after one backward for all of them. If only a part of the module sees
+    records, as a GAN's discriminator does, name it with `module`: the other optimizers stay as they are.
 
     Privacy:
         One record is one entry of the training data set. ε covers the trained parameters; not losses and metrics that
@@ -52,13 +54,13 @@ class PrivacyCallback:
         training: Engine, loader and optimizer.
 
     Args:
-        max_grad_norm: C, the bound of each record's gradient.
-        target_epsilon: ε that all steps of the training may cost together; the noise follows from `max_epochs` or
-            `max_steps`. Give this or `noise_multiplier`.
-        noise_multiplier: σ, the noise's standard deviation in units of C.
+        max_grad_norm: C, the bound on each record's gradient.
+        target_epsilon: ε that the whole training may cost; the noise follows from `max_epochs` or `max_steps`. Give
+            this or `noise_multiplier`.
+        noise_multiplier: σ, the standard deviation of the noise in units of C.
         target_delta: δ, well below 1/N for N records.
-        planned_epochs: Epochs that the noise of `target_epsilon` is for, where a training is to be resumed and go on
-            beyond `max_epochs`.
+        planned_epochs: Number of epochs for which `target_epsilon` shall last, if the training will be resumed and
+            continue beyond `max_epochs`.
         clipping: As in `PrivacyEngine.make_private`.
         grad_sample_mode: "auto", "bookkeeping" or "hooks".
         physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch

@@ -38,31 +38,31 @@ _A = TypeVar("_A", bound="PrivacyArguments")
 
 @dataclass
 class PrivacyArguments:
-    """Privacy options beside those of `TrainingArguments`, whose `max_grad_norm` is C here: the bound of each record.
+    """Privacy options, in addition to those of `TrainingArguments`; its `max_grad_norm` is C, the bound on each record.
 
-    The batch's gradient is not clipped a second time. `per_device_train_batch_size` is what is computed at once, times
-    `gradient_accumulation_steps` and the number of processes it is the expected size of a Poisson batch, unless
-    `expected_batch_size` says another.
+    The gradient of the batch is not clipped a second time. `per_device_train_batch_size` is the physical batch, which
+    is computed at once. Times `gradient_accumulation_steps` and the number of processes it is the expected size of a
+    Poisson batch, unless `expected_batch_size` is given.
 
     Attributes:
-        target_epsilon: ε that all steps of the training may cost together; the noise follows, unless it is given.
+        target_epsilon: ε that the whole training may cost. The noise follows from it, unless it is given.
         target_delta: δ, well below 1/N for N records.
-        noise_multiplier: σ, the noise's standard deviation in units of C; beside a `target_epsilon` the step that would
-            exceed that is refused.
-        planned_epochs: Epochs that the noise of `target_epsilon` is for, where a training is to be resumed and go on
-            beyond the host's own plan, which is never shortened.
-        expected_batch_size: Records of a Poisson batch on average, any number from 1 to all of them.
+        noise_multiplier: σ, the standard deviation of the noise in units of C. With `target_epsilon` as well, the step
+            that would exceed that ε is refused.
+        planned_epochs: Number of epochs for which `target_epsilon` shall last, if the training will be resumed and
+            continue beyond the trainer's own number of epochs, which is the least it can be.
+        expected_batch_size: Average number of records in a Poisson batch, from 1 to all of them.
         clipping: As in `PrivacyEngine.make_private`.
-        physical_batch: "auto" measures memory and finds how much is computed at once; None computes
-            `per_device_train_batch_size` records at once. Either way what does not fit is halved.
+        physical_batch: "auto" measures memory and finds the size of physical batches; None uses
+            `per_device_train_batch_size`. Either way, a physical batch that does not fit is halved.
         grad_sample_mode: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
         compile: Of "auto": None begins eagerly, and has graphs compute the step once they are known to be quicker (on
             CPUs, where the loss is a known one); True has them compute it from the beginning, as the Trainer's
             `torch_compile=True` does; False never does.
         vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
             "fused" refuses models where it does not, "logits" never does.
-        memory_budget: The most that a backward may hold, over what an ordinary one holds: below 1 repeated blocks are
-            run again, and some get two backwards; see `PrivacyEngine.make_private`.
+        memory_budget: How much a backward may hold, relative to an ordinary one. Below 1, repeated blocks are run
+            again, and some get two backwards; see `PrivacyEngine.make_private`.
         factor_dtype: "bfloat16" allows a memory budget below 1 to round what clipping holds to 16 bits.
         noise_level: "fast", "secure" or "exact".
         mechanism: How records are drawn and noise is added: "poisson", "balls_in_bins" (each record once an epoch),

@@ -142,7 +142,8 @@ class ModuleValidator:
             The fixed copy. Something that has no fixer raises as ``validate(strict=True)`` does.
 
         Example:
-            >>> model = ghostclip.ModuleValidator.fix_and_validate(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+            >>> model = ghostclip.ModuleValidator.fix_and_validate(model)
             >>> type(model[1]).__name__
             'GroupNorm'
         """
