@@ -128,7 +128,7 @@ def save_base_classifier(folder: str, *, steps: int = 500) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_base_language_model(folder: str, *, steps: int = 300) -> None:
+def save_base_language_model(folder: str, *, steps: int = 250) -> None:
     """Save a small GPT-2 that has read the public texts, with its tokenizer.
 
     Args:
@@ -138,7 +138,7 @@ def save_base_language_model(folder: str, *, steps: int = 300) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     texts = [text for text, _ in halves()[0]]
-    tokenizer = tokenizer_of(texts)
+    tokenizer = tokenizer_of(texts, 600)
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer), n_positions=2 * LENGTH, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0,
