@@ -77,6 +77,7 @@ def accuracy(model):
 #
 # $ ghostclip plan-privacy --samples 455 --batch-size 114 --epochs 30 --target-epsilon 3 --delta 2e-4
 #
+# The default, Poisson sampling, is never wrong, and is what is used below; `mechanism=BallsInBins()` would be the other.
 # With few records the batch is a large share of them: the noise in the mean gradient is σ · C / B, and B is all that you
 # can raise. More about that: [from a first ε to a good model](../start/good-model.md).
 epsilon, delta, epochs, batch = 3.0, 2e-4, 30, 114
@@ -148,6 +149,8 @@ with averaged.applied():
 print(f"private training: test accuracy {last:.3f}; average of the last 60 steps' weights: {tail:.3f}")
 
 # %%
+# One patient of 114 is almost a point: differences of that size between the two trainings are chance.
+#
 # ## Read the account
 #
 # `summary` says what the number covers: upper and lower bound on ε, how records were drawn, and what was not checked.

@@ -155,7 +155,8 @@ print(f"epsilon spent {spent:.3f} of {epsilon}")
 # ## What an attacker sees
 #
 # The simplest attack on membership: a record that the model has learnt has a smaller loss. If losses of records that took
-# part and of others were alike, a random pair would be ordered rightly in half of the cases.
+# part and of others were alike, a random pair would be ordered rightly in half of the cases. The picture has the share of
+# texts below each loss.
 #
 # ![Losses of records that took part and of others](text_lora-losses.png)
 from matplotlib.figure import Figure
