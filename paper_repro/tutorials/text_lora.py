@@ -189,7 +189,7 @@ figure.savefig("losses.png", dpi=110)
 
 # %%
 # Here it finds next to nothing even after ordinary training, for a few thousand trained numbers cannot hold five thousand
-# texts ([a language model](llm_trl.md) remembers more). An attack that finds nothing proves nothing; [an audit](../privacy/audit.md) with canaries is the
+# texts. An attack that finds nothing proves nothing; [an audit](../privacy/audit.md) with canaries is the
 # stronger test, and shown for [tabular data](tabular_loop.md).
 #
 # ## Release it
