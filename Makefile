@@ -37,7 +37,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper accuracy examples clean distclean
+.PHONY: help demo tutorials test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper accuracy examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -58,6 +58,8 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV_STAMP): $(RUN_STAMP)
 	@echo "==> installing what the tests, linters and benchmarks need into $(VENV)"
 	@$(INSTALL) --editable ".[transformers,bench]" --group dev
+	@# Its dependency torchvision does not import beside torch's CPU build; a stand-in has the little that is needed.
+	@$(INSTALL) --no-deps timm
 	@touch $@
 
 demo: $(RUN_STAMP)  ## train a transformer privately on real text and show where the results lie
@@ -140,6 +142,9 @@ accuracy: $(DEV_STAMP)  ## accuracy of sampling and noise mechanisms at equal ε
 
 examples: $(DEV_STAMP)  ## run the example trainings, written as users of Opacus write them, with their audits (about 20 minutes)
 	@$(BIN)/python -m paper_repro.examples
+
+tutorials: $(DEV_STAMP)  ## run the tutorials and write their pages, output and pictures into docs/tutorials (about 6 minutes)
+	@$(BIN)/python -m paper_repro.tutorials
 
 clean:  ## remove caches and build products
 	@rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -24,12 +24,16 @@ def write_pages(docs: Path) -> None:
     Args:
         docs: The folder of the docs.
     """
+    from paper_repro import good_model
+
     for source, page, links in COPIED:
         _write(docs / page, _with_links((ROOT / source).read_text(encoding="utf-8"), links))
     errors_template = _with_links((ROOT / "ghostclip/ERRORS.md").read_text(encoding="utf-8"), {"../docs/": ""})
     _write(docs / "errors.md", errors_page(errors_template))
     template = (docs / "start" / "examples.in.md").read_text(encoding="utf-8")
     _write(docs / "start" / "examples.md", template.replace("@EXAMPLES@", examples_table()))
+    template = (docs / "start" / "good-model.in.md").read_text(encoding="utf-8")
+    _write(docs / "start" / "good-model.md", good_model.filled(template))
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,12 +5,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GENERATED = {"errors.md", "changelog.md", "inside/design.md", "start/examples.md", "inside/glossary.md"}
+GENERATED = {
+    "errors.md",
+    "changelog.md",
+    "inside/design.md",
+    "start/examples.md",
+    "start/good-model.md",
+    "inside/glossary.md",
+}
 PAGES = sorted(
     path
     for path in [ROOT / "README.md", ROOT / "ghostclip" / "ERRORS.md", *DOCS.rglob("*.md")]
     if path.relative_to(ROOT).as_posix().removeprefix("docs/") not in GENERATED and "_build" not in path.parts
 )
+# Run as a whole by test_tutorials.py.
+TUTORIALS = [path for path in PAGES if path.parent.name == "tutorials"]
 # The first line of a block that is shown and not run.
 NOT_RUN = "# not run: "
 

@@ -8,14 +8,14 @@ import warnings
 
 import pytest
 
-from tests.docs.pages import NOT_RUN, PAGES, blocks, shown
+from tests.docs.pages import NOT_RUN, PAGES, TUTORIALS, blocks, shown
 
 # What a newcomer pastes first runs in the quick tests, the other pages in `make check`.
 FIRST = ("README.md", "docs/start/quickstart.md")
 WITH_CODE = [
     pytest.param(path, marks=() if shown(path) in FIRST else pytest.mark.thorough)
     for path in PAGES
-    if blocks(path, "python")
+    if blocks(path, "python") and path not in TUTORIALS
 ]
 
 
