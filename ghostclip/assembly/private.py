@@ -67,7 +67,7 @@ PrivateModule = GradSampleModule | GradSampleHooks
 # Several optimizers come back as a list of members.
 PrivateOptimizer = DPOptimizer | list[MemberOptimizer]
 Private = tuple[PrivateModule, Any, DataLoader[Any]]
-PrivateWithCriterion = tuple[PrivateModule, Any, PrivateCriterion, DataLoader[Any]]
+PrivateWithCriterion = tuple[PrivateModule, Any, Callable[..., Any], DataLoader[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +304,9 @@ def _around(
     private_criterion = PrivateCriterion(clipper, criterion)
     asked = request.grad_sample_mode == "graph"
     unasked = request.grad_sample_mode == "auto" and request.compile is None
+    if unasked and request.memory_budget >= 1 and not hasattr(criterion, "reduction"):
+        # Whether it returns a loss of each sample is not known.
+        return private_module, returned, criterion, loader
     may = unasked and request.vocabulary_head == "logits" and hindered(clipper) is None
     if isinstance(private_module, GradSampleModule) and (asked or may):
         takeover = Takeover(left=left_of(private_optimizer, request.releases), asked=asked)

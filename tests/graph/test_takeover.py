@@ -45,7 +45,7 @@ def _training(*, ledger=None, dropout=0.0, seed=3, **options):
     private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        criterion=nn.CrossEntropyLoss(),
+        criterion=options.pop("criterion", nn.CrossEntropyLoss()),
         data_loader=DataLoader(_records(), batch_size=BATCH, generator=generator),
         noise_multiplier=1.0,
         max_grad_norm=C,
@@ -354,3 +354,13 @@ def test_a_forked_process_compiles_what_takes_over(monkeypatch, tmp_path):
 
 def test_a_takeover_that_is_asked_for_says_so_aloud():
     assert Takeover(asked=True).level == logging.WARNING
+
+
+def test_a_criterion_that_may_return_one_loss_for_all_is_returned_as_it_is():
+    def mean(output, target):
+        return functional.cross_entropy(output, target)
+
+    _, private = _training(criterion=mean)
+    assert private[2] is mean
+    assert private[0].deferral is None
+    _train(private, 3)
