@@ -1,0 +1,132 @@
+"""Stage 6: the private step as one graph: ordinary training, compiled and not, book-keeping, the graph, CUDA graphs.
+
+GPT-2 large, where products fill the device, and the MNIST CNN, where the host is what a step waits for. A row is one
+way: seconds until its second step, compiling included, and a median step in turns with the others'.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import ghostclip
+from benchmarks.gpu.models import large_model
+from benchmarks.gpu.rows import Row, started
+from benchmarks.models import MnistCNN
+from benchmarks.tasks import per_sample_losses
+from benchmarks.timing import synchronize
+
+ROUNDS: Final = 15
+CASES: Final = ("gpt2-large", "mnist-cnn")
+ORDINARY, COMPILED, BOOKKEEPING, GRAPH, CUDA_GRAPHS = WAYS = (
+    "ordinary",
+    "ordinary, compiled",
+    "book-keeping",
+    "graph",
+    "graph, CUDA graphs",
+)
+
+
+def _case(name: str, device: torch.device, *, quick: bool) -> tuple[Callable[[], nn.Module], tuple[Tensor, Tensor]]:
+    """Return what makes the model, and a batch."""
+    if name == "mnist-cnn":
+        return MnistCNN, (torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device))
+    case = large_model(name)
+    task = case.quick if quick else case.task
+    inputs, targets = task.batch(device)
+    return task.make_model, (inputs, targets)
+
+
+def _losses(model: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
+    return per_sample_losses(model, (inputs, targets))
+
+
+def _ordinary(model: Any, batch: tuple[Tensor, Tensor]) -> None:
+    _losses(model, *batch).mean().backward()
+
+
+def way(name: str, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], device: torch.device) -> Any:
+    """Return what makes a step, and what drops its gradients.
+
+    Args:
+        name: One of `WAYS`.
+        make: Makes the model.
+        batch: Inputs and targets.
+        device: Where.
+
+    Returns:
+        The two.
+    """
+    torch.manual_seed(0)
+    with device:
+        model = make()
+    # A rehearsal on a CPU compiles nothing.
+    here = device.type == "cuda"
+    if name in (ORDINARY, COMPILED):
+        run = model if name == ORDINARY else torch.compile(model, backend="inductor" if here else "eager")
+        return partial(_ordinary, run, batch), partial(model.zero_grad, set_to_none=True)
+    strategy = "bookkeeping" if name == BOOKKEEPING else "graph"
+    clipper: Any = ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy)  # type: ignore[arg-type]
+    if name == BOOKKEEPING:
+        return lambda: clipper.backward(_losses(model, *batch)), clipper.reset
+    mode = "reduce-overhead" if name == CUDA_GRAPHS and here else None
+    options = ghostclip.GraphOptions(backend="inductor" if here else "aten", mode=mode, cache=False)
+    step = ghostclip.GraphStep(clipper, _losses, options=options)
+
+    def private() -> None:
+        step(*batch)
+        if step.reasons:
+            raise RuntimeError(f"computed eagerly: {next(iter(step.reasons))}")
+
+    return private, clipper.reset
+
+
+def main(given: list[str] | None = None) -> int:
+    """Measure the ways of one case, in turns.
+
+    Args:
+        given: The command line; that of the process by default.
+
+    Returns:
+        The exit status: 0.
+    """
+    job = started("benchmarks.gpu.graph", __doc__, ("--case", {"choices": CASES, "required": True}), given=given)
+    make, batch = _case(job.arguments.case, job.device, quick=job.quick)
+    ready: dict[str, tuple[Any, Any, Row]] = {}
+    for name in WAYS:
+        found: Row = {}
+        with job.case(f"{job.arguments.case}: {name}, first steps") as row:
+            began = time.perf_counter()
+            run, drop = way(name, make, batch, job.device)
+            for _ in range(2):
+                drop()
+                run()
+            synchronize(job.device)
+            row["seconds"] = found["first_seconds"] = time.perf_counter() - began
+            ready[name] = run, drop, found
+    taken: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(2 if job.quick else ROUNDS):
+        for name, (run, drop, _) in ready.items():
+            drop()
+            synchronize(job.device)
+            began = time.perf_counter()
+            run()
+            synchronize(job.device)
+            taken[name].append(time.perf_counter() - began)
+    base = statistics.median(taken[ORDINARY])
+    for name, (_, _, found) in ready.items():
+        with job.case(f"{job.arguments.case}: {name}") as row:
+            median = statistics.median(taken[name])
+            row.update({"way": name, "seconds": median, "over_ordinary": median / base, **found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
