@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from ghostclip import _torch
 from ghostclip._files import reason_of
+from ghostclip.data.content import content_digest, is_other
 from ghostclip.distributed import Pipeline, from_first
 from ghostclip.distributed.whole import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
@@ -29,12 +31,12 @@ SCHEDULERS = {"noise_multiplier": "noise_scheduler_state_dict", "max_grad_norm":
 MECHANISM, NOISE, SAMPLER = "ghostclip_mechanism", "ghostclip_noise", "ghostclip_sampler"
 POLICY, RELEASES, LEDGER, GENERATORS = "ghostclip_policy", "ghostclip_releases", "ghostclip_ledger", "ghostclip_rng"
 COORDINATES, RUNS, SAMPLING = "ghostclip_coordinates", "ghostclip_runs", "ghostclip_sampling"
-COMPILED = "ghostclip_compiled"
+COMPILED, RECORDS = "ghostclip_compiled", "ghostclip_records"
 DIGEST, VERSION = "ghostclip_digest", "ghostclip_version"
 _OF_EACH = (OPTIMIZER, GENERATORS)
 """Entries that each rank of a pipeline has one of."""
-SECRETS = (NOISE, SAMPLER, SAMPLING)
-"""Entries that noise and batches follow from, or that hold a position in them."""
+SECRETS = (NOISE, SAMPLER, SAMPLING, RECORDS)
+"""Entries that noise, batches or contents of records follow from, or that hold a position in them."""
 _FORMAT = 5
 """Version of what is written: 5 holds a digest of all that it holds, and noise of one key stream."""
 
@@ -106,7 +108,32 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
         state[SAMPLER] = sampler.state_dict()
     if sampling is not None:
         state[SAMPLING] = sampling.state_dict()
+        state[RECORDS] = _digest_of(sampling)
     return state
+
+
+_DIGESTS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def _digest_of(sampling: Sampling) -> str | None:
+    """Return a digest of a few records of what is sampled from; they are read once."""
+    loader = sampling.loader
+    if not hasattr(loader, "dataset"):
+        return None
+    if loader not in _DIGESTS:
+        _DIGESTS[loader] = content_digest(loader.dataset)
+    return _DIGESTS[loader]
+
+
+def _refuse_other_records(checkpoint: Mapping[str, Any], sampling: Sampling | None) -> None:
+    dataset = getattr(getattr(sampling, "loader", None), "dataset", None)
+    if dataset is not None and is_other(checkpoint.get(RECORDS), dataset):
+        raise ResumeError(
+            "checkpoint of a training on other records: as many as now, but the first, the middle or the last one "
+            "differs. Resume with the data that it was saved with. If the records were only prepared in another way, "
+            "load_checkpoint(allow_mechanism_change=True) continues with them; records that were never trained on are "
+            "a training of their own."
+        )
 
 
 def _generators() -> dict[str, Any]:
@@ -141,6 +168,8 @@ def reconciled(
 ) -> dict[str, Any]:
     """Return a checkpoint as a training may continue it: of the same mechanism, or with fresh randomness."""
     # `scheduled`: names of the mechanism's values that a scheduler will restore.
+    if not allow_change:
+        _refuse_other_records(checkpoint, sampling)
     different = differences(checkpoint.get(MECHANISM, {}), mechanism(optimizer, sampling), scheduled=scheduled)
     if different and not allow_change:
         raise ResumeError(

@@ -1,0 +1,90 @@
+"""Resuming on other records of the same number is refused, as far as three records show it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ghostclip
+from ghostclip.data.content import content_digest, is_other
+from ghostclip.errors import ResumeError
+
+
+class Records(Dataset):
+    def __init__(self, records):
+        self.records = records
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, place):
+        return self.records[place]()
+
+
+def _of(*content):
+    return Records([lambda: content for _ in range(9)])
+
+
+def _private(x):
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    engine = ghostclip.PrivacyEngine()
+    return engine, *engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, torch.zeros(len(x), dtype=torch.long)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+def test_a_checkpoint_is_loaded_beside_its_own_records_alone(tmp_path):
+    x = torch.arange(36.0).reshape(12, 3)
+    engine, model, optimizer, _ = _private(x)
+    engine.save_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer)
+    state = optimizer.state_dict()
+    own, model, optimizer, _ = _private(x.clone())
+    own.load_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer)
+    other, model, optimizer, _ = _private(x.flip(0))
+    with pytest.raises(ResumeError, match="training on other records"):
+        other.load_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer)
+    with pytest.raises(ResumeError, match="training on other records"):
+        optimizer.load_state_dict(state)
+    other.load_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer, allow_mechanism_change=True)
+
+
+def test_a_look_at_records_leaves_generators_where_they_are():
+    drawn = Records([lambda: torch.rand(3) for _ in range(5)])
+    torch.manual_seed(0)
+    before = torch.rand(1)
+    torch.manual_seed(0)
+    content_digest(drawn)
+    assert torch.equal(torch.rand(1), before)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "differ"),
+    [
+        (_of(torch.ones(2)), _of(torch.ones(2)), False),
+        (_of(torch.ones(2)), _of(torch.ones(2) + 1e-7), False),
+        (_of(torch.ones(2)), _of(torch.full((2,), 2.0)), True),
+        (_of(torch.tensor([1, 2])), _of(torch.tensor([2, 1])), True),
+        (_of({"ids": [1, 2], "text": "a"}), _of({"ids": [1, 2], "text": "b"}), True),
+        (_of({"ids": [1], "file": "/here/a"}), _of({"ids": [1], "file": "/there/a"}), False),
+        (_of(np.float32(1.5)), _of(np.float32(2.5)), True),
+        (_of(b"one"), _of(b"two"), True),
+        # Nothing tells: objects without content, and data sets that cannot be read.
+        (_of(object()), _of(torch.ones(1)), False),
+        (Records([]), _of(torch.ones(1)), False),
+        (_of(torch.ones(1)), Records([lambda: 1 / 0]), False),
+    ],
+)
+def test_content_tells_data_sets_apart(one, two, differ):
+    assert is_other(content_digest(one), two) is differ
+
+
+def test_augmentations_from_no_generator_are_no_other_records():
+    counted = iter(range(10**6))
+    moving = Records([lambda: torch.tensor([next(counted)]) for _ in range(5)])
+    assert not is_other(content_digest(moving), moving)
