@@ -149,7 +149,8 @@ print(f"epsilon spent {spent:.3f} of {epsilon}")
 # %%
 # Private training keeps most of what it can learn from 1,400 images, not all: the drawn digits are thinner and smaller than the
 # handwritten ones, and public images that look like the private ones would leave less to learn. What to change then, and in
-# which order: [from a first ε to a good model](../start/good-model.md).
+# which order: [from a first ε to a good model](../start/good-model.md). The settings above were tried out on these test images,
+# so that the accuracy is a little optimistic; tune on public records in a training of your own.
 #
 # The number is a promise about every image, and whether it holds does not show in the accuracy. For a test that tries to
 # contradict it see [tabular data](tabular_loop.md), for what a network remembers [a language model](llm_trl.md).

@@ -190,9 +190,10 @@ reached = 1 / private_perplexity
 
 # %%
 # That is what the promise is about: of any one text the private model may reveal little, and what all texts have in common
-# (how they begin, and that passwords are four words) it may learn. So small a model, with adapters, remembers little of one
-# record among 800 in ordinary training either; large ones give back whole passages (Carlini et al. 2021). Of the one model
-# that is luck, of the other it is bounded, by whoever asks and however.
+# (how they begin, "PACKAGE users say:", which is most of what the perplexity has gained; that passwords are four words) it may learn.
+# Neither model shows that it remembers: 51 % and 47 % are chance, as are the largest of twenty draws. So small a model, with adapters,
+# remembers little of one record among 800 in ordinary training either; large ones give back whole passages (Carlini et al. 2021). Of
+# the one model that is luck, of the other it is bounded, by whoever asks and however.
 #
 # For a number with a proof behind it make the canaries of [an audit](../privacy/audit.md), and for the exactness of
 # clipping on your own model call `ghostclip.check`, as in [text classification](text_lora.md).
