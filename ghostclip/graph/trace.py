@@ -8,6 +8,7 @@ Shape letters: B samples, ``*P`` a parameter's own shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
         raise NoGraphError(
             "it seeds a generator, or draws from Python's or NumPy's, which a graph would do once for ever"
         )
+    _without_strides(graph)
     graph.graph.eliminate_dead_code()
     _refuse_writes(graph)
     _refuse_sizes(graph)
@@ -172,6 +174,28 @@ def operation(node: fx.Node) -> str:
 def draws(graph: fx.GraphModule) -> bool:
     """Return whether a graph draws random numbers."""
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+
+
+def _without_strides(graph: fx.GraphModule) -> None:
+    """Replace views, and what is said by strides of all of a contiguous tensor, by reshapes.
+
+    When the graph runs again, values need not lie as they did: convolutions choose.
+    """
+    for node in list(graph.graph.nodes):
+        name = operation(node)
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        if name not in ("as_strided", "as_strided_scatter"):
+            continue
+        base, *values, sizes, strides = node.args[: 4 if name == "as_strided_scatter" else 3]
+        whole = base.meta["val"]
+        steps = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+        plain = all(size == 1 or stride == step for size, stride, step in zip(sizes, strides, steps, strict=True))
+        begins = len(node.args) <= len(values) + 3 or not node.args[-1]
+        if plain and begins and whole.is_contiguous() and whole.numel() == math.prod(sizes):
+            shape = list(node.meta["val"].shape)
+            node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, ((*values, base)[0], shape), {}
+    graph.recompile()
 
 
 def _refuse_writes(graph: fx.GraphModule) -> None:

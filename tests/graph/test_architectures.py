@@ -1,0 +1,18 @@
+"""Architectures whose views depend on how values lie in memory are one graph, and exact."""
+
+import pytest
+
+from benchmarks.graph.table import row
+
+pytest.importorskip("transformers")
+from tests.architectures.known import ALL  # noqa: E402
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", ["SwinForImageClassification", "SiglipVisionModel"])
+def test_an_architecture_is_one_graph(name):
+    (architecture,) = (one for one in ALL if one.name == name)
+    found = row(architecture, 0)
+    assert found["error"] < 1e-12
+    assert found["norm_error"] < 1e-12
