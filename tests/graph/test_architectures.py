@@ -5,7 +5,7 @@ import pytest
 from benchmarks.graph.table import row
 
 pytest.importorskip("transformers")
-from tests.architectures.known import ALL  # noqa: E402
+from tests.architectures.known import ALL
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
