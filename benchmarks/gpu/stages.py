@@ -63,7 +63,7 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
         quick: Whether tiny sizes are meant.
 
     Returns:
-        The stages. Of eight minutes they may take 60, 30, 80, 150, 150 and 90 seconds, the last what is left.
+        The stages. Of eight minutes they may take 60, 30, 80, 115, 115 and 80 seconds, the last what is left.
     """
     shared = ("--device", str(device), *(["--quick"] if quick else []))
     # Without a GPU, kernels can be interpreted where they are small.
@@ -108,13 +108,13 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
         ),
         Stage("products", "Which products?", (job("products", "products", 600.0),), 0.5 / 8),
         Stage("twins", "Which kernels?", (job("twins", "twins", 600.0, environment=interpreted),), 1.34 / 8),
-        Stage("gpt2-large", "GPT-2 large: time and memory", gpt2, 2.5 / 8),
-        Stage("llama-1b", "Llama 1B: time, memory, largest batch", llama, 2.5 / 8),
+        Stage("gpt2-large", "GPT-2 large: time and memory", gpt2, 1.9 / 8),
+        Stage("llama-1b", "Llama 1B: time, memory, largest batch", llama, 1.9 / 8),
         Stage(
             "graph",
             "The step as one graph",
             tuple(job("graph", f"graph: {case}", 120.0, "--case", case) for case in ("mnist-cnn", "gpt2-large")),
-            1.5 / 8,
+            1.3 / 8,
         ),
         Stage(
             "rest", "Where does the time go?", (job("one_step", "one step", 90.0, "--case", "gpt2-large"), *last), 1.0

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import agreement, large, one_step, peaks, products, rows, stages, twins
+from benchmarks.gpu import agreement, graph, large, one_step, peaks, products, rows, stages, twins
 from benchmarks.gpu.models import large_models
 from benchmarks.gpu.page import markdown
 from benchmarks.gpu.stages import Job, Stage
@@ -303,6 +303,7 @@ def test_what_a_run_measured_outlives_it(tmp_path):
 
 def test_stages_fit_the_commands_they_start(monkeypatch):
     modules = {"agreement": agreement, "products": products, "twins": twins, "large": large, "one_step": one_step}
+    modules["graph"] = graph
     seen = []
     for name, module in modules.items():
         monkeypatch.setattr(module, "started", lambda *own, given, name=name: seen.append((name, own, given)) or 1 / 0)
