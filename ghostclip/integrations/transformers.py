@@ -25,7 +25,7 @@ from ghostclip import _torch
 from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
-from ghostclip.graph.takeover import Takeover, left_of
+from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.integrations._versions import warn_if_untested
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
@@ -111,6 +111,8 @@ class DPTrainer(Trainer):
     # Whether the loss is computed without logits; None before that was decided.
     _fused: bool | None = None
     _graph: GraphStep | None = None
+    # The clipper of the training, and whether graphs may take over unasked.
+    _unhindered: tuple[Any, bool] | None = None
     _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
@@ -322,18 +324,28 @@ class DPTrainer(Trainer):
         own, known = type(self).compute_loss is DPTrainer.compute_loss, task_of(self.model) is not None
         if self.args.grad_sample_mode != "graph":
             compiles = self.args.grad_sample_mode == "auto" and self.args.compile is not False
-            return compiles and own and known and self.compute_loss_func is None and not self._is_fused()
+            compiles = compiles and own and known and self.compute_loss_func is None and not self._is_fused()
+            return compiles and self._is_unhindered()
         known = own and (self.compute_loss_func is not None or known)
         if not known and not self._said_eager:
             self._said_eager = True
             _log.warning("grad_sample_mode='graph': computed eagerly, as the loss is not one that DPTrainer computes.")
         return known
 
+    def _is_unhindered(self) -> bool:
+        """Return whether graphs may take over unasked."""
+        assert self.private_run is not None, "called in a private step"
+        assert self.private_run.optimizer is not None, "called in a private step"
+        clipper = self.private_run.optimizer.clipper
+        if self._unhindered is None or self._unhindered[0] is not clipper:
+            self._unhindered = clipper, hindered(clipper) is None
+        return self._unhindered[1]
+
     def _compiled_step(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch as one graph, and return the records' losses."""
         assert self.private_run is not None, "called in a private step"
         assert self.private_run.optimizer is not None, "called in a private step"
-        if self._graph is None:
+        if self._graph is None or self._graph.clipper is not self.private_run.optimizer.clipper:
             smoothing = float(self.args.label_smoothing_factor)
 
             def losses(model: nn.Module, inputs: Any) -> Tensor:

@@ -79,7 +79,7 @@ figure.savefig("digits.png", dpi=110)
 # ## What is protected, and how well
 #
 # **The unit of privacy** is one image. Had a person written several of them, and they had, then a person is protected by
-# a multiple of ε only; where it is known who wrote what, make [a record of all that one person wrote](../privacy/epsilon.md#one-record).
+# a multiple of ε only; where it is known who wrote what, make [a record of all that one person wrote](../privacy/epsilon.md#what-is-one-record).
 #
 # **δ** at most 1 / (10 · 1400), here 5e-5; **ε** 3.
 #

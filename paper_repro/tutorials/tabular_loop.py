@@ -65,7 +65,7 @@ def accuracy(model):
 # ## What is protected, and how well
 #
 # **The unit of privacy** is a row of the data set, here a patient. Had patients several rows, their rows would have to
-# become one record first: [`UserDataset`](../privacy/epsilon.md#one-record).
+# become one record first: [`UserDataset`](../privacy/epsilon.md#what-is-one-record).
 #
 # **δ** is the probability that the promise of ε does not cover: at most 1 / (10 · 455), that is 2e-4. **ε** is what you
 # can answer for. 3 is a usual choice for a model that is published; below 1 is strong, above 8 the number alone
