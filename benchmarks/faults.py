@@ -32,12 +32,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
-from ghostclip import GraphStep, PrivacyEngine, _torch
+from ghostclip import GraphStep, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.graph import store, takeover
+from ghostclip.graph import takeover
 from ghostclip.graph.record import Compiled, CompiledRecord
 from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import LedgerFile
+from tests.graph.at_once import at_once
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Where a process kills itself.
@@ -314,12 +315,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 def _hand_over_early() -> None:
     """Let graphs take over in a short process, at one release; nothing is compiled, and a dict is the disk."""
-    kept: dict[str, Any] = {}
-
-    class Now:
-        def __init__(self, work: Callable[[], Any], patience: float) -> None:
-            self.found = work
-
+    at_once(setattr)
     note, take_sizes = CompiledRecord.note, GraphStep.take_sizes
 
     def noted(record: CompiledRecord, compiled: Compiled) -> None:
@@ -327,16 +323,9 @@ def _hand_over_early() -> None:
 
     for name in ("_RECENT", "_FIRST", "_TIMED"):
         setattr(takeover, name, 2)
-    takeover._LEAST_LEFT, takeover._COMPILING = 0.0, (0.0, 0.0)
-    takeover._TRACING = takeover._QUICKER = float("inf")
     takeover._OF_ONE_FORM = 0.0
-    takeover._Beside = Now  # type: ignore[misc,assignment]
     CompiledRecord.note = noted  # type: ignore[method-assign]
     GraphStep.take_sizes = lambda step, sizes, keys=(): take_sizes(step, (5, 2), keys)  # type: ignore[method-assign]
-    _torch.compiled = lambda graph, inputs, options: graph
-    _torch.region_call = lambda: None
-    store.Place.found = lambda place: kept.get(place.key)  # type: ignore[method-assign]
-    store.Place.keep = lambda place, function: kept.__setitem__(place.key, function)  # type: ignore[method-assign]
 
 
 def _warm_up() -> None:

@@ -39,7 +39,7 @@ class CompiledRecord:
     def known(self) -> Compiled | None:
         """What is recorded; a ledger may know of releases after the checkpoint that was loaded."""
         plain = self.written()
-        return self._now if plain is None else Compiled.of(plain)
+        return Compiled.of(plain) if plain else self._now
 
     def state(self) -> dict[str, Any] | None:
         """Return it in plain values, for a checkpoint."""

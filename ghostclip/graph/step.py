@@ -61,7 +61,8 @@ class GraphStep:
         loss: From the model and a batch to the losses of its samples, shape ``(B,)``, or to a pair of these and of
             whatever else is wanted back.
         options: How the step is compiled.
-        takeover: Says which batches graphs compute, and keeps the record of it; by default it knows of no optimizer.
+        takeover: Says which batches graphs compute; by default, with strategy "graph", all of them, and with "auto"
+            those after graphs have taken over.
 
     Attributes:
         clipper: As given.
@@ -223,7 +224,7 @@ class GraphStep:
         Returns:
             What is equal for batches that the same graphs compute.
         """
-        return None if samples < 1 else form_of(self._padded(tree, samples, 1))
+        return None if samples < 1 else form_of(self._cut(tree, samples, [Part(0, 1, 1)])[0][0])
 
     def verify(self, tree: Any, samples: int) -> str | None:
         """Hold the graphs of all sizes, none of which a batch is smaller than, against the eager engine.

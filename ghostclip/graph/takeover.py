@@ -53,7 +53,8 @@ class Takeover:
         # `left`: returns how many releases are left, None where nobody knows: then as much as there was. `asked`:
         # graphs compute all batches, and are compiled as they are met.
         self._left, self._asked = left, asked
-        self._compute: Callable[..., Any] = self._watched
+        # Computes a batch before graphs have taken over; its result is the eager engine's.
+        self.compute: Callable[[Any, Any, int], Any] = self._watched
         self._recent: deque[tuple[Any, int, float]] = deque(maxlen=_RECENT)
         self._seen, self._spent, self._begun = 0, 0.0, 0
         self._beside: _Beside | None = None
@@ -99,10 +100,6 @@ class Takeover:
     def level(self) -> int:
         """How loudly the log says that a batch is eager."""
         return logging.WARNING if self._asked else logging.INFO
-
-    def compute(self, step: Any, tree: Any, samples: int) -> Any:
-        """Compute a batch before graphs have taken over; its result is the eager engine's."""
-        return self._compute(step, tree, samples)
 
     def _watched(self, step: Any, tree: Any, samples: int) -> Any:
         began = time.perf_counter()
@@ -162,7 +159,7 @@ class Takeover:
         elif found["traced"] > _TRACING * _SAVED * self._remaining(step):
             self._stay(f"tracing, {found['traced']:.1f} s, takes long for what is left")
         else:
-            self._cost, self._compute = found, self._held_against
+            self._cost, self.compute = found, self._held_against
 
     def _held_against(self, step: Any, tree: Any, samples: int) -> Any:
         """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
@@ -202,7 +199,7 @@ class Takeover:
 
     def _stay(self, reason: str) -> None:
         """Compute everything eagerly from here on."""
-        self.why, self._compute = reason, lambda step, tree, _: step.eager(tree)
+        self.why, self.compute = reason, lambda step, tree, _: step.eager(tree)
         _log.info("strategy 'auto': batches stay eager: %s.", reason)
 
 

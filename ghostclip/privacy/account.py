@@ -194,7 +194,8 @@ class Account:
         ledger = self.ledger
         if ledger is not None:
             optimizer.compiled.write = lambda compiled: ledger.note_compiled(self._run_of(optimizer), compiled)
-            optimizer.compiled.written = lambda: ledger.compiled.get(self._run_of(optimizer))
+            # Asked for every batch: without such a line there is no need to know whose noise it is.
+            optimizer.compiled.written = lambda: ledger.compiled and ledger.compiled.get(self._run_of(optimizer))
         optimizer.attach_step_hook(lambda current: self._require(current, sampling))
         optimizer.attach_release_hook(charge)
 

@@ -18,16 +18,19 @@ class Now:
         return self._found
 
 
-def at_once(monkeypatch):
-    """Let graphs take over soon: they run operation by operation, and a dict, which is returned, is the disk."""
+def at_once(put):
+    """Let graphs take over soon: they run operation by operation, and a dict, which is returned, is the disk.
+
+    `put` is `setattr`, or that of a monkeypatch.
+    """
     kept = {}
-    monkeypatch.setattr(takeover, "_Beside", Now)
-    monkeypatch.setattr(takeover, "_LEAST_LEFT", 0.0)
-    monkeypatch.setattr(takeover, "_COMPILING", (0.0, 0.0))
-    monkeypatch.setattr(takeover, "_TRACING", float("inf"))
-    monkeypatch.setattr(takeover, "_QUICKER", float("inf"))
-    monkeypatch.setattr(_torch, "compiled", lambda graph, inputs, options: graph)
-    monkeypatch.setattr(_torch, "region_call", lambda: None)
-    monkeypatch.setattr(store.Place, "found", lambda place: kept.get(place.key))
-    monkeypatch.setattr(store.Place, "keep", lambda place, function: kept.setdefault(place.key, function))
+    put(takeover, "_Beside", Now)
+    put(takeover, "_LEAST_LEFT", 0.0)
+    put(takeover, "_COMPILING", (0.0, 0.0))
+    put(takeover, "_TRACING", float("inf"))
+    put(takeover, "_QUICKER", float("inf"))
+    put(_torch, "compiled", lambda graph, inputs, options: graph)
+    put(_torch, "region_call", lambda: None)
+    put(store.Place, "found", lambda place: kept.get(place.key))
+    put(store.Place, "keep", lambda place, function: kept.setdefault(place.key, function))
     return kept

@@ -26,7 +26,7 @@ C, BATCH = 0.5, 12
 @pytest.fixture(autouse=True)
 def disk(monkeypatch):
     """Compile nothing: graphs run operation by operation, and a dict is the disk."""
-    return at_once(monkeypatch)
+    return at_once(monkeypatch.setattr)
 
 
 def _records(number=120):

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(autouse=True)
 def disk(monkeypatch):
     """Compile nothing."""
-    return at_once(monkeypatch)
+    return at_once(monkeypatch.setattr)
 
 
 def _trained(folder, kind=DPTrainer, steps=45, **options):
