@@ -107,10 +107,12 @@ def find_max_physical_batch_size(
     # stay within it as well. On the CPU, where running out of memory ends the process, the peak of the resident set is
     # measured at small sizes and growth stops where the next size would exceed the budget.
     device = torch.device(device)
-    search = BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget))
-    # The first run also pays for what is allocated once, and would make a sample look larger than it is.
-    step_fn(1)
     meter = PeakMemory(device)
+    # The first step, and the first of several samples (which is checked), also pay for what is allocated once.
+    step_fn(1)
+    if _validate.positive_int(upper, "upper") > 1:
+        _peak_of(step_fn, 2, meter)
+    search = BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget))
     while not search.settled:
         size = search.size
         peak = _peak_of(step_fn, size, meter)

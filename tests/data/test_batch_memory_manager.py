@@ -294,7 +294,7 @@ def test_auto_rehearses_a_trial_step_and_releases_nothing():
         assert training.noise.stds == []
         assert torch.equal(parameters_of(training.model), before)
         assert not training.clipper.has_clipped_sum
-        assert tried == [1, 1, 2, 4, 8, 16, 32, 40]
+        assert tried == [1, 2, 1, 2, 4, 8, 16, 32, 40]
         for batch in loader:
             training.step(batch)
     assert training.releases == 1

@@ -167,10 +167,10 @@ def test_the_best_attack_proves_much_of_epsilon_and_never_more(mechanism: Mechan
 
 @pytest.mark.parametrize("mechanism", [BallsInBins(), *CORRELATED], ids=name_of)
 def test_records_that_take_part_more_often_than_is_accounted_for_are_caught(mechanism: Mechanism) -> None:
-    # The data set holds every record three times, which the account does not know.
-    released, _, _, _ = attacked(mechanism, 0, copies=3)
+    # The data set holds every record four times, which the account does not know.
+    released, _, _, _ = attacked(mechanism, 0, copies=4)
     assert len(released) == STEPS * EPOCHS
-    finding = audited(mechanism, copies=3)
+    finding = audited(mechanism, copies=4)
     assert finding.contradicts, finding.sentence()
 
 
