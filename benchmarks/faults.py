@@ -325,7 +325,7 @@ def _hand_over_early() -> None:
         setattr(takeover, name, 2)
     takeover._OF_ONE_FORM = 0.0
     CompiledRecord.note = noted  # type: ignore[method-assign]
-    GraphStep.take_sizes = lambda step, sizes, keys=(): take_sizes(step, (5, 2), keys)  # type: ignore[method-assign]
+    GraphStep.take_sizes = lambda step, sizes, keys=(), branches=None: take_sizes(step, (5, 2), keys, branches)  # type: ignore[method-assign]
 
 
 def _warm_up() -> None:

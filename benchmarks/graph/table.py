@@ -18,6 +18,22 @@ from tests.cases.table import Case
 from tests.exactness.runs import gradients, relative_error
 
 WAYS: Final = ("ordinary", "book-keeping", "graph")
+# Why architectures are eager, in words, by what their reasons hold.
+CAUSES: Final = {
+    "samples mix": "a value is summed over the batch, or follows it",
+    "follows B": "a value is summed over the batch, or follows it",
+    "is not known to be linear": "an operation on sums over samples that is not known to be linear",
+    "is no sum over samples": "a gradient that no factor is known for",
+    "how the": "how rows of samples lie is not known",
+    "depends on data": "shapes or numbers that depend on data",
+    "data-dependent": "shapes or numbers that depend on data",
+    "branches on data": "shapes or numbers that depend on data",
+    "with one sample more": "other operations with one sample more",
+    "generator": "random numbers that are not torch's",
+    "cannot be traced": "torch cannot trace it",
+    "does not run": "its graph does not run",
+    "too large": "weights of each token's experts are too large",
+}
 
 
 def row(found: Architecture, rounds: int) -> dict[str, Any]:
@@ -131,6 +147,8 @@ def text(report: dict[str, Any]) -> str:
         f"in brackets that of book-keeping; {timed} were compiled and timed, on {report['machine']['cpu']}. Models as "
         "small as these cost what calling operations costs: what is saved is Python.",
         "",
+        *_by_cause(rows),
+        "",
         "| architecture | family | | time | reason |",
         "|---|---|---|---:|---|",
     ]
@@ -138,6 +156,18 @@ def text(report: dict[str, Any]) -> str:
         reason = one.get("eager") or one.get("refused") or one.get("failed") or one.get("uncompiled") or ""
         lines.append(f"| {one['name']} | {one['family']} | {_kind(one)} | {_times(one)} | {_cell(reason)} |")
     return "\n".join(lines) + "\n"
+
+
+def _by_cause(rows: list[dict[str, Any]]) -> list[str]:
+    eager = [one for one in rows if "eager" in one]
+    found: dict[str, list[str]] = {}
+    for one in eager:
+        cause = next((words for part, words in CAUSES.items() if part in one["eager"]), "another reason")
+        found.setdefault(cause, []).append(one["name"])
+    lines = ["| why it is eager | architectures | for example |", "|---|---:|---|"]
+    for cause, names in sorted(found.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {cause} | {len(names)} | {', '.join(names[:3])} |")
+    return lines
 
 
 def _kind(one: dict[str, Any]) -> str:

@@ -48,6 +48,7 @@ class Outcome:
     coef_GB: list[Tensor]
     sums: dict[str, Tensor]  # the clipped sum of every trainable parameter, by name
     extra: list[Any]  # what the loss function returned beside the losses, in a list; empty for nothing
+    as_traced: bool  # whether branches on data went the way that the graph goes
 
 
 class CompiledStep:
@@ -63,8 +64,10 @@ class CompiledStep:
         options: GraphOptions,
         *,
         refuses: Callable[[fx.GraphModule], str | None] = lambda _: None,
+        branches: Sequence[bool] | None = None,
     ) -> None:
-        # `refuses`: returns why a graph that is not on disk is not compiled.
+        # `refuses`: returns why a graph that is not on disk is not compiled. `branches`: which way branches on data go,
+        # where that is settled.
         # Nobody may listen to the model's forwards. `tree` is a batch (args, kwargs) of the size; `axis_of` returns the
         # sample axis of a tensor of it.
         inputs = inputs_of(model, tree, axis_of)
@@ -73,8 +76,12 @@ class CompiledStep:
             x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None
         )
         more = repeated(tree, axis_of)
-        grown = trace(model, loss, inputs_of(model, more, _of_size(self.size + 1, inputs)))
-        self.joint = trace(model, loss, inputs)  # the graph of forward, loss and backward that it was made of
+        # the graph of forward, loss and backward that it was made of
+        self.joint = trace(model, loss, inputs, branches)
+        self.branches = self.joint.branches
+        if self.branches and clipping.masks:
+            raise NoGraphError("it branches on data, which device_only=True does not read")
+        grown = trace(model, loss, inputs_of(model, more, _of_size(self.size + 1, inputs)), self.branches)
         axes = analysed(self.joint, grown, inputs, self.size)
         self._extra_axes = _extra_axes(self.joint, axes, len(inputs.trainable))
         self._trainable, self._extra = inputs.trainable, self.joint.extra
@@ -144,7 +151,7 @@ class CompiledStep:
         with torch.no_grad(), full_precision(), _torch.overrides_off():
             certain_B, losses_B, *rest = self._run(self._valid_B(count), *own, *tensors)
         groups, names = self._groups, self._trainable
-        last = 2 * groups + len(names)
+        last, flags = 2 * groups + len(names), [rest.pop() for _ in self.branches][::-1]
         short = count < self.size
         norm_GB, coef_GB = (
             [part_B[:count] for part_B in parts] if short else parts
@@ -155,7 +162,10 @@ class CompiledStep:
             for x, axis in zip(rest[last:], self._extra_axes, strict=True)
         ]
         sums = dict(zip(names, rest[2 * groups : last], strict=True))
-        return Outcome(certain_B[:count], losses_B[:count], norm_GB, coef_GB, sums, restored(self._extra, extra))
+        as_traced = [bool(flag) for flag in flags] == list(self.branches)
+        return Outcome(
+            certain_B[:count], losses_B[:count], norm_GB, coef_GB, sums, restored(self._extra, extra), as_traced
+        )
 
     def _valid_B(self, count: int) -> Tensor:
         found = self._valid.get(count)
@@ -174,7 +184,8 @@ def _of_size(size: int, inputs: Inputs) -> Callable[[Any], int | None]:
 def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
     """Return the sample axes of the loss function's other results."""
     found: list[int | None] = []
-    for node in outputs_of(traced.graph)[1 + trainable :]:
+    outputs = outputs_of(traced.graph)
+    for node in outputs[1 + trainable : len(outputs) - len(traced.branches)]:
         layout = axes.layouts.get(node)
         if (layout is None and node in axes.depends) or (layout is not None and layout.rows > 1):
             raise NoGraphError("what its loss function returns beside the losses has no axis of one entry a sample")

@@ -14,11 +14,15 @@ class Compiled:
     since: int  # releases before the first one that they compute
     sizes: tuple[int, ...]  # physical batch sizes that graphs are of
     keys: tuple[str, ...]  # of those on disk that were held against the eager engine
+    branches: tuple[bool, ...] | None = None  # which way branches on data go in them
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Compiled:
         """Return what was written as plain values."""
-        return cls(int(plain["since"]), tuple(plain["sizes"]), tuple(plain["keys"]))
+        went = plain.get("branches")
+        return cls(
+            int(plain["since"]), tuple(plain["sizes"]), tuple(plain["keys"]), None if went is None else tuple(went)
+        )
 
 
 class CompiledRecord:

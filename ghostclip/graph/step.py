@@ -105,6 +105,7 @@ class GraphStep:
         self._steps: dict[Hashable, CompiledStep | str] = {}
         self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
         self._verified: frozenset[str] = frozenset()
+        self._branches: Sequence[bool] | None = None
         clipper.describe_graphs = self.describe
 
     @property
@@ -167,17 +168,25 @@ class GraphStep:
 
     # What a takeover asks for
 
-    def take_sizes(self, sizes: Sequence[int], keys: Sequence[str] = ()) -> tuple[int, ...]:
+    @property
+    def branches(self) -> tuple[bool, ...] | None:
+        """Which way branches on data go in all graphs; None before the first one."""
+        return None if self._branches is None else tuple(self._branches)
+
+    def take_sizes(
+        self, sizes: Sequence[int], keys: Sequence[str] = (), branches: Sequence[bool] | None = None
+    ) -> tuple[int, ...]:
         """Compile for these sizes from now on, and take graphs of these keys as held against the eager engine.
 
         Args:
             sizes: Physical batch sizes.
             keys: Of compiled graphs on disk.
+            branches: Which way branches on data go in them; None for the way of the next batch.
 
         Returns:
             The sizes, each once, the largest first.
         """
-        self._sizes, self._verified = Sizes(sizes), frozenset(keys)
+        self._sizes, self._verified, self._branches = Sizes(sizes), frozenset(keys), branches
         self._steps.clear()
         return self._sizes.all
 
@@ -297,8 +306,9 @@ class GraphStep:
         if found is None:
             self._forget(step)
             return self._part(tree, Part(0, count, step.size))
-        if not self.clipper.device_only and not bool(found.certain_B.all()):
-            return self._eagerly(tree, "samples that are not finite, or ill-conditioned, are measured one by one")
+        doubt = None if self.clipper.device_only else _doubt(found)
+        if doubt is not None:
+            return self._eagerly(tree, doubt)
         self._add(found, tree, count)
         return _returned(found)
 
@@ -332,13 +342,14 @@ class GraphStep:
         before = {name: self._sum_of(name) for name in (() if found is None else found.sums)}
         with nullcontext() if self.clipper.owner is None else self.clipper.savepoint() as earlier:
             result = self.eager(tree)
-            agrees = found is not None and bool(found.certain_B.all()) and self._agrees(found, before)
+            doubt = None if found is None else _doubt(found)
+            agrees = found is not None and doubt is None and self._agrees(found, before)
             if agrees and earlier is not None:
                 earlier.restore()
         if found is None:
             self._forget(step)
-        elif not bool(found.certain_B.all()):
-            self.reasons["samples that are not finite, or ill-conditioned, are measured one by one"] += 1
+        elif doubt is not None:
+            self.reasons[doubt] += 1
         elif agrees:
             step.verified = True
             if earlier is not None:
@@ -410,7 +421,12 @@ class GraphStep:
         clipping = Clipping(self.clipper.policy, self.clipper.clip_groups(), masks=self.clipper.device_only)
         model = self.clipper.model
         with self.clipper.unwatched():
-            return CompiledStep(model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses)
+            step = CompiledStep(
+                model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses, branches=self._branches
+            )
+        # All graphs of a training go one way: the one that goes another way in a resumed process would be eager here.
+        self._branches = step.branches
+        return step
 
     def _eagerly(self, tree: Any, reason: str) -> Any:
         self._say(reason)
@@ -441,6 +457,14 @@ class GraphStep:
         if reason not in self.reasons:
             self.reasons[reason] += 0
             _log.log(self.takeover.level, "strategy %r: computed eagerly where %s.", self.clipper.strategy, reason)
+
+
+def _doubt(found: Outcome) -> str | None:
+    """Return why a batch is computed by the eager engine although there is a graph for it."""
+    if not found.as_traced:
+        return "data decides otherwise than in the batch that was traced"
+    certain = bool(found.certain_B.all())
+    return None if certain else "samples that are not finite, or ill-conditioned, are measured one by one"
 
 
 def _returned(found: Outcome) -> Any:

@@ -55,7 +55,9 @@ class Takeover:
         self._left, self._asked = left, asked
         # Computes a batch before graphs have taken over; its result is the eager engine's.
         self.compute: Callable[[Any, Any, int], Any] = self._watched
-        self._recent: deque[tuple[Any, int, float]] = deque(maxlen=_RECENT)
+        # Forms of recent batches, and whether they are noted: once there is enough left of the training.
+        self._recent: deque[tuple[Any, int]] = deque(maxlen=_RECENT)
+        self._looks = False
         self._seen, self._spent, self._begun = 0, 0.0, 0
         self._beside: _Beside | None = None
         self._cost: dict[str, float] = {}
@@ -74,7 +76,7 @@ class Takeover:
         if self._taken != known:
             self._taken = known
             if step.sizes != known.sizes or not step.graphs:
-                step.take_sizes(known.sizes, known.keys)
+                step.take_sizes(known.sizes, known.keys, known.branches)
             self.why = f"graphs compute all releases from number {known.since + 1} on"
         return True
 
@@ -88,7 +90,8 @@ class Takeover:
         if not self._asked or owner is None or _torch.several_ranks() or not step.keys:
             return
         if self._taken is None or (step.sizes, step.keys) != (self._taken.sizes, self._taken.keys):
-            self._taken = Compiled(owner.releases if self._taken is None else self._taken.since, step.sizes, step.keys)
+            since = owner.releases if self._taken is None else self._taken.since
+            self._taken = Compiled(since, step.sizes, step.keys, step.branches)
             owner.compiled.note(self._taken)
 
     def refuses(self, graph: fx.GraphModule) -> str | None:
@@ -108,7 +111,8 @@ class Takeover:
         if self._seen > _FIRST:
             took = time.perf_counter() - began
             self._spent += took
-            self._recent.append((step.form_without_samples(tree, samples), samples, took))
+            if self._looks:
+                self._recent.append((step.form_without_samples(tree, samples), samples))
         elif step.clipper.owner is not None:
             self._begun = step.clipper.owner.releases
         if self._beside is not None:
@@ -124,19 +128,20 @@ class Takeover:
 
     def _consider(self, step: Any, tree: Any, samples: int) -> None:
         """Begin to compile beside the training where it may pay."""
-        if len(self._recent) < _RECENT or samples < 2:
-            return
         reason = hindered(step.clipper)
         if reason is not None:
             self._stay(reason)
             return
         left = self._remaining(step)
-        if left < _LEAST_LEFT:
+        self._looks = left >= _LEAST_LEFT
+        if not self._looks:
             self.why = "too little of the training is left, or known to be"
+        elif len(self._recent) < _RECENT or samples < 2:
+            return
         elif not self._is_of_one_form():
             self.why = "batches have many forms"
         else:
-            middle = round(statistics.median(count for _, count, _ in self._recent))
+            middle = round(statistics.median(count for _, count in self._recent))
             step.take_sizes((max(2, middle), max(2, -(-middle // 4))))
             self._beside = _Beside(
                 lambda: step.compile_sizes(tree, samples, _worth(left, len(step.sizes))), patience=left
@@ -144,7 +149,7 @@ class Takeover:
             self.why = "graphs are compiled beside the training"
 
     def _is_of_one_form(self) -> bool:
-        form, number = Counter(form for form, _, _ in self._recent).most_common(1)[0]
+        form, number = Counter(form for form, _ in self._recent).most_common(1)[0]
         return form is not None and number >= _OF_ONE_FORM * len(self._recent)
 
     def _look(self, step: Any) -> None:
@@ -190,7 +195,7 @@ class Takeover:
             self._stay(f"graphs take {graph / eager:.2f} times the eager engine's time")
             return
         owner = step.clipper.owner
-        owner.compiled.note(Compiled(owner.releases + 1, step.sizes, step.keys))
+        owner.compiled.note(Compiled(owner.releases + 1, step.sizes, step.keys, step.branches))
         _log.info(
             "strategy 'auto': graphs compute all releases from number %d on, in %.2f times the eager engine's time "
             "(%.4g ms a batch for %.4g); compiling took %.1f s beside the training, tracing and comparing %.1f s.",

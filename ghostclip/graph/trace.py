@@ -1,7 +1,8 @@
 """Forward, loss and backward of a batch, traced into one graph of aten operations.
 
-Nothing runs: values are fake tensors, which know shapes and dtypes alone. What reads a value (a branch on data, a shape
-that depends on data) therefore cannot be traced, and stays eager.
+Values are fake tensors, which know shapes and dtypes alone. What reads a number, and shapes that depend on data, cannot
+be traced and stay eager. Which way a branch on data goes (``if mask.any()``) is found by running what was traced before
+it: the graph is for batches that go the same way, and returns the flags for the caller to compare.
 
 Shape letters: B samples, ``*P`` a parameter's own shape.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
 from ghostclip.evidence.module_state import ModuleState
@@ -26,6 +28,13 @@ from ghostclip.graph.refusal import NoGraphError
 LossFunction = Callable[..., Any]
 """From the model and a batch to the losses of its samples, ``(B,)``, or to a pair of these and anything else."""
 
+# Branches on data that are followed, each of which takes a trace of what is before it.
+_MOST_BRANCHES = 16
+_OFTEN = "how often it branches on data depends on data"
+# How mixtures of experts of transformers are computed, in their configuration.
+_EXPERTS = "_experts_implementation_internal"
+# Elements of a parameter that rows may be taken of, as many as it takes.
+_MOST_TAKEN = 1 << 26
 # Ways to change a tensor that a graph is given: what the model keeps from one batch to the next.
 _WRITES = ("copy_", "set_", "resize_")
 
@@ -73,6 +82,7 @@ class Traced:
     # the loss function's other results
     graph: fx.GraphModule
     extra: Any  # the loss function's other results, tensors replaced by their numbers
+    branches: tuple[bool, ...]  # which way branches on data go; as many flags are the graph's last outputs
 
 
 class _Loss(nn.Module):
@@ -86,32 +96,54 @@ class _Loss(nn.Module):
         return self.loss(self.model, *args, **kwargs)
 
 
-def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
-    """Trace forward, loss and the gradient of every trainable parameter."""
-    # Refused: reading values, drawing from other generators than torch's, changing what the model stores.
-    whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
-    extras: list[Any] = []
+class _UnknownWayError(Exception):
+    """A branch on data is met whose way is not known; the only argument is its flag."""
 
-    def joint(*flat: Tensor) -> list[Tensor | None]:
-        own = dict(zip(names, flat, strict=False))
-        parameters = [own[name].detach().requires_grad_() for name in inputs.trainable]
-        own.update(zip(inputs.trainable, parameters, strict=True))
-        batch = iter(flat[inputs.fixed :])
-        args, kwargs = _tree.mapped(lambda leaf: next(batch) if isinstance(leaf, Tensor) else leaf, inputs.tree)
-        result = functional_call(whole, {f"model.{name}": value for name, value in own.items()}, args, kwargs)
-        losses_B, *extra = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-        grads = torch.autograd.grad(losses_B, parameters, torch.ones_like(losses_B), allow_unused=True)
-        found: list[Tensor] = []
-        extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
-        return [losses_B.detach(), *grads, *(tensor.detach() for tensor in found)]
 
+class _Branches(TorchFunctionMode):
+    """Mode in which branches on data go known ways; their flags are collected."""
+
+    def __init__(self, known: Sequence[bool]) -> None:
+        super().__init__()
+        self._known, self.flags = iter(known), list[Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads_flag = func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool)
+        if not reads_flag or args[0].numel() != 1:
+            return func(*args, **(kwargs or {}))
+        self.flags.append((args[0].detach() != 0).reshape(()))
+        way = next(self._known, None)
+        if way is None:
+            raise _UnknownWayError(self.flags[-1])
+        return way
+
+
+@contextmanager
+def _experts_in_batches(model: nn.Module) -> Iterator[None]:
+    """Let each token take its experts' weights, as mixtures of transformers can: no shape depends on data then."""
+    mixtures = (module for module in model.modules() if hasattr(module, "is_concatenated"))
+    configs = [config for module in mixtures if hasattr(config := module.config, _EXPERTS)]
+    before = [getattr(config, _EXPERTS) for config in configs]
+    try:
+        for config in configs:
+            setattr(config, _EXPERTS, "batched_mm")
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            setattr(config, _EXPERTS, own)
+
+
+def trace(model: nn.Module, loss: LossFunction, inputs: Inputs, branches: Sequence[bool] | None = None) -> Traced:
+    """Trace forward, loss and the gradient of every trainable parameter; ``branches``: the way, where it is known."""
+    # Refused: reading numbers, drawing from other generators than torch's, changing what the model stores.
     states, state = Randomness(inputs.flat(model)), ModuleState(model, arguments=(loss,))
     try:
-        with _as_it_was(model), torch.enable_grad(), _torch.steps_taken_apart():
-            graph = _torch.traced(joint, inputs.flat(model))
+        graph, extra, known = _followed(model, loss, inputs, branches, state)
         if _torch.writes_in_place(graph):
             with _torch.overrides_off():
                 graph = _torch.traced(_torch.functional(graph), inputs.flat(model))
+    except NoGraphError:
+        raise
     except Exception as problem:
         raise NoGraphError(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
@@ -126,8 +158,60 @@ def trace(model: nn.Module, loss: LossFunction, inputs: Inputs) -> Traced:
     graph.graph.eliminate_dead_code()
     _refuse_writes(graph)
     _refuse_sizes(graph)
+    _refuse_large(graph, inputs)
     _refuse_other_losses(graph, inputs)
-    return Traced(graph, extras[-1])
+    return Traced(graph, extra, known)
+
+
+def _followed(
+    model: nn.Module, loss: LossFunction, inputs: Inputs, branches: Sequence[bool] | None, state: ModuleState
+) -> tuple[fx.GraphModule, Any, tuple[bool, ...]]:
+    """Return the graph that goes the way of the batch's own data, the loss function's other results, and the way."""
+    known, extras = list(branches or ()), list[Any]()
+    joint = _joint(model, loss, inputs, extras)
+
+    def on_its_way(*flat: Tensor) -> list[Tensor | None]:
+        with _Branches(known) as met:
+            try:
+                found = joint(*flat)
+            except _UnknownWayError as unknown:
+                return [unknown.args[0]]
+        if branches is not None and len(met.flags) != len(known):
+            raise NoGraphError(_OFTEN)
+        return [*found, *met.flags]
+
+    while True:
+        with _as_it_was(model), _experts_in_batches(model), torch.enable_grad(), _torch.steps_taken_apart():
+            graph = _torch.traced(on_its_way, inputs.flat(model))
+        if extras:
+            return graph, extras[-1], tuple(known)
+        if branches is not None or len(known) == _MOST_BRANCHES:
+            raise NoGraphError(_OFTEN)
+        graph.graph.eliminate_dead_code()
+        known.append(bool(graph(*inputs.flat(model))[0]))
+        state.restore()
+
+
+def _joint(
+    model: nn.Module, loss: LossFunction, inputs: Inputs, extras: list[Any]
+) -> Callable[..., list[Tensor | None]]:
+    """Return forward, loss and backward as a function of the graph's inputs; what else there is goes to ``extras``."""
+    whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
+
+    def joint(*flat: Tensor) -> list[Tensor | None]:
+        own = dict(zip(names, flat, strict=False))
+        parameters = [own[name].detach().requires_grad_() for name in inputs.trainable]
+        own.update(zip(inputs.trainable, parameters, strict=True))
+        batch = iter(flat[inputs.fixed :])
+        args, kwargs = _tree.mapped(lambda leaf: next(batch) if isinstance(leaf, Tensor) else leaf, inputs.tree)
+        result = functional_call(whole, {f"model.{name}": value for name, value in own.items()}, args, kwargs)
+        losses_B, *extra = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+        grads = torch.autograd.grad(losses_B, parameters, torch.ones_like(losses_B), allow_unused=True)
+        found: list[Tensor] = []
+        extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
+        return [losses_B.detach(), *grads, *(tensor.detach() for tensor in found)]
+
+    return joint
 
 
 def first_line(problem: BaseException) -> str:
@@ -213,6 +297,14 @@ def _refuse_sizes(graph: fx.GraphModule) -> None:
         for leaf in _torch.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, Tensor) and not all(type(size) is int for size in leaf.shape):
                 raise NoGraphError(f"the shape of what {operation(node)} returns depends on data")
+
+
+def _refuse_large(graph: fx.GraphModule, inputs: Inputs) -> None:
+    """Refuse weights that are taken once for every token where these are more than memory should hold."""
+    own = set(list(graph.graph.nodes)[: inputs.fixed])
+    for node in graph.graph.nodes:
+        if operation(node) == "index" and node.args[0] in own and node.meta["val"].numel() > _MOST_TAKEN:
+            raise NoGraphError("its experts' weights, once for each token, are too large")
 
 
 @contextmanager

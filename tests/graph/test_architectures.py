@@ -1,4 +1,4 @@
-"""Architectures whose views depend on how values lie in memory are one graph, and exact."""
+"""Architectures with views of memory, with experts, with branches on data: one graph, and exact."""
 
 import pytest
 
@@ -10,7 +10,9 @@ from tests.architectures.known import ALL
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("name", ["SwinForImageClassification", "SiglipVisionModel"])
+@pytest.mark.parametrize(
+    "name", ["SwinForImageClassification", "SiglipVisionModel", "MixtralForCausalLM", "FSMTForConditionalGeneration"]
+)
 def test_an_architecture_is_one_graph(name):
     (architecture,) = (one for one in ALL if one.name == name)
     found = row(architecture, 0)
