@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, help="processes of one thread each (default: as many as cores, at most 8)"
     )
+    parser.add_argument("--add", action="store_true", help="other tasks and rows stay as they are in the folder's file")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
     return parser
 
@@ -78,8 +79,36 @@ def _head(given: Sequence[str], run: Run, names: Sequence[str]) -> dict[str, Any
     }
 
 
+def _stem(report: dict[str, Any], folder: Path) -> Path:
+    return folder / f"table-f-cpu{'-tiny' if report['size'] == 'tiny' else ''}"
+
+
+def _added(report: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier report with the tasks and rows of another in the place of its own."""
+    if report["seeds"] != earlier["seeds"]:
+        raise DataError(f"the rows that stay have {earlier['seeds']} seeds, these {report['seeds']}")
+    by_name = {task["name"]: dict(task) for task in earlier["tasks"]}
+    for task in report["tasks"]:
+        before = by_name.get(task["name"])
+        if before is None:
+            by_name[task["name"]] = task
+            continue
+        settings = [{key: value for key, value in one.items() if key != "cells"} for one in (task, before)]
+        if settings[0] != settings[1]:
+            raise DataError(f"task {task['name']} has other settings than in the rows that stay")
+        anew = {cell["row"] for cell in task["cells"]}
+        cells = [*task["cells"], *(cell for cell in before["cells"] if cell["row"] not in anew)]
+        by_name[task["name"]] = {**task, "cells": sorted(cells, key=lambda cell: list(ROWS).index(cell["row"]))}
+    rows = sorted({cell["row"] for task in report["tasks"] for cell in task["cells"]}, key=list(ROWS).index)
+    commit, of = str(report["machine"]["commit"])[:10], ", ".join(task["name"] for task in report["tasks"])
+    which = "all" if len(rows) == len(ROWS) else ", ".join(rows)
+    note = f"Measured later: {which} of {of}, by `{report['command']}`, commit {commit}, {report['date']}."
+    tasks = [by_name[name] for name in TASKS if name in by_name]
+    return {**earlier, "notes": [*earlier["notes"], note], "tasks": tasks}
+
+
 def _write(report: dict[str, Any], folder: Path) -> Path:
-    stem = folder / f"table-f-cpu{'-tiny' if report['size'] == 'tiny' else ''}"
+    stem = _stem(report, folder)
     folder.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
@@ -101,19 +130,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = _run(parser, options)
     names = options.task or [name for name in TASKS if name != OF_USER or options.data]
     head = {**_head(given, run, names), "tasks": [], "allocation": []}
+    earlier = _stem(head, options.out).with_suffix(".json") if options.add else None
+    before = json.loads(earlier.read_text(encoding="utf-8")) if earlier is not None and earlier.exists() else None
     threads = torch.get_num_threads()
     try:
         with mapped(run.workers) as run_all:
             head["allocation"] = allocations(QUICK_GRID if run.quick else GRID, run_all)
             for name in names:
                 head["tasks"].append(measured(name, run, run_all))
-                stem = _write(head, options.out)
+                report = head if before is None else _added(head, before)
+                stem = _write(report, options.out)
     except DataError as problem:
         parser.error(str(problem))
     finally:
         torch.set_num_threads(threads)
-    plot(head, stem.with_suffix(".png"))
-    sys.stdout.write(f"\n{markdown(head)}\nwritten: {stem}.json, .md, .png\n")
+    plot(report, stem.with_suffix(".png"))
+    sys.stdout.write(f"\n{markdown(report)}\nwritten: {stem}.json, .md, .png\n")
     cells = [cell for task in head["tasks"] for cell in task["cells"] if "epsilon_spent" in cell]
     return int(any(cell["epsilon_spent"] > cell["epsilon"] for cell in cells))
 
