@@ -1,4 +1,4 @@
-"""Losses of one value a sample: what a private backward is given where a scalar would tie samples together.
+"""Losses of one value per sample: what a private backward is given where a scalar would tie samples together.
 
 Shapes: B samples, T positions (tokens) of each, V classes (vocabulary), N = B·T, L any axes, I features of a hidden
 state.

@@ -68,7 +68,7 @@ def _ours(case: Case, want: object) -> dict[str, object]:
     forms: Counter[str] = Counter()
     for covered in done.coverage:
         forms.update({part.partition(": ")[2] or part for part in covered.handled.split("; ")})
-    slow = sorted({covered.handled for covered in done.coverage if "one gradient a sample" in covered.handled})
+    slow = sorted({covered.handled for covered in done.coverage if "one gradient per sample" in covered.handled})
     return {
         "error": done.error,
         "norm_error": done.norm_error,

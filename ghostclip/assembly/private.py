@@ -388,6 +388,7 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
     if strange:
         gathered = ", after module.reshard() where a forward has gathered them" if parts else ""
         raise UncoveredParameterError(
-            f"optimizer holds {len(strange)} parameter(s) that are not the module's (the first has shape "
-            f"{tuple(strange[0].shape)}). Build the optimizer from module.parameters(){gathered}."
+            f"Module parameters are different than optimizer Parameters: {len(strange)} of the optimizer's are not the "
+            f"module's (the first has shape {tuple(strange[0].shape)}). Build the optimizer from module.parameters()"
+            f"{gathered}; ModuleValidator.fix returns another module, with parameters of its own."
         )

@@ -15,7 +15,7 @@ from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
 
 # The form that call sites of the general way carry in the coverage table.
-GENERAL_FORM: Final = "one gradient a sample"
+GENERAL_FORM: Final = "one gradient per sample"
 # The same where all samples could be taken at once.
 AT_ONCE_FORM: Final = "dense, sample by sample at once"
 

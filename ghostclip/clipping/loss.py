@@ -23,7 +23,7 @@ def check_shape(loss: Tensor, *, batch_size: int) -> None:
     if loss.dim() > 1:
         message = (
             f"the loss has shape {tuple(loss.shape)}; expected per-sample losses of shape (B,) or a scalar. "
-            "Remove extra axes with loss.flatten() or loss.squeeze(1) after checking that there is one value a sample."
+            "Remove extra axes with loss.flatten() or loss.squeeze(1) where there is one value per sample."
         )
         raise LossReductionError(message)
     if loss.dim() == 1 and batch_size and loss.shape[0] != batch_size:

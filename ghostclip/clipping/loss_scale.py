@@ -77,7 +77,7 @@ def differ(constant: float, other: float) -> bool:
 def remedy(reduction: str) -> str:
     """Return error sentences with code for a loss per sample."""
     return (
-        "Give one loss a sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
+        "Give one loss per sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
         "(B, classes); ghostclip.losses.token_losses(logits, labels) for a language model's (B, positions, classes), "
         "which averages each sample over its own positions, with shift=False where each position has its own label; "
         "losses of other kinds times each sample's own weights, (each * mask / mask.sum(1, keepdim=True)).sum(1); then "

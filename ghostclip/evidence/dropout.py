@@ -4,13 +4,16 @@ Dropout treats every element by itself, so that a forward without it shows as we
 that draws no random numbers can be held against a forward of fewer samples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from ghostclip.capture.nodes import edge_of, nodes_behind
 
 # What turns dropout off: the name of an argument, its place, and the value.
 _Off = tuple[str, int, Any]
@@ -54,6 +57,29 @@ class WithoutDropout(TorchFunctionMode):
             else:
                 kwargs = {**kwargs, name: value}
         return func(*args, **kwargs)
+
+    @contextmanager
+    def behind(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        """Turn dropout off in a backward too: activation checkpointing runs parts of the forward again there.
+
+        Autograd runs every node of the graph without the modes of the code that called it.
+
+        Args:
+            roots: Where the backward starts.
+
+        Yields:
+            Nothing.
+        """
+
+        def enter(_: Any) -> None:
+            self.__enter__()
+
+        handles = [node.register_prehook(enter) for node in nodes_behind(edge_of(root)[0] for root in roots)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _of_recurrent(args: tuple[Any, ...]) -> _Off:

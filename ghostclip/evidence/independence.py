@@ -524,7 +524,7 @@ def _alone(
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
     if None in differ:
-        unchecked.missed("no output has one row a sample", check)
+        unchecked.missed("no output has one row per sample", check)
     elif True not in differ:
         unchecked.ran(check)
 

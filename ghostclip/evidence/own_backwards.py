@@ -217,9 +217,9 @@ def refuse_backwards_of_the_batch(
 
     def arrived(inputs: Any, samples: Sequence[int], size: int) -> dict[str, Tensor]:
         before.restore()
-        with torch.enable_grad(), WithoutDropout(), capture.substitution.copied() as copies:
+        with torch.enable_grad(), WithoutDropout() as dropout, capture.substitution.copied() as copies:
             roots, grads = _weighted(run(_tree.mapped(leaf, inputs)), batch, samples, size)
-            with untouched_grads(roots), backward_entry.unseen():
+            with untouched_grads(roots), backward_entry.unseen(), dropout.behind(roots):
                 torch.autograd.backward(roots, grads)
                 return {name: _about(copy.grad) for name, copy in copies.items() if copy.grad is not None}
 

@@ -321,7 +321,7 @@ class Padding:
             unchecked.ran(PADDING)
             self._proofs.update(ends.places)
             return
-        why = f"the model raised {raised} without padding" if raised else "no output has one row a sample"
+        why = f"the model raised {raised} without padding" if raised else "no output has one row per sample"
         unchecked.missed(why, PADDING)
 
     def _cut(self, given: Any, ends: _Ends, count: int, batch: Batch) -> Any:
@@ -497,7 +497,7 @@ class _Column:
         return found
 
     def _counts_places(self) -> bool:
-        """Return whether an input counts positions, says which segment they are of, or holds one value a record."""
+        """Return whether an input counts positions, says which segment they are of, or holds one value per record."""
         rows = self._rows_BLF
         if rows.shape[1] < 2 or bool((self._same_B == rows.shape[1]).all()):
             return True

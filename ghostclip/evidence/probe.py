@@ -443,7 +443,7 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
         )
         raise BatchAxisError(message)
     if not places:
-        # Rows of several samples' tokens may be any of them, so that what has one row a sample is looked for first.
+        # Rows of several samples' tokens may be any of them, so that what has one row per sample is looked for first.
         found = reduced_sources(usable, lambda place: _certain_map(place, forward) is not None)
         exact, folded = _sorted_out(found or reduced_sources(usable, lambda place: _is_folded(place, forward)), forward)
     if exact or not folded[0]:
@@ -454,7 +454,7 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
 
 
 def _sorted_out(places: Sequence[GradientSource], forward: ForwardContext) -> tuple[list[Start], list[list[Start]]]:
-    """Return the starts with one row a sample, and two ways to read those with several."""
+    """Return the starts with one row per sample, and two ways to read those with several."""
     exact: list[Start] = []
     folded: list[list[Start]] = [[], []]
     kinds = ("major", "minor") if forward.batch_axis == 0 else ("minor", "major")

@@ -75,7 +75,7 @@ class Factor(ABC):
         """Return squared norms whose errors are cheaper to work out for many parameters together.
 
         Returns:
-            Those of `sqnorm`, in one slot a sample; None where its errors are worked out otherwise.
+            Those of `sqnorm`, in one slot per sample; None where its errors are worked out otherwise.
         """
         return None
 

@@ -188,6 +188,6 @@ def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
     for node in outputs[1 + trainable : len(outputs) - len(traced.branches)]:
         layout = axes.layouts.get(node)
         if (layout is None and node in axes.depends) or (layout is not None and layout.rows > 1):
-            raise NoGraphError("what its loss function returns beside the losses has no axis of one entry a sample")
+            raise NoGraphError("what its loss function returns beside the losses has no axis of one entry per sample")
         found.append(None if layout is None else layout.axis)
     return found

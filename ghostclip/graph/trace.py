@@ -325,4 +325,4 @@ def _refuse_other_losses(graph: fx.GraphModule, inputs: Inputs) -> None:
     losses = outputs_of(graph)[0].meta["val"]
     sizes = {x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None}
     if losses.dim() != 1 or {losses.shape[0]} != sizes:
-        raise NoGraphError(f"its losses have shape {tuple(losses.shape)}, not one entry a sample")
+        raise NoGraphError(f"its losses have shape {tuple(losses.shape)}, not one entry per sample")

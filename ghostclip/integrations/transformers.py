@@ -388,7 +388,7 @@ class DPTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _mean_of(self, losses: Tensor) -> Tensor:
-        """Return the mean of one loss a record, and keep them for the backward; or a scalar loss as it is."""
+        """Return the mean of one loss per record, and keep them for the backward; or a scalar loss as it is."""
         mean = _mean(losses)
         if losses.dim():
             self._losses = losses, mean, _torch.version(mean)
@@ -409,7 +409,7 @@ class DPTrainer(Trainer):
             except TypeError as error:
                 raise LossReductionError(
                     f"compute_loss_func: {error}. If it divides by num_items_in_batch: that is None in a private step, "
-                    "as the tokens of a batch are those of all its records. Return one loss a record, (B,), as the "
+                    "as the tokens of a batch are those of all its records. Return one loss per record, (B,), as the "
                     "mean over its own labels: ghostclip.losses.token_losses(outputs.logits, labels)."
                 ) from error
         if task is not None:
@@ -538,10 +538,10 @@ def _as_it_is(values: Any) -> Any:
 
 
 def _mean(loss: Tensor) -> Tensor:
-    """Return a scalar loss: the mean of one loss a record, or the scalar itself, which the engine proves."""
+    """Return a scalar loss: the mean of one loss per record, or the scalar itself, which the engine proves."""
     if loss.dim() > 1:
         raise LossReductionError(
-            f"loss of shape {tuple(loss.shape)}: return one loss a record, shape (B,), or their mean. For tokens: "
+            f"loss of shape {tuple(loss.shape)}: return one loss per record, shape (B,), or their mean. For tokens: "
             "ghostclip.losses.token_losses."
         )
     return loss.mean() if loss.dim() else loss

@@ -15,7 +15,7 @@ from ghostclip.language.trials import evaluating
 from ghostclip.language.vocabulary_head import alike, few_tokens, refusal, use_fused, with_loss, without_logits
 
 OWN: Final = (
-    "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss a record"
+    "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss per record"
 )
 """What helps where a model's loss is not known."""
 

@@ -188,7 +188,7 @@ class DPOptimizer(WrappedOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """Backward passes that one record of the current logical batch may have contributed to (usually 1)."""
-        return self._batch.participations
+        return max(self._batch.participations, self._batch.waiting(self.clipper.backward_passes))
 
     @property
     def last_step_was_virtual(self) -> bool:

@@ -100,9 +100,13 @@ class LogicalBatch:
         # A rank has as many parts as the one with the most records, some perhaps without any.
         return found if self.token is None else [count for count in found if count] or found[:1]
 
+    def waiting(self, total: int) -> int:
+        """Return how many of `total` backward passes no step has taken up yet."""
+        return total - self._passes_seen
+
     def holds_all(self, total: int) -> bool:
         """Whether every one of `total` backward passes since the last release belongs to a virtual step."""
-        return self.open and total == self._passes_seen
+        return self.open and not self.waiting(total)
 
     def close_virtual_step(self, generation: int) -> None:
         """Close a virtual step: the sum stays and the next physical batch adds to it."""

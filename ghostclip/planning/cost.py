@@ -147,7 +147,7 @@ def _cross_outer(first: MatrixProduct, second: MatrixProduct) -> int:
 def plan_of(arrived: Statistics, *, strategy: str) -> str:
     """Return a few words on how norm and clipped sum are formed."""
     if arrived.kind == "general":
-        return "one backward a sample"
+        return "one backward per sample"
     if strategy == "hooks":
         return "per-sample gradient"
     if arrived.kind == "rows":

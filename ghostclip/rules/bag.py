@@ -59,7 +59,7 @@ def _winners(weight: Tensor, ids_nK: Tensor, weights_nK: Tensor) -> Tensor:
 
 
 def _bags(call: Call, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return ids and weights with one row a bag; look-ups that do not exist have weight 0."""
+    """Return ids and weights with one row per bag; look-ups that do not exist have weight 0."""
     ids, offsets = call.values["input"], call.get("offsets")
     given = call.get("per_sample_weights")
     weights = (

@@ -348,7 +348,7 @@ def _samples(x: Inputs, *, batch_first: bool) -> Iterator[Any]:
     axes = [_axis(item, batch_first=batch_first) if isinstance(item, Tensor) else None for item in items]
     sizes = {item.shape[axis] for item, axis in zip(items, axes, strict=True) if axis is not None}
     if len(sizes) != 1:
-        message = f"the inputs hold {sorted(sizes)} samples. Give every input one row a sample along the batch axis."
+        message = f"the inputs hold {sorted(sizes)} samples. Give every input one row per sample along the batch axis."
         raise DataError(message)
     for sample in range(sizes.pop()):
         yield tuple(

@@ -52,7 +52,7 @@ def test_the_ordinary_step_is_the_same(name, mode):
 
 
 class ColumnLoss(nn.Module):
-    """Cross-entropy that gives one value a sample as a column."""
+    """Cross-entropy that gives one value per sample as a column."""
 
     reduction = "mean"
 
@@ -306,6 +306,22 @@ def test_accumulation_is_accounted():
     theirs.module.forbid_grad_accumulation()
     with pytest.raises(ValueError, match="grad accumulation"):
         step(theirs, parts=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*backward passes were made:UserWarning")
+def test_backwards_before_a_step_are_counted_as_they_come():
+    x, y = batch()
+    for name in ("ghostclip.compat.opacus", "opacus"):
+        training = make_private(name, "hooks", options={"poisson_sampling": False})
+        seen = []
+        for part in range(3):
+            functional.cross_entropy(training.module(x[part : part + 2]), y[part : part + 2]).backward()
+            seen.append(training.optimizer.accumulated_iterations)
+        assert seen == [1, 2, 3]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        functional.cross_entropy(training.module(x), y).backward()
+        assert training.optimizer.accumulated_iterations == 1
 
 
 def test_adaptive_criterion_moves_the_bound_in_the_step():

@@ -150,6 +150,35 @@ def test_a_backward_that_follows_the_batch_is_refused(way, made, strategy):
         clipper.backward(_losses(model, _batch(5)))
 
 
+def _dropped(between):
+    """Return a function with dropout before and behind it, whose masks a checkpoint draws a second time."""
+    return lambda hidden: nn.functional.dropout(between(nn.functional.dropout(hidden, 0.3)), 0.3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_in_a_checkpoint_is_exact(reentrant, strategy):
+    between, batch = _dropped(_function(_LINEAR["reversed"])), _batch(5)
+    reference = _Net(between)
+    torch.manual_seed(3)
+    samples = per_sample_gradients(reference, batch, _losses, axes={}, mode="batched_graph")
+    model = _Net(between, reentrant)
+    clipper = engine(strategy)(model, _C)
+    for _ in range(2):
+        clipper.reset()
+        torch.manual_seed(3)
+        clipper.backward(_losses(model, batch))
+        torch.testing.assert_close(_sums(model), clip_and_sum(samples, _C).clipped)
+
+
+@pytest.mark.parametrize("way", _OF_THE_BATCH)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_in_a_checkpoint_hides_no_backward_that_follows_the_batch(way, reentrant, strategy):
+    model = _Net(_dropped(_function(_OF_THE_BATCH[way])), reentrant)
+    clipper = engine(strategy)(model, _C)
+    with pytest.raises(SampleMixingError, match="follows the batch"):
+        clipper.backward(_losses(model, _batch(5)))
+
+
 @pytest.mark.parametrize("made", [_function, _hooked])
 def test_a_hook_on_a_parameter_hears_nothing_of_proofs(made):
     model, heard = _Net(made(_LINEAR["reversed"])), []

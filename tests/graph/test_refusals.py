@@ -134,7 +134,7 @@ def test_losses_of_another_shape_are_refused():
     step = step_of(net(), loss=lambda m, x, y: functional.cross_entropy(m(x), y).expand(2, 2))
     with pytest.raises(ghostclip.errors.LossReductionError):
         step(*batch())
-    assert "not one entry a sample" in next(iter(step.reasons))
+    assert "not one entry per sample" in next(iter(step.reasons))
 
 
 def test_adaptive_bounds_stay_eager():

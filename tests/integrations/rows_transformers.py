@@ -282,7 +282,7 @@ def loss_over_the_batch(folder: Path) -> None:
     refused(lambda world: _causal(world, trainer={"compute_loss_func": loss}))
 
 
-@row(ROWS, **_HOST, outcome="refused", note="num_items_in_batch: that is None.*one loss a record")
+@row(ROWS, **_HOST, outcome="refused", note="num_items_in_batch: that is None.*one loss per record")
 def loss_over_the_number_of_items(folder: Path) -> None:
     """compute_loss_func that divides by num_items_in_batch."""
 

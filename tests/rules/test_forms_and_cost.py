@@ -132,7 +132,7 @@ def test_operation_that_cannot_be_run_on_rows_alone_says_so(caplog):
     with caplog.at_level(logging.WARNING, logger="ghostclip"):
         for _ in range(2):
             clipper.backward(_losses(model, torch.randn(4, 3, 5)))
-    assert {row.name: row.handled for row in clipper.coverage()}["p"] == "linalg_solve: one gradient a sample"
+    assert {row.name: row.handled for row in clipper.coverage()}["p"] == "linalg_solve: one gradient per sample"
     assert sum("parameter 'p' in linalg_solve has no rule" in record.message for record in caplog.records) == 1
 
 

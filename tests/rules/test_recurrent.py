@@ -138,7 +138,7 @@ def test_clipping_costs_little_more_than_training(kind):
     plain = _flops(model, x, None)
     with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy="bookkeeping") as clipper:
         assert _flops(model, x, clipper) <= 1.05 * plain
-        assert "one gradient a sample" not in str(clipper.coverage())
+        assert "one gradient per sample" not in str(clipper.coverage())
 
 
 class _Lengths(nn.Module):
