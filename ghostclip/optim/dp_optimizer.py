@@ -401,7 +401,7 @@ class DPOptimizer(WrappedOptimizer):
         # What has a clipped sum is clipped; for the rest the whole model is looked through.
         checks.refuse_uncovered(self.clipper, self.clipper.without_sum(trainable))
         self._released.refuse_strangers(self)
-        checks.warn_about_mechanism(self.noise_multiplier, self.accumulated_iterations, self._warned)
+        checks.warn_about_mechanism(self.noise_multiplier, self._batch.participations, self._warned)
         for step_hook in self._step_hooks:
             step_hook(self)
         checks.refuse_changed_noise((noise_multiplier, std), (self.noise_multiplier, self.noise_std))
@@ -454,7 +454,7 @@ class DPOptimizer(WrappedOptimizer):
         crossed = self._draws.crossed(self.clipper.inputs_noted)
         if crossed is not None:
             raise DrawError(checks.crossed(crossed))
-        traced = self._draws.trace(found, self.clipper.inputs_noted, times=self.accumulated_iterations)
+        traced = self._draws.trace(found, self.clipper.inputs_noted, times=self._batch.participations)
         if isinstance(traced, Replay):
             raise DrawError(checks.replayed(traced, found.draws[0].number))
         return traced
