@@ -19,7 +19,7 @@ from unittest import mock
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.kernels import switch, twins
+from ghostclip.kernels import runtime
 
 _ROOM = "ghostclip.kernels._compiled"
 _MODULES = ("tiles", "gram", "outer", "rows", "affine")
@@ -114,7 +114,7 @@ def kernels_noted(listeners: list[Listener]) -> Iterator[None]:
         with mock.patch.dict(sys.modules, _triton(listeners)):
             loaded = {name: importlib.import_module(f"{_ROOM}.{name}") for name in _MODULES}
         sys.modules.update({f"{_ROOM}.{name}": module for name, module in loaded.items()})
-        stack.enter_context(mock.patch.object(switch, "runs_on", lambda device: device.type == "meta"))
-        stack.enter_context(mock.patch.object(twins.Twins, "trusted", return_value=True))
+        stack.enter_context(mock.patch.object(runtime, "runs_on", lambda device: device.type == "meta"))
+        stack.enter_context(mock.patch.object(runtime.Twins, "trusted", return_value=True))
         stack.enter_context(kernels.using("auto"))
         yield

@@ -16,7 +16,7 @@ from torch import nn
 
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.errors import InvalidOptionError, UnsupportedError
-from ghostclip.rules.modules import grad_samplers, norm_samplers
+from ghostclip.rules.registry import grad_samplers, norm_samplers
 from ghostclip.validation.fixers.module_validator import ModuleValidator
 
 # Those that a facade was made for, so that an optimizer finds the clipper of its parameters.

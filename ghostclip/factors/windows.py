@@ -25,11 +25,10 @@ from ghostclip.factors.base import (
     to_accumulation,
     where_kept,
 )
-from ghostclip.factors.convolution import Geometry
+from ghostclip.factors.convolution import Geometry, KernelGradients, unfolded_channels_last
 from ghostclip.factors.dense import Dense
-from ghostclip.factors.kernel_gradients import KernelGradients, unfolded_channels_last
 from ghostclip.factors.outer import INSTANTIATE, Outer
-from ghostclip.factors.permuted import Permuted
+from ghostclip.factors.wrapped import Permuted
 from ghostclip.kernels import products
 from ghostclip.kernels.bounds import Masses, Reduced, Unfinished, finished_one, formed_error, masses, samples_joined
 

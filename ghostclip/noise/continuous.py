@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ghostclip import _torch, kernels
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
 from ghostclip.noise.correlated import Correlation
 from ghostclip.noise.exact import ExactNoise
@@ -102,7 +102,7 @@ class FastNoise(_KeyStreamNoise):
     def __init__(self, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(RandomKey("noise", seed=seed, generator=generator), generator)
         self._seeds = SeedsAhead(self._key)
-        self._stream = STREAMS[switch.mode() != "off" and switch.installed()]
+        self._stream = STREAMS[runtime.mode() != "off" and runtime.installed()]
 
     def correlate(self, correlation: Correlation, *, stride: int) -> None:
         """Let steps add the noise of earlier steps as well; see `KeyedNoise.correlate`."""

@@ -23,7 +23,7 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import planner, windows
 from ghostclip.factors.base import accumulation_dtype
-from ghostclip.factors.kernel_gradients import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
+from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 

@@ -63,7 +63,7 @@ def call_here(
             if number is not None:
                 stack.enter_context(mock.patch(place, number))
         if workspace is not None:
-            stack.enter_context(mock.patch("ghostclip.kernels.workspace.elements", return_value=workspace))
+            stack.enter_context(mock.patch("ghostclip.kernels.runtime.elements", return_value=workspace))
         return fast[name](*arguments, **options)
 
 

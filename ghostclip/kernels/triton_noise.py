@@ -1,10 +1,8 @@
-"""Gaussian noise from a ChaCha key stream, added to a sum and divided in the same pass over memory.
+"""Triton kernel of Gaussian noise from a ChaCha key stream, added to a sum and divided in the same pass over memory.
 
 Each program makes 64-byte blocks of key stream: eight words for radii, and the eight that belong to them for angles.
+Loaded when it is first used, as all modules that import Triton.
 """
-# Triton reads the annotations of kernels: only its own mean something to it.
-# ruff: noqa: ANN001, ANN202, PLR0913, PLR0917, N803
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 import math
 import struct
@@ -14,6 +12,11 @@ from typing import Final
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Triton reads the annotations of kernels: only its own mean something to it.
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, PLR0917, N803
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
+
 
 _LANES: Final = 128
 _TO_UNIT: tl.constexpr = tl.constexpr(2.0**-63)

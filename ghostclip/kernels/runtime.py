@@ -1,24 +1,133 @@
-"""A kernel and its twin in plain PyTorch under one name, and the choice between them.
+"""What kernels ask of the machine they run on: the switch, a kernel or its twin, room for temporaries, host reads.
 
-A kernel is compared with its twin on a small problem before it is first used on a device. If they differ, or the kernel
+A kernel is a matter of speed alone: with the switch off every value is formed by the kernel's twin in plain PyTorch. A
+kernel is compared with its twin on a small problem before it is first used on a device. If they differ, or the kernel
 does not compile there, the twin is used from then on and a warning says so.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.kernels import switch
+from ghostclip._validate import choice
 from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.products import HALF
 
 _log = logging.getLogger(__name__)
+
+ON_CPU: Final = 1 << 22
+"""Elements on a CPU (float32: 16 MiB), where larger ones are slower, and the least elsewhere."""
+
+MOST: Final = 1 << 27
+"""The most elements (float32: 512 MiB): Gram matrices of all samples at once."""
+
+# Of what is free: two temporaries at a time, and as much again for whatever else the backward allocates.
+_SHARE: Final = 4
+
+_found: dict[torch.device, int] = {}
+
+
+def elements(device: torch.device) -> int:
+    """Return how many elements a temporary may have."""
+    # On a GPU a share of free memory, asked once between calls of `renew`.
+    if device.type != "cuda":
+        return ON_CPU
+    if device not in _found:
+        _found[device] = min(MOST, max(ON_CPU, _free_bytes(device) // torch.float32.itemsize // _SHARE))
+    return _found[device]
+
+
+def renew() -> None:
+    """Drop the cached free memory, as another backward begins."""
+    _found.clear()
+
+
+def _free_bytes(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+# As deep as `none` is entered.
+_none: list[None] = []
+
+
+def wait(tensor: Tensor) -> bool:
+    """Return whether reading a value of a tensor waits for its device, or is not allowed."""
+    return bool(_none) or tensor.device.type != "cpu"
+
+
+def traced() -> bool:
+    """Return whether operations are written down, and none runs."""
+    return bool(_none)
+
+
+@contextmanager
+def none() -> Iterator[None]:
+    """Forbid reads of values within the block, as where operations are traced and none runs."""
+    _none.append(None)
+    try:
+        yield
+    finally:
+        _none.pop()
+
+
+VARIABLE: Final = "GHOSTCLIP_KERNELS"
+"""Environment variable that holds the mode where `set_mode` was not called."""
+
+MODES: Final = ("auto", "on", "off")
+
+DEFAULT: Final = "off"
+"""Off until a run of `python -m benchmarks.kernels` on a GPU is committed: what they save, and that bounds hold."""
+
+_set: list[str] = []
+
+
+def mode() -> str:
+    """Return the mode in force."""
+    # "auto" (kernels where they are expected to pay), "on" (wherever they can run) or "off".
+    return _set[-1] if _set else choice(os.environ.get(VARIABLE, DEFAULT), VARIABLE, MODES)
+
+
+def set_mode(wanted: str) -> None:
+    """Set the mode, one of `MODES`, for the whole process, whatever the environment says."""
+    _set[:] = [choice(wanted, "mode", MODES)]
+
+
+@contextmanager
+def using(wanted: str) -> Iterator[None]:
+    """Set the mode, one of `MODES`, within the block."""
+    _set.append(choice(wanted, "mode", MODES))
+    try:
+        yield
+    finally:
+        _set.pop()
+
+
+@lru_cache(maxsize=1)
+def installed() -> bool:
+    """Return whether Triton is installed; it is not loaded by this."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels on the CPU, which is how they are tested without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_on(device: torch.device) -> bool:
+    """Return whether kernels can run on a device: a GPU with Triton installed."""
+    return installed() and (device.type == "cuda" or interpreted())
+
 
 SMALL: Final = 64
 """Rows and columns of a kernel's tile that any GPU holds in registers, in float32 as well."""
@@ -50,10 +159,10 @@ class Twins:
         # `pays`: the kernel is expected to be faster; ignored in mode "on".
         device = tensors[0].device
         # Triton starts a kernel on the current device, wherever its tensors are.
-        if not switch.runs_on(device) or (device.type == "cuda" and device.index != torch.cuda.current_device()):
+        if not runs_on(device) or (device.type == "cuda" and device.index != torch.cuda.current_device()):
             return self.naive
-        mode = switch.mode()
-        if mode == "off" or not (pays or mode == "on"):
+        in_force = mode()
+        if in_force == "off" or not (pays or in_force == "on"):
             return self.naive
         # What stands for a tensor, where operations are traced, has no memory that a kernel could be given.
         fits = all(
@@ -79,7 +188,7 @@ class Twins:
         if not difference <= AGREEMENT:
             _log.warning(
                 "kernel %s is off by %.1e on %s; plain PyTorch is used. %s=off turns every kernel off.",
-                *(self.name, difference, device, switch.VARIABLE),
+                *(self.name, difference, device, VARIABLE),
             )
         return difference <= AGREEMENT
 
