@@ -12,8 +12,7 @@ from ghostclip import _torch
 from ghostclip.distributed.agreement import Group, world_size
 from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise.keyed import KeyedNoise, skip_noise
-from ghostclip.noise.packs import add_noise_, copy_back_, draws_shares, flattened, packs
+from ghostclip.noise.keyed import KeyedNoise, add_noise_, copy_back_, draws_shares, flattened, packs, skip_noise
 
 _BUCKET: Final = 25 << 20
 """Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""

@@ -16,8 +16,7 @@ from ghostclip.distributed.release import noisy_parts_, noisy_sums_
 from ghostclip.distributed.sample_ranks import Shares
 from ghostclip.distributed.weights import require_equal_weights
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise.keyed import KeyedNoise, NoiseSource
-from ghostclip.noise.packs import draws_shares
+from ghostclip.noise.keyed import KeyedNoise, NoiseSource, draws_shares
 
 
 class SharedNoise:

@@ -11,8 +11,7 @@ from ghostclip.distributed.agreement import Group, require_agreement
 from ghostclip.distributed.release import add_up_
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise.keyed import KeyedNoise
-from ghostclip.noise.packs import packs
+from ghostclip.noise.keyed import KeyedNoise, packs
 
 
 class Size(NamedTuple):
