@@ -35,7 +35,7 @@ from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
-from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, inner
+from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors
 from ghostclip.kernels import runtime
 from ghostclip.kernels.products import full_precision
@@ -300,7 +300,7 @@ class BookKeeping(Pass):
         for name, factor in self._brought_together():
             self._add(name, factor)
         for name in list(self._waiting):
-            for factor in inner(self._waiting.pop(name)):
+            for factor in joined(self._waiting.pop(name)):
                 self._add(name, smaller_form(factor))
         self._together.finish()
         if len(self.forwards) > 1:
@@ -563,7 +563,7 @@ class NormPass(OneOfTwo):
             return self.total
         self._together.finish()
         for name, waiting in self._waiting.items():
-            factors = inner(waiting)
+            factors = joined(waiting)
             for factor in factors:
                 self._add(name, factor)
             crossed = cross_terms(factors)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ghostclip._validate import fraction, positive_int
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.empty_batch import EmptyBatchCollate

@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ghostclip.accounting import Accountant, bounding_accountant
-from ghostclip.accounting.events import SamplingEvent
-from ghostclip.accounting.history import Entry, Kind, OtherEntry, checked_others
+from ghostclip.accounting.history import Entry, Kind, OtherEntry, SamplingEvent, checked_others
 
 Charge = Entry | OtherEntry
 """(σ, q, number of equal events), or (kind, parameters, number) for what is not a Poisson sample."""

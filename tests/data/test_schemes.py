@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import FullBatch, Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
 from ghostclip.data.selection import independent_coins, permutation, subset, unit_interval
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ghostclip.factors import Dense, Outer, Permuted, Rows, inner
+from ghostclip.factors import Dense, Outer, Permuted, Rows, joined
 
 
 def _outer(positions: int) -> Outer:
@@ -34,7 +34,7 @@ def _dense() -> Dense:
 def test_sum_is_the_same(make, left):
     torch.manual_seed(0)
     factors = make()
-    found = inner(factors)
+    found = joined(factors)
     assert len(found) == left
     total = sum(factor.materialize() for factor in factors)
     torch.testing.assert_close(sum(factor.materialize() for factor in found), total, rtol=1e-12, atol=1e-14)

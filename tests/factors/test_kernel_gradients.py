@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from ghostclip.factors import Dense, Permuted, Windows, convolution, inner
+from ghostclip.factors import Dense, Permuted, Windows, convolution, joined
 from ghostclip.factors.convolution import KernelGradients, unfolded, unfolded_channels_last, unfolded_in_phases
 from tests.factors.largest import LargestTensor
 from tests.factors.test_windows import TABLE, B, _by_autograd, _factor, _geometry
@@ -121,7 +121,7 @@ def test_kept_gradients_are_not_put_in_order_sample_by_sample():
 
 def test_kept_gradients_of_one_kernel_add_up():
     uses = [_windows((32, 16, 4, 4), (13, 13), stride=(2, 2)) for _ in range(3)]
-    (together,) = inner([use.instantiated() for use in uses])
+    (together,) = joined([use.instantiated() for use in uses])
     torch.testing.assert_close(together.materialize(), sum(use.materialize() for use in uses))
 
 

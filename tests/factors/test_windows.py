@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from ghostclip.factors import Dense, Outer, Windows, convolution, inner
+from ghostclip.factors import Dense, Outer, Windows, convolution, joined
 from ghostclip.factors.convolution import Geometry
 from tests.exactness.runs import engine
 from tests.factors.largest import LargestTensor
@@ -129,7 +129,7 @@ def test_uses_of_one_kernel(factor):
     """Three uses stand side by side as further rows."""
     geometry = factor.geometry
     others = [Windows(torch.randn_like(factor.x_BKC), torch.randn_like(factor.g_BKO), geometry) for _ in range(2)]
-    (together,) = inner([factor, *others])
+    (together,) = joined([factor, *others])
     assert isinstance(together, Windows)
     expected = sum(_by_autograd(part) for part in (factor, *others))
     torch.testing.assert_close(together.materialize(), expected)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.accounting.interface import IAccountant
+from ghostclip.accounting.accountant import IAccountant
 from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.privacy import checkpoints
