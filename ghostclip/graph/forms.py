@@ -48,7 +48,9 @@ Joint = dict[tuple[str, ...], list[Factor]]
 def kept(found: Kept, room: int) -> Kept:
     """Return factors in the form in which they are stored until the clipped sum, several of one form as one."""
     # `room`: bytes that all of them may take where larger forms are quicker.
-    forms = {name: [_formed(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()}
+    forms = {
+        name: [_formed(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()
+    }
     places = [(name, place) for name, own in forms.items() for place in range(len(own))]
     wanted = [(name, place) for name, place in places if _growth(forms[name][place]) <= LARGER]
     for name, place in sorted(wanted, key=lambda at: _growth(forms[at[0]][at[1]])):

@@ -48,7 +48,7 @@ MODULES: Final[dict[str, str]] = {
     "AbstractGradSampleModule=GradSampleModule",
     "grad_sample.gsm_exp_weights": "^facade: GradSampleModuleExpandedWeights=GradSampleModule",
     "grad_sample.utils": "^.training: get_gsm_class get_hooks_class prepare_module wrap_model=prepare_module; "
-    "rules.modules: register_grad_sampler register_norm_sampler",
+    "rules.registry: register_grad_sampler register_norm_sampler",
     "layers.dp_multihead_attention": "^.torch_layers: DPMultiheadAttention SequenceBias",
     "layers.dp_rnn": "^.torch_layers: DPGRU DPGRUCell DPLSTM DPLSTMCell DPRNN DPRNNCell RNNLinear",
     "layers.param_rename": "^.torch_layers: RenameParamsMixin",
