@@ -38,7 +38,7 @@ from ghostclip.data import DeclaredSampling, DPDataLoader
 from ghostclip.data.accepted import checked_batch_size, dataset_length
 from ghostclip.distributed import SplitSequences, world_size
 from ghostclip.errors import GhostClipError
-from ghostclip.facade.modes import mode_of
+from ghostclip.facade.module import mode_of
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of

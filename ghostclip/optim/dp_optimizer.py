@@ -23,7 +23,7 @@ from ghostclip.distributed.draws import Share
 from ghostclip.distributed.leaving import noting
 from ghostclip.distributed.shared import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
-from ghostclip.facade.handle import clipper_of
+from ghostclip.facade.module import clipper_of
 from ghostclip.graph.record import CompiledRecord
 from ghostclip.noise import ExactRelease, make_noise_source
 from ghostclip.optim import checks

@@ -21,7 +21,7 @@ from ghostclip import _tree
 from ghostclip.capture.sampler_check import uncompared
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.facade.modes import strategy_of
+from ghostclip.facade.module import strategy_of
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
 REDUCTIONS: Final = ("mean", "sum")

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from ghostclip.errors import NotOfferedError
-from ghostclip.facade.modes import NO_OP, SHARDED
+from ghostclip.facade.module import NO_OP, SHARDED
 
 PACKAGE: Final = "ghostclip.compat.opacus"
 

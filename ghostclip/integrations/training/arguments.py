@@ -10,7 +10,7 @@ from ghostclip import _validate
 from ghostclip.assembly.clipping_options import CLIPPINGS
 from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.errors import InvalidOptionError
-from ghostclip.facade.modes import mode_of
+from ghostclip.facade.module import mode_of
 from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.noise import LEVELS
 from ghostclip.planning.plan import MEMORY_BUDGET
