@@ -1,6 +1,6 @@
 """``plan_devices``: what one device of a mesh holds, sends and computes, private against non-private.
 
-Sizes are counted on the model of one device, on the meta device; what clipping costs is what `ghostclip.planning.cost`
+Sizes are counted on the model of one device, on the meta device; what clipping costs is what `ghostclip.planning.coverage`
 says of the same layers.
 """
 

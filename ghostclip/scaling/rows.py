@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ghostclip.planning.cost import keeps, kept_input
-from ghostclip.planning.coverage import Coverage, readable_bytes
+from ghostclip.planning.coverage import Coverage, keeps, kept_input, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.scaling.facts import WAYS, WIDE, Facts
 from ghostclip.scaling.local import Shard, held_values
