@@ -27,7 +27,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.distributed.parallel:forward",
     "ghostclip.distributed.pipelined:step",
     "ghostclip.integrations.trl:__call__",
-    "ghostclip.scaling.source:_attention",
+    "ghostclip.scaling.models:_attention",
 }
 
 # Leftovers of writing, and places that exist on one machine only. Spelt so that this file does not match itself.

@@ -24,7 +24,7 @@ from ghostclip import GhostClipper
 from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.scaling import Mesh, load_planned, plan_devices
-from ghostclip.scaling.local import blocks_of, held_values, keep_one_shard, units_of
+from ghostclip.scaling.models import blocks_of, held_values, keep_one_shard, units_of
 
 transformers = pytest.importorskip("transformers")
 
