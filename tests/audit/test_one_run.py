@@ -18,7 +18,7 @@ from ghostclip.audit import (
     flip_coins,
     make_guesses,
 )
-from ghostclip.audit.one_run import Guesses
+from ghostclip.audit.methods import Guesses
 from tests.audit.test_bounds import most_failures
 
 DELTA = 1e-5
