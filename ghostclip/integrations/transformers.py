@@ -36,8 +36,7 @@ from ghostclip.integrations.training.loss_checks import (
 from ghostclip.integrations.training.refusals import refuse, unexpected
 from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
 from ghostclip.language.record_losses import losses_of
-from ghostclip.language.tasks import task_of, without_adapters
-from ghostclip.language.trials import evaluating
+from ghostclip.language.tasks import evaluating, task_of, without_adapters
 from ghostclip.language.vocabulary_head import use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 

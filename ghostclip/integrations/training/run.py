@@ -22,7 +22,7 @@ from ghostclip.data.out_of_memory import count_rows
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError
 from ghostclip.integrations._host import HostTraining
-from ghostclip.language.trials import without_trace
+from ghostclip.language.tasks import without_trace
 from ghostclip.optim import DPOptimizer
 
 
