@@ -20,7 +20,6 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.facade.module:forward",
     "ghostclip.facade.criterion:__call__",
     "ghostclip.facade.criterion:per_sample",
-    "ghostclip.facade.criterion:__call__",
     "ghostclip.finetune.training:on_step_end",
     "ghostclip.graph.step:__call__",
     "ghostclip.graph.trace:forward",
