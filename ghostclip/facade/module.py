@@ -24,7 +24,7 @@ from ghostclip.errors import InvalidOptionError, UnsupportedError, UnsupportedMo
 from ghostclip.facade.criterion import Deferral, PrivateCriterion
 from ghostclip.graph.takeover import Takeover
 from ghostclip.rules.registry import grad_samplers, norm_samplers
-from ghostclip.validation.fixers.module_validator import ModuleValidator
+from ghostclip.validation.fixers import ModuleValidator
 
 _log = logging.getLogger(__name__)
 

@@ -23,10 +23,9 @@ from ghostclip import _torch, _tree
 from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
-from ghostclip.validation.inspection import Source, architectures, load_source
-from ghostclip.validation.inspection.inspect import train_only
-from ghostclip.validation.inspection.measure import losses_of
-from ghostclip.validation.inspection.sources import InspectionRequest, require_positions
+from ghostclip.validation import sources
+from ghostclip.validation.inspection import Source, load_source, losses_of, train_only
+from ghostclip.validation.sources import InspectionRequest, require_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -331,9 +330,9 @@ def load_planned(
         require_positions(config, request)
         # Tiles need whole sequences, and a model that computes its loss by itself.
         fused = mesh.cp == mesh.pp == 1 and _fits_tiles(config)
-        built = architectures.build(config, device="meta")
+        built = sources.build(config, device="meta")
         positions = context_length // mesh.cp
-        batch = architectures.example_batch(built, device="meta", batch_size=batch_size, sequence_length=positions)
+        batch = sources.example_batch(built, device="meta", batch_size=batch_size, sequence_length=positions)
         if fused:
             batch["labels"] = batch["input_ids"]
         source = Source(built, batch, f"{model} ({type(built).__name__})")
@@ -360,7 +359,7 @@ def _config_of(model: str) -> PretrainedConfig:
     """Return sizes; attention is one call of torch's function, with no mask made from values that are not there."""
     from transformers import AttentionInterface
 
-    config = architectures.named_config("llama" if model in _PUBLISHED else model)
+    config = sources.named_config("llama" if model in _PUBLISHED else model)
     if model in _PUBLISHED:
         config = type(config)(
             vocab_size=128256, max_position_embeddings=131072, num_key_value_heads=8,
@@ -380,6 +379,6 @@ def _fits_tiles(config: PretrainedConfig) -> bool:
     """Return whether training would compute the loss without logits: what fits, by a small stand-in, and is large."""
     if getattr(config, "vocab_size", 0) < LARGE:
         return False
-    small = architectures.small_config(config, positions=8)
+    small = sources.small_config(config, positions=8)
     small._attn_implementation = "eager"
-    return not reason_against(architectures.build(small, device="cpu"))
+    return not reason_against(sources.build(small, device="cpu"))

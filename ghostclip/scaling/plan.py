@@ -25,9 +25,7 @@ from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, as_table, coverage_of, keeps, kept_input, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.scaling.models import Mesh, Planned, Shard, held_values, keep_one_shard, keep_one_stage, units_of
-from ghostclip.validation.inspection.inspect import layers_table
-from ghostclip.validation.inspection.measure import OrdinaryStep, call_sites, plain_step
-from ghostclip.validation.inspection.memory import OPTIMIZERS, USABLE
+from ghostclip.validation.inspection import OPTIMIZERS, USABLE, OrdinaryStep, call_sites, layers_table, plain_step
 
 WAYS: Final[dict[str, str]] = {"book-keeping": "bookkeeping", "two backwards": "ghost"}
 """Private ways, and the strategies that they are."""

@@ -17,8 +17,7 @@ from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.dependence import same_randomness
 from ghostclip.evidence.module_state import restored
 from ghostclip.facade.module import clipper_of
-from ghostclip.validation.losses import as_loss_fn
-from ghostclip.validation.samples import plain_batch, take
+from ghostclip.validation.subject import as_loss_fn, plain_batch, take
 
 
 @suggests_options

@@ -1,23 +1,355 @@
-"""``inspect_model``: what clipping a model's gradients would take, and what stands in its way."""
+"""``inspect_model``: what clipping a model's gradients would take, what that costs, and what stands in its way.
+
+Call sites and sizes of one step, operations and memory of a step without privacy are measured without training, and
+from them the largest physical batch that fits on a device. All of it also works on the meta device, where tensors have
+shapes and no numbers.
+"""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ghostclip import _torch, _validate
+from ghostclip import _torch, _tree, _validate
+from ghostclip.capture.call_sites import CallSite
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.in_place import in_place_of
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, readable_bytes
+from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, coverage_of, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.validation.fixers import ModuleValidator
-from ghostclip.validation.inspection.measure import OrdinaryStep, losses_of, plain_step, planned
-from ghostclip.validation.inspection.memory import DEVICES, OPTIMIZERS, StepMemory, memory_of
-from ghostclip.validation.inspection.sources import Source
-from ghostclip.validation.report import Problem
+from ghostclip.validation.sources import Source
+from ghostclip.validation.validate import Problem
+
+Shape = tuple[int, ...]
+
+
+def _attention(  # noqa: PLR0913 - the operator's own arguments, by their names
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    dropout_p: object = None,
+    is_causal: object = None,
+    out_shape: object = None,
+) -> int:
+    # The formula knows no heads that share keys, which change nothing in the products of each head.
+    heads = query[1:2]
+    return int(sdpa_flop_count(query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
+
+
+def _attention_backward(  # noqa: PLR0913 - as above
+    grad: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    out_shape: object = None,
+) -> int:
+    heads = query[1:2]
+    return int(sdpa_backward_flop_count(grad, query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
+
+
+_FORWARD, _BACKWARD = _torch.cpu_attention()
+# What torch's counter passes over on a CPU.
+_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
+    _FORWARD: _attention,
+    _BACKWARD: _attention_backward,
+}
+
+
+@dataclass
+class BlockCost:
+    """What one block of a model takes of a step without privacy.
+
+    Attributes:
+        forward: FLOPs of the products of its forward.
+        saved: Bytes that its forward keeps for the backward.
+        entering: Bytes of its first argument, which activation checkpointing keeps in the place of these.
+    """
+
+    forward: int = 0
+    saved: int = 0
+    entering: int = 0
+
+
+@dataclass(frozen=True)
+class OrdinaryStep:
+    """A step without privacy.
+
+    Attributes:
+        forward: FLOPs of the products of its forward.
+        backward: FLOPs of the products of its backward.
+        saved: Bytes that the forward keeps for the backward, parameters left out.
+        blocks: What the blocks that were named take of forward and saved bytes.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+    blocks: tuple[BlockCost, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of both."""
+        return self.forward + self.backward
+
+
+def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
+    """Return a loss for every sample: the mean square of the first output that has a batch axis.
+
+    Args:
+        output: Whatever a model returned.
+        batch_size: B.
+        axis: The batch axis.
+
+    Returns:
+        Losses, shape ``(B,)``.
+
+    Raises:
+        UnsupportedModelError: No output has a batch axis and requires grad.
+    """
+    logits = getattr(output, "logits", None)
+    for leaf in [logits, *_tree.leaves(output)]:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
+            continue
+        place = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
+        if leaf.shape[place] == batch_size:
+            return leaf.movedim(place, 0).reshape(batch_size, -1).float().square().mean(1)
+    raise UnsupportedModelError(
+        f"the model returned no tensor with {batch_size} samples that depends on a trainable parameter. Return outputs "
+        "with a batch axis."
+    )
+
+
+def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequence[nn.Module] = ()) -> OrdinaryStep:
+    """Count a step without privacy.
+
+    Args:
+        model: The model; its gradients are None afterwards.
+        losses: Runs the forward.
+        blocks: Parts of the model, none inside another, that are counted by themselves as well.
+
+    Returns:
+        What it takes.
+    """
+    own = {_torch.memory_key(parameter) for parameter in model.parameters()}
+    saved: set[int] = set()
+    # The last is whatever runs in none of them.
+    counted = [BlockCost() for _ in (*blocks, model)]
+    running = [counted[-1]]
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = _torch.memory_key(tensor)
+        if key not in own and key not in saved:
+            saved.add(key)
+            running[-1].saved += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as forward, ExitStack() as stack:
+        for module, block in zip(blocks, counted, strict=False):
+            stack.enter_context(_counting(module, block, running, forward))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = losses().sum()
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as backward:
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    total = sum(block.saved for block in counted)
+    return OrdinaryStep(forward.get_total_flops(), backward.get_total_flops(), total, tuple(counted[:-1]))
+
+
+@contextmanager
+def _counting(module: nn.Module, block: BlockCost, running: list[BlockCost], flops: FlopCounterMode) -> Iterator[None]:
+    """Let what a module does count as a block's."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = next((leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        block.entering = 0 if first is None else first.numel() * first.element_size()
+        before = flops.get_total_flops()
+        running.append(block)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.pop()
+            block.forward += flops.get_total_flops() - before
+
+    with in_place_of(module, run):
+        yield
+
+
+class _Sizes:
+    """Listens to a backward and keeps nothing but what call sites note themselves."""
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Form the factors and drop them."""
+        with torch.no_grad():
+            use.parameter_factors(grad)
+
+
+def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> list[CallSite]:
+    """Run one step on shapes, and return where parameters met samples, with the sizes of both.
+
+    Args:
+        model: The model, on any device.
+        losses: Runs the forward.
+        axis: The batch axis.
+
+    Returns:
+        The call sites; they hold no tensor of the step.
+    """
+    capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
+    try:
+        loss = losses().sum()
+        with capture.listening(_Sizes()):
+            capture.run_backward([loss], [None])
+        return list(capture.sites.table.values())
+    finally:
+        capture.close()
+
+
+def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, axis: int) -> Coverage:
+    """Plan one step from shapes alone.
+
+    Args:
+        model: The model, on any device.
+        losses: Runs the forward.
+        strategy: What the plan is for.
+        axis: The batch axis.
+
+    Returns:
+        The table.
+    """
+    return coverage_of(model, call_sites(model, losses, axis=axis), strategy=strategy)
+
+
+def _ignored(*args: Any) -> None:
+    return None
+
+
+# Values that an optimizer keeps for every trainable one.
+OPTIMIZERS: Final[dict[str, int]] = {"adamw": 2, "momentum": 1, "sgd": 0}
+DEVICES: Final[tuple[int, ...]] = tuple(size * 10**9 for size in (8, 16, 24, 40, 80))
+# Of a device: the rest is for the library's own buffers, for what operations need while they run, and for gaps.
+USABLE: Final = 0.9
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a private step; those of a device are counted in GB of 1000 MB.
+
+    Attributes:
+        parameters: All weights.
+        gradients: The clipped sum, and its noisy release in its place.
+        optimizer: State of the optimizer.
+        activations: What the forward keeps for the backward, of the whole batch.
+        clipping: What clipping keeps besides, of the whole batch, at most.
+        batch_size: B.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    clipping: int
+    batch_size: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All bytes, at most."""
+        return self.fixed + self.activations + self.clipping
+
+    def physical_batch(self, device_bytes: int) -> int:
+        """Return the largest physical batch that fits, if every sample takes as much as these; 0 where not one does.
+
+        Args:
+            device_bytes: Memory of the device, of which a tenth is left.
+
+        Returns:
+            Samples.
+        """
+        a_sample = max(1.0, (self.activations + self.clipping) / self.batch_size)
+        return max(0, int((USABLE * device_bytes - self.fixed) / a_sample))
+
+    def as_dict(self, devices: Sequence[int]) -> dict[str, object]:
+        """Return everything as plain numbers, for JSON.
+
+        Args:
+            devices: Memory of the devices in question.
+
+        Returns:
+            Bytes by part, and physical batches by bytes of a device.
+        """
+        return {
+            **asdict(self),
+            "total": self.total,
+            "physical_batch": {str(size): self.physical_batch(size) for size in devices},
+        }
+
+    def text(self, optimizer: str, devices: Sequence[int]) -> list[str]:
+        """Return two lines for people.
+
+        Args:
+            optimizer: Its name.
+            devices: Memory of the devices in question.
+
+        Returns:
+            The parts, and what fits where.
+        """
+        parts = [("parameters", self.parameters), ("gradients", self.gradients)]
+        parts += [(f"state of {optimizer}", self.optimizer)] if self.optimizer else []
+        parts += [("activations", self.activations), ("clipping", self.clipping)]
+        shown = " + ".join(f"{readable_bytes(size)} {name}" for name, size in parts)
+        fits = [(readable_bytes(size).replace(".0 ", " "), self.physical_batch(size)) for size in devices]
+        fitting = [(name, batch) for name, batch in fits if batch]
+        places = [
+            f"on {name} at {'' if number else 'physical batch '}{batch}" for number, (name, batch) in enumerate(fitting)
+        ]
+        none = ", ".join(name for name, batch in fits if not batch)
+        lines = [f"in bytes, at most: {readable_bytes(self.total)} = {shown}"]
+        lines += [f"fits {', '.join(places)}"] if places else []
+        lines += [f"does not fit on {none}"] if none else []
+        return lines
+
+
+def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_size: int) -> StepMemory:
+    """Add up a private step.
+
+    Args:
+        model: The model.
+        optimizer: One of `OPTIMIZERS`.
+        saved: Bytes that the forward keeps for the backward.
+        held: Bytes that clipping keeps besides.
+        batch_size: B.
+
+    Returns:
+        The memory.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # Sums are kept in float32 at least.
+    sums = sum(p.numel() * max(4, p.element_size()) for p in trained)
+    state = OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in trained)
+    return StepMemory(
+        parameters=sum(p.numel() * p.element_size() for p in model.parameters()), gradients=sums, optimizer=state,
+        activations=saved, clipping=held, batch_size=batch_size,
+    )  # fmt: skip
+
 
 # Strategies of two backwards run everything without parameters backwards once more.
 _TWO_PASS: Final = ("ghost", "fast")
