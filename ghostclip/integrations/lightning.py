@@ -1,28 +1,300 @@
-"""`PrivacyCallback`: one object among a Trainer's callbacks makes its training private.
+"""Lightning: a callback that makes a Trainer's training private, and a data module of Poisson batches.
 
-Lightning's batches become draws, so that its steps, epochs, schedules and logs count releases. In automatic
-optimization a draw is computed in parts that fit in memory: the strategy's `training_step` runs forward and backward of
-each part, and what it returns is the mean loss without a graph.
+`PrivacyCallback` is all that a script needs. Who calls `PrivacyEngine` in `configure_optimizers`, as Opacus's guide has
+it, needs `DPLightningDataModule` for the loader. Fabric needs neither: `make_private`, then `fabric.setup`.
+
+With the callback, Lightning's batches become draws, so that its steps, epochs, schedules and logs count releases. In
+automatic optimization a draw is computed in parts that fit in memory: the strategy's `training_step` runs forward and
+backward of each part, and what it returns is the mean loss without a graph.
+
+Lightning comes under two names, `lightning.pytorch` and `pytorch_lightning`, whose classes do not know each other. The
+classes here take their bases from what is in use, and importing them imports neither.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 
 from ghostclip import _validate
+from ghostclip.data import DPDataLoader
 from ghostclip.data.out_of_memory import count_rows
 from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
-from ghostclip.integrations._host import HostTraining
-from ghostclip.integrations.lightning.bases import callback_bases, joined
-from ghostclip.integrations.lightning.refusals import refuse
-from ghostclip.integrations.training.arguments import PrivacyArguments
+from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested
+
+_LIBRARIES = ("lightning", "pytorch_lightning")
+_PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def base_of(datamodule: Any) -> type:
+    """Return the `LightningDataModule` that a module derives from, of whichever library.
+
+    Args:
+        datamodule: What the user gave.
+
+    Returns:
+        The class.
+
+    Raises:
+        InvalidOptionError: If it is no data module.
+    """
+    for kind in type(datamodule).__mro__:
+        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _LIBRARIES:
+            return kind
+    raise InvalidOptionError(
+        f"datamodule {type(datamodule).__name__}: not a LightningDataModule. Give the one that the trainer would get, "
+        "or make the loader private yourself (DPDataLoader.from_data_loader)."
+    )
+
+
+def callback_bases() -> tuple[type, ...]:
+    """Return the `Callback` classes of the libraries that are in use, or of the one that is installed.
+
+    Returns:
+        One class, or two where a process uses both.
+
+    Raises:
+        NotOfferedError: If neither is installed.
+    """
+    used = [name for name in _LIBRARIES if _PLACES[name] in sys.modules] or list(_LIBRARIES)
+    found: list[type] = []
+    for name in used:
+        try:
+            found.append(importlib.import_module(_PLACES[name]).Callback)
+        except ImportError:
+            continue
+        warn_if_untested(name.replace("_", "-"))
+        if _PLACES[name] not in sys.modules:
+            break
+    if not found:
+        raise NotOfferedError(
+            "ghostclip.integrations.lightning: neither lightning nor pytorch_lightning is installed. Install one: "
+            "pip install lightning."
+        )
+    return tuple(found)
+
+
+@lru_cache
+def joined(kind: Any, bases: tuple[type, ...]) -> type:
+    """Return a class that derives from one of ours and from Lightning's.
+
+    Args:
+        kind: Ours.
+        bases: Lightning's.
+
+    Returns:
+        The class, the same one for the same arguments; it is called as ours.
+    """
+    named = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind, *bases), named)
+
+
+# Name of the option, whether a value contradicts, why, and what to do.
+_OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
+    (
+        "gradient_clip_val",
+        bool,
+        "the batch's gradient would be clipped, which bounds no record's influence",
+        "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record",
+    ),
+    (
+        "precision",
+        lambda value: value == "16-mixed",
+        "its loss scale adapts to the data",
+        "Use precision='bf16-mixed'",
+    ),
+    (
+        "reload_dataloaders_every_n_epochs",
+        bool,
+        "the account is of one loader over one data set",
+        "Leave it out",
+    ),
+)
+_CALLBACKS: Final = {
+    "GradientAccumulationScheduler": (
+        "it changes the size of a draw in the course of the training, which is another mechanism",
+        "Use Trainer(accumulate_grad_batches=...)",
+    ),
+    "BatchSizeFinder": (
+        "it tries batch sizes on records, and another batch size is another mechanism",
+        "Leave it out: PrivacyCallback(physical_batch='auto') finds what fits in memory",
+    ),
+    "LearningRateFinder": (
+        "its trials are steps on the same records, and cost ε",
+        "Try learning rates on public data",
+    ),
+}
+# Of processes whose memory is gone when the training has ended.
+_LAUNCHER: Final = "_MultiProcessingLauncher"
+_STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse what contradicts a private training.
+
+    Args:
+        trainer: The trainer, before anything was trained.
+
+    Raises:
+        InvalidOptionError: Names the option, its value, why and the remedy.
+    """
+    for name, contradicts, why, remedy in _OPTIONS:
+        owner = trainer if hasattr(trainer, name) else trainer.fit_loop
+        value = getattr(owner, name, None)
+        if value is None:
+            value = getattr(trainer._data_connector, name, None)
+        if contradicts(value):
+            raise InvalidOptionError(f"Trainer({name}={value!r}): {why}. {remedy}.")
+    for callback in trainer.callbacks:
+        found = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)
+        if found is not None:
+            why, remedy = _CALLBACKS[found]
+            raise InvalidOptionError(f"callback {found}: {why}. {remedy}.")
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    if not any(kind in _STRATEGIES for kind in kinds):
+        raise InvalidOptionError(
+            f"strategy {kinds[0]}: it shards or exchanges gradients by itself, where there are none before the "
+            "release. Use strategy='ddp', or one device."
+        )
+    launcher = trainer.strategy.launcher
+    if any(kind.__name__ == _LAUNCHER for kind in type(launcher).__mro__):
+        raise InvalidOptionError(
+            "strategy that starts the training in processes of its own (ddp_notebook, ddp_fork, ddp_spawn): weights "
+            "come back from there and the account does not, so that ε would be 0 here, and begin at 0 in the next fit. "
+            "Use strategy='ddp' in a script (python train.py, torchrun), or in a notebook one device: devices=1, "
+            "strategy='auto'."
+        )
+
+
+class DPLightningDataModule:
+    """Stands for a data module whose training loader samples as the accountant assumes; the rest is the module's own.
+
+    An instance is also one of the `LightningDataModule` that the given module derives from.
+
+    Attributes:
+        datamodule: The module.
+        generator: As given.
+
+    Args:
+        datamodule: Any Lightning data module; its training loader becomes a `DPDataLoader`.
+        generator: Makes the sampling reproducible, and so not private against who knows it.
+
+    Raises:
+        InvalidOptionError: If it is no Lightning data module.
+    """
+
+    def __new__(cls, datamodule: Any, generator: torch.Generator | None = None) -> DPLightningDataModule:
+        """Make an instance of the class that also derives from Lightning's."""
+        del generator
+        base = base_of(datamodule)
+        kind: Any = cls
+        if not issubclass(cls, base):
+            kind = joined(kind, (base,))
+        made: DPLightningDataModule = object.__new__(kind)
+        return made
+
+    def __init__(self, datamodule: Any, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.datamodule = datamodule
+        self.generator = generator
+
+    def prepare_data(self) -> None:
+        """Let the module prepare its data."""
+        self.datamodule.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Let the module set up.
+
+        Args:
+            stage: As Lightning gives it.
+        """
+        self.datamodule.setup(stage)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let the module clean up.
+
+        Args:
+            stage: As Lightning gives it.
+        """
+        self.datamodule.teardown(stage)
+
+    def train_dataloader(self) -> DPDataLoader:
+        """Return the module's training loader with private sampling.
+
+        Returns:
+            The loader.
+        """
+        return DPDataLoader.from_data_loader(self.datamodule.train_dataloader(), generator=self.generator)
+
+    def val_dataloader(self) -> Any:
+        """Return the module's own."""
+        return self.datamodule.val_dataloader()
+
+    def test_dataloader(self) -> Any:
+        """Return the module's own."""
+        return self.datamodule.test_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        """Return the module's own."""
+        return self.datamodule.predict_dataloader()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Let the module move a batch.
+
+        Args:
+            batch: The batch.
+            device: Where to.
+            dataloader_idx: Which loader it is from.
+
+        Returns:
+            The batch, there.
+        """
+        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Let the module change a batch before it is moved.
+
+        Args:
+            batch: The batch.
+            dataloader_idx: Which loader it is from.
+
+        Returns:
+            The batch.
+        """
+        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Let the module change a batch after it was moved.
+
+        Args:
+            batch: The batch.
+            dataloader_idx: Which loader it is from.
+
+        Returns:
+            The batch.
+        """
+        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the module wants in a checkpoint."""
+        return self.datamodule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand the module what it had put into a checkpoint.
+
+        Args:
+            state_dict: Its state.
+        """
+        self.datamodule.load_state_dict(state_dict)
+
 
 _ENTIRE = 1.0
 
