@@ -46,14 +46,12 @@ from ghostclip.optim.checks import refuse_unfit
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
-from ghostclip.privacy.all_or_nothing import all_or_nothing
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.discretisation import coordinates_of
-from ghostclip.privacy.earlier import Released, earlier, texts_of, warning_of
+from ghostclip.privacy.charges import coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
-from ghostclip.privacy.optimizer_state import OptimizerAccount
+from ghostclip.privacy.optimizer_state import OptimizerAccount, all_or_nothing
 from ghostclip.privacy.sampling import PeriodSampling, Sampling, sampling_for
-from ghostclip.privacy.summary import summary_text
+from ghostclip.privacy.summary import Released, earlier, summary_text, texts_of, warning_of
 from ghostclip.validation.fixers import ModuleValidator
 
 # δ that earlier releases are told at where nobody has named one.

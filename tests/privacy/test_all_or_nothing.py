@@ -14,7 +14,7 @@ from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.checkpoints import digest_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import small_data
 
