@@ -21,7 +21,7 @@ from ghostclip.data.sampler import PrivateSampler, share_sampler
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
-from ghostclip.distributed.leaving import noting_each
+from ghostclip.distributed.agreement import noting_each
 from ghostclip.errors import DataError, InvalidOptionError
 
 logger = logging.getLogger(__name__)

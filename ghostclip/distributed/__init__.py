@@ -1,27 +1,30 @@
 """Training on several ranks: one draw of records shared by all, one sum, one draw of noise."""
 
 from ghostclip.distributed.agreement import (
+    Share,
     from_first,
     gathered,
     is_first,
     refused_together,
     require_agreement,
+    require_one_draw,
     share_noise,
     telling,
     world_size,
 )
-from ghostclip.distributed.context import SplitSequences
-from ghostclip.distributed.draws import Share, require_one_draw
-from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.distributed.pipelined import Pipeline
 from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
-from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
-from ghostclip.distributed.sample_ranks import Shares, all_apart, require_all_ranks
+from ghostclip.distributed.release import SharedNoise, noise_for, noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
+from ghostclip.distributed.sample_ranks import Shares, SplitSequences, all_apart, require_all_ranks
 from ghostclip.distributed.sharded import ShardedModel, sharded_model
-from ghostclip.distributed.shared import SharedNoise, noise_for
-from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
-from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
+from ghostclip.distributed.weights import (
+    DifferentiallyPrivateDistributedDataParallel,
+    broadcast_parameters,
+    copy_inside,
+    refuse_sharded,
+    require_equal_weights,
+)
 
 __all__ = [
     "Box",

@@ -31,7 +31,7 @@ from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.data.size_policies import largest_batch
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.distributed import is_first, sharded_model
-from ghostclip.distributed.whole import gathered_whole
+from ghostclip.distributed.weights import gathered_whole
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, first_line, from_anywhere, labels_of

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from ghostclip import _torch, _validate
 from ghostclip._owner import Owner
-from ghostclip.distributed.draws import Share
-from ghostclip.distributed.leaving import noting
-from ghostclip.distributed.shared import SharedNoise
+from ghostclip.distributed.agreement import Share, noting
+from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
 from ghostclip.graph.record import CompiledRecord

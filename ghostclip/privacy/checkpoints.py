@@ -20,7 +20,7 @@ from ghostclip import _torch
 from ghostclip._files import reason_of
 from ghostclip.data.content import content_digest, is_other
 from ghostclip.distributed import Pipeline, from_first
-from ghostclip.distributed.whole import gathered_whole, is_in_parts, parts_for
+from ghostclip.distributed.weights import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 from ghostclip.noise.correlated import plain

@@ -23,7 +23,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.finetune.training:on_step_end",
     "ghostclip.graph.step:__call__",
     "ghostclip.graph.trace:forward",
-    "ghostclip.distributed.parallel:forward",
+    "ghostclip.distributed.weights:forward",
     "ghostclip.distributed.pipelined:step",
     "ghostclip.integrations.trl:__call__",
     "ghostclip.scaling.models:_attention",

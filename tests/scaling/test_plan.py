@@ -237,7 +237,7 @@ class _AllPositions(TorchFunctionMode):
 def test_bytes_of_split_sequences_are_those_of_a_private_step(folder, monkeypatch):
     """Keys and values, factors of some layers and each sample's sums of the others, on a fake process group."""
     ranks, samples = 5, 10
-    monkeypatch.setattr("ghostclip.distributed.context.gathered", lambda what, value, group: [value])
+    monkeypatch.setattr("ghostclip.distributed.sample_ranks.gathered", lambda what, value, group: [value])
     with _pretended(ranks):
         sequences = SplitSequences(init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)))
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
