@@ -24,8 +24,8 @@ from ghostclip._validate import did_you_mean
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
 from ghostclip.validation import sources
-from ghostclip.validation.inspection import Source, load_source, losses_of, train_only
-from ghostclip.validation.sources import InspectionRequest, require_positions
+from ghostclip.validation.inspection import losses_of, train_only
+from ghostclip.validation.sources import InspectionRequest, Source, load_source, require_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

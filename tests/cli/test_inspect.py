@@ -12,8 +12,8 @@ import torch
 import ghostclip
 from benchmarks.flops import counter
 from ghostclip.cli import main
-from ghostclip.validation.inspection import inspect_model, load_source, losses_of
-from ghostclip.validation.sources import InspectionRequest
+from ghostclip.validation.inspection import inspect_model, losses_of
+from ghostclip.validation.sources import InspectionRequest, load_source
 from tests.cli.conftest import Result
 
 SCRIPT = """

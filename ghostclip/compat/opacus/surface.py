@@ -89,10 +89,10 @@ MODULES: Final[dict[str, str]] = {
     "utils.uniform_sampler": _SAMPLERS,
     "validators": ".validators: batch_norm instance_norm",
     "validators.batch_norm": f"errors: ShouldReplaceModuleError UnsupportableModuleError UnsupportedModuleError; "
-    f"validation.fixers.batch_norm: fix validate; {_REGISTER}",
+    f"validation.fixers: fix=fix_batch_norm validate=validate_batch_norm; {_REGISTER}",
     "validators.errors": f"^errors: {_ERRORS} NotYetSupportedModuleError UnsupportedError",
     "validators.instance_norm": "errors: IllegalModuleConfigurationError UnsupportedModuleError; "
-    f"validation.fixers.instance_norm: fix validate; {_REGISTER}",
+    f"validation.fixers: fix=fix_instance_norm validate=validate_instance_norm; {_REGISTER}",
     "validators.module_validator": "^errors: UnsupportedModuleError; validation.fixers: ModuleValidator",
     "validators.utils": f"^validation.fixers: ModuleValidator; {_REGISTER}",
 }
