@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.kernels.cases import Case
 from ghostclip.data.memory import PeakMemory
-from ghostclip.kernels import Bounded
+from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.runtime import difference, relative_difference
 
 TOLERANCE: Final = 1e-5

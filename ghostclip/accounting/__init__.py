@@ -12,15 +12,14 @@ from ghostclip.accounting.calibration import (
     get_steps,
     joint_noise_multiplier,
 )
-from ghostclip.accounting.history import RELATIONS, steps_per_epoch
+from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
-from ghostclip.accounting.rdp import DEFAULT_ORDERS, RDPAccountant, delta_from_rdp, epsilon_from_rdp, rdp_curve
+from ghostclip.accounting.rdp import DEFAULT_ORDERS, RDPAccountant, epsilon_from_rdp, rdp_curve
 from ghostclip.accounting.registry import (
     DEFAULT_ACCOUNTANT,
     BestAccountant,
     DPAccountingAccountant,
     GaussianAccountant,
-    accountant_names,
     bounding_accountant,
     create_accountant,
     register_accountant,
@@ -30,7 +29,6 @@ from ghostclip.accounting.solve import Bounds
 __all__ = [
     "DEFAULT_ACCOUNTANT",
     "DEFAULT_ORDERS",
-    "RELATIONS",
     "Accountant",
     "BestAccountant",
     "Bounds",
@@ -40,10 +38,8 @@ __all__ = [
     "PLDAccountant",
     "PRVAccountant",
     "RDPAccountant",
-    "accountant_names",
     "bounding_accountant",
     "create_accountant",
-    "delta_from_rdp",
     "delta_too_large",
     "epsilon_too_large",
     "epsilon_from_rdp",

@@ -238,9 +238,7 @@ class Accountant(IAccountant):
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
         """Return the history as plain Python values."""
         self.check()
-        state = {} if destination is None else destination
-        state["history"] = list(self.history)
-        state["mechanism"] = self.mechanism()
+        state = super().state_dict(destination)
         state["relation"] = self.relation
         if self.others:
             state["others"] = list(self.others)

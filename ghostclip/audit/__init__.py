@@ -8,46 +8,30 @@ An audit gives a *lower* bound. One above the claim contradicts it; one below on
 from ghostclip.audit.canaries import CanaryDataset, GradientCanaries, flip_coins, mislabelled
 from ghostclip.audit.methods import (
     METHODS,
-    THRESHOLDS,
     ApproximateTradeOff,
     Finding,
     GaussianTradeOff,
-    OperatingPoint,
-    approximate_dp_p_value,
     audit_scores,
-    clopper_pearson_upper,
-    contradicts_f_dp,
     gaussian_delta,
     gaussian_epsilon,
-    make_guesses,
-    split_point,
-    union_points,
 )
 from ghostclip.audit.plots import plot_audit
 from ghostclip.audit.scores import CanaryRecorder, Scores, load_scores
 
 __all__ = [
     "METHODS",
-    "THRESHOLDS",
     "ApproximateTradeOff",
     "CanaryDataset",
     "CanaryRecorder",
     "Finding",
     "GaussianTradeOff",
     "GradientCanaries",
-    "OperatingPoint",
     "Scores",
-    "approximate_dp_p_value",
     "audit_scores",
-    "clopper_pearson_upper",
-    "contradicts_f_dp",
     "flip_coins",
     "gaussian_delta",
     "gaussian_epsilon",
     "load_scores",
-    "make_guesses",
     "mislabelled",
     "plot_audit",
-    "split_point",
-    "union_points",
 ]

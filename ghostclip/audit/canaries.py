@@ -205,7 +205,14 @@ class GradientCanaries:
         self.steps += 1
 
     def scores(self) -> Scores:
-        """Return the sum of every canary's coordinate, in units of C, for the one-run methods of `audit_scores`."""
+        """Return the sum of every canary's coordinate, in units of C, for the one-run methods of `audit_scores`.
+
+        Returns:
+            A score for each canary, and whether it was included.
+
+        Raises:
+            DataError: If no step was released.
+        """
         if self.steps == 0:
             raise DataError("gradient canaries: no step was released while they were attached.")
         return Scores.of(self._score_M, self.included)

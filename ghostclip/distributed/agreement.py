@@ -118,11 +118,6 @@ def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
         yield batch
 
 
-def all_came() -> None:
-    """Note that all ranks have met for a step, which voids earlier notes."""
-    _left.steps += 1
-
-
 def _place() -> str:
     return f"step {_left.steps}"
 
@@ -422,7 +417,7 @@ def _shares(share: Share | None, group: Group) -> list[Share | None]:
     found = [torch.empty_like(own) for _ in range(world_size(group))]
     require_company()
     distributed.all_gather(found, own, group=group)
-    all_came()
+    _left.steps += 1  # all ranks have met for a step, which voids earlier notes
     return [_unpacked(other) for other in torch.stack(found).tolist()]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -78,10 +78,6 @@ class StageNoise(SharedNoise):
         self._sizes, self._own = sizes, own
         self._copies, self._groups = copies, groups
 
-    def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
-        self.add_all_([tensor], std)
-
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add noise to this stage's sums, of all its trainable parameters in order."""
         # Called on all ranks in each step.
@@ -127,12 +123,6 @@ class StageNoise(SharedNoise):
     def renew_key(self) -> None:
         """Refuse a fresh key, which all stages would have to share."""
         raise InvalidOptionError("renew_key: stages share one key. Make new noise for all of them (noise_sources).")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the noise that follows a saved state."""
-        # That ranks have loaded the same is checked in `add_all_`.
-        self._source.load_state_dict(state)
-        self._agreed = False
 
 
 Stage = Any

@@ -42,8 +42,8 @@ _BUCKET: Final = 25 << 20
 
 
 @torch.no_grad()
-def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None) -> None:
-    """Replace every rank's partial sum by the sum over all ranks plus one draw of noise, the same on all ranks.
+def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
+    """Replace every rank's partial sums by the sums over all ranks plus one draw of noise, the same on all ranks.
 
     Privacy:
         Every element gets its noise on one rank. Partial sums travel with the noise of a part of their elements: the
@@ -53,15 +53,9 @@ def noisy_sum_(partial: torch.Tensor, std: float, source: KeyedNoise, *, group: 
         A rank draws the noise of its share of the elements, as far as these are more than a block for each.
     """
     # Each rank draws its share of the noise, of blocks of elements, and adds it to its part; all sources stay at the
-    # same position. The noise is that of a run on one machine, and int64 sums (level "exact") are equal to that run's
-    # to the last bit. Called for the same parameters in the same order on all ranks.
-    noisy_sums_([partial], std, source, group=group)
-
-
-@torch.no_grad()
-def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, group: Group = None) -> None:
-    """As `noisy_sum_` for several parameters, with the noise that one machine adds to all of them at once."""
-    # A source whose methods were overridden draws all of it on rank 0: on all ranks or on none.
+    # same position. The noise is that of a run on one machine, which adds it to all parameters at once, and int64 sums
+    # (level "exact") are equal to that run's to the last bit. Called for the same parameters in the same order on all
+    # ranks. A source whose methods were overridden draws all of it on rank 0: on all ranks or on none.
     for partial in partials:
         _require_wide(partial)
     ranks = world_size(group)
@@ -76,25 +70,6 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
     elif std > 0:
         skip_noise(source, partials)
     add_up_(partials, group)
-
-
-@torch.no_grad()
-def noisy_shard(
-    partial: torch.Tensor, std: float, source: KeyedNoise, *, group: Group = None
-) -> tuple[torch.Tensor, int]:
-    """Return this rank's part of the noisy sum over all ranks, and its first element's number in the flat parameter."""
-    # The flattened sum is cut into equal parts, the last ones shorter or empty. Concatenated they are the release of a
-    # run on one machine, for any number of ranks.
-    _require_wide(partial)
-    total = partial.flatten().clone()
-    ranks = world_size(group)
-    if ranks > 1:
-        _all_reduce(total, group)
-    size = -(-total.numel() // ranks)
-    start = min(total.numel(), size * (distributed.get_rank(group) if ranks > 1 else 0))
-    shard = total[start : start + size].clone()
-    source.add_shard_(shard, std, offset=start, total=total.numel())
-    return shard, start
 
 
 @torch.no_grad()
@@ -167,13 +142,6 @@ def add_up_(partials: Sequence[torch.Tensor], group: Group) -> None:
             arrive()
     while under_way:
         arrive()
-
-
-def _all_reduce(tensor: torch.Tensor, group: Group) -> None:
-    contiguous = tensor.contiguous()
-    distributed.all_reduce(contiguous, group=group)
-    if contiguous is not tensor:
-        tensor.copy_(contiguous)
 
 
 class SharedNoise:

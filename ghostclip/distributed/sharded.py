@@ -217,7 +217,7 @@ class ShardDelivery:
                         held.placements,
                         run_check=False,
                         shape=held.shape,
-                        stride=_contiguous_stride(held.shape),
+                        stride=torch.empty(held.shape, device="meta").stride(),
                     ),
                 )
             )
@@ -264,10 +264,6 @@ def _group(placement: Placement, axis: int) -> Any:
 def _device_of(placement: Placement) -> torch.device:
     kind = placement.mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 class ShardedModel:

@@ -4,7 +4,7 @@ A rule says which form a parameter's per-sample gradient has and hands over tens
 clipped sums and materialised gradients follow from the form alone.
 """
 
-from ghostclip.factors.base import Factor, SquaredNorm, accumulation_dtype
+from ghostclip.factors.base import Factor, SquaredNorm
 from ghostclip.factors.dense import Dense, Diagonal
 from ghostclip.factors.head import Head, HeadBias
 from ghostclip.factors.inner import inner, joined
@@ -27,7 +27,6 @@ __all__ = [
     "SquaredNorm",
     "Stacked",
     "Windows",
-    "accumulation_dtype",
     "inner",
     "joined",
 ]

@@ -69,14 +69,9 @@ def _form(factor: Factor) -> tuple[int, int, int] | None:
     return (1, *factor.matrix) if isinstance(factor, Rows) else None
 
 
-def _placed_placed(first: Placed, second: Placed) -> InnerProducts:
-    if first.index == second.index:
-        return inner(first.inner, second.inner)
-    return inner(Dense(first.materialize()), Dense(second.materialize()))
-
-
-def _permuted_permuted(first: Permuted, second: Permuted) -> InnerProducts:
-    if first.order == second.order:
+def _moved_moved(first: Placed | Permuted, second: Placed | Permuted) -> InnerProducts:
+    places = [factor.index if isinstance(factor, Placed) else factor.order for factor in (first, second)]
+    if places[0] == places[1]:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
 
@@ -153,8 +148,8 @@ def _dense_rows(dense: Dense, rows: Rows) -> InnerProducts:
 
 
 _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., InnerProducts]]] = {
-    (Placed, Placed): _placed_placed,
-    (Permuted, Permuted): _permuted_permuted,
+    (Placed, Placed): _moved_moved,
+    (Permuted, Permuted): _moved_moved,
     (Stacked, Stacked): _stacked_stacked,
     (Outer, Outer): _outer_outer,
     (Outer, Rows): _outer_rows,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -395,7 +396,7 @@ class PrivateRun:
         parts = int(self._arguments.gradient_accumulation_steps)
         tickets = Tickets(self.steps, parts)
         # One by one by a sampler: a resumed training passes over the first ones of it.
-        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=_only)
+        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=itemgetter(0))
 
     def make_private(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """Make the host's optimizer private.
@@ -525,10 +526,6 @@ class PrivateRun:
         )
         ranks = int(arguments.world_size)
         return self.training.private_loader(plain, ranks=ranks, accumulated=parts, place="train_dataset")
-
-
-def _only(batch: list[Ticket]) -> Ticket:
-    return batch[0]
 
 
 def _count(part: Any, main_input: str, counts: list[int]) -> None:

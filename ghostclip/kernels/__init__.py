@@ -9,7 +9,6 @@ can run. Configurations follow from shapes: nothing is tuned by running a kernel
 from typing import Final
 
 from ghostclip.kernels import gram, noise, outer, sums
-from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, gram_sums, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
 from ghostclip.kernels.outer import outer_square, square_sums, weighted_sum
@@ -22,7 +21,6 @@ TWINS: Final = (gram.TWINS, outer.SQUARE, outer.SUM, sums.ROW_SQUARE, sums.NORM_
 __all__ = [
     "WORKSPACE",
     "TWINS",
-    "Bounded",
     "NormAffine",
     "PositionSum",
     "Twins",

@@ -4,24 +4,21 @@ Levels "fast" and "secure" draw continuous Gaussian noise in float64 (`continuou
 noise for sums of gradients on an integer grid (`exact`).
 """
 
-from ghostclip.noise.continuous import LEVELS, FastNoise, SecureNoise, box_muller, make_noise_source
-from ghostclip.noise.exact import ExactNoise, ExactRelease, ExactSums, Grid, discrete_gaussian
+from ghostclip.noise.continuous import LEVELS, FastNoise, SecureNoise, make_noise_source
+from ghostclip.noise.exact import ExactNoise, ExactRelease, Grid, discrete_gaussian
 from ghostclip.noise.keyed import NoiseSource, add_noise_
-from ghostclip.noise.keys import RandomKey, WordStream
+from ghostclip.noise.keys import RandomKey
 
 __all__ = [
     "LEVELS",
     "ExactNoise",
     "ExactRelease",
-    "ExactSums",
     "FastNoise",
     "Grid",
     "NoiseSource",
     "RandomKey",
     "SecureNoise",
-    "WordStream",
     "add_noise_",
-    "box_muller",
     "discrete_gaussian",
     "make_noise_source",
 ]

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -55,14 +56,9 @@ def _gru(given: Mapping[str, Any]) -> Tensor:
     return (h - new) * (x_z + h_z).sigmoid() + new
 
 
-def _rnn_tanh(given: Mapping[str, Any]) -> Tensor:
+def _rnn(activation: Callable[[Tensor], Tensor], given: Mapping[str, Any]) -> Tensor:
     from_input, from_state = _gates(given, given["hx"])
-    return (from_input + from_state).tanh()
-
-
-def _rnn_relu(given: Mapping[str, Any]) -> Tensor:
-    from_input, from_state = _gates(given, given["hx"])
-    return (from_input + from_state).relu()
+    return activation(from_input + from_state)
 
 
 def _called(cell: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
@@ -77,8 +73,8 @@ _ARGUMENTS: Final[Sequence[str]] = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh
 CELLS: Final[Mapping[str, Callable[..., Any]]] = {
     "lstm_cell": _called(_lstm),
     "gru_cell": _called(_gru),
-    "rnn_tanh_cell": _called(_rnn_tanh),
-    "rnn_relu_cell": _called(_rnn_relu),
+    "rnn_tanh_cell": _called(partial(_rnn, Tensor.tanh)),
+    "rnn_relu_cell": _called(partial(_rnn, Tensor.relu)),
 }
 
 

@@ -271,7 +271,9 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
         InvalidOptionError: The loss is no tensor.
     """
     own = str(next(p.dtype for p in model.parameters() if p.requires_grad)).removeprefix("torch.")
-    moved = _torch.tree_map(lambda leaf: leaf.double() if _is_floating(leaf) else leaf, batch)
+    moved = _torch.tree_map(
+        lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch
+    )
     subject = copy.deepcopy(model)
     try:
         subject = subject.double()
@@ -286,10 +288,6 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
     except Exception:  # noqa: BLE001 - whatever is in the way of float64, the model's own precision is left
         return copy.deepcopy(model), batch, own
     return subject, moved, "float64"
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _gradients(subject: nn.Module, batch: Any, loss_fn: LossFn) -> Gradients | None:

@@ -317,7 +317,8 @@ def validate_batch_norm(module: _torch.AnyBatchNorm) -> list[UnsupportedModuleEr
     """
     if not module.training:
         return []
-    if _without_channels(module):
+    # A lazy one that has seen no input yet.
+    if isinstance(module, _torch.AnyLazyNorm) and module.num_features == 0:
         remedy = "Call the model once, so that its channels are known, then replace it by GroupNorm"
         remedy += " (ModuleValidator.fix does)"
     elif not _is_plain(module) and not _is_norm_then_children(module):
@@ -390,11 +391,6 @@ def _then(module: nn.Module, x: Tensor) -> Tensor:
     for child in module.children():
         x = child(x)
     return x
-
-
-def _without_channels(module: _torch.AnyBatchNorm) -> bool:
-    """Return whether a lazy batch norm has seen no input yet."""
-    return isinstance(module, _torch.AnyLazyNorm) and module.num_features == 0
 
 
 def _is_plain(module: _torch.AnyBatchNorm) -> bool:

@@ -397,7 +397,9 @@ class Inspection:
     @property
     def base_flops(self) -> int:
         """FLOPs of a non-private step: the layers in the table, and whatever was counted besides."""
-        counted = sum(row.cost.base for row in self.coverage if not _is_passed_over(row, by_shapes=self.by_shapes))
+        counted = sum(
+            row.cost.base for row in self.coverage if self.by_shapes or not row.handled.startswith(_PASSED_OVER)
+        )
         rest = 0 if self.plain is None else max(0, self.plain.flops - counted)
         return rest + self.coverage.total.base
 
@@ -552,10 +554,6 @@ def _with_whole_mask(source: Source) -> Source:
     ids_BT = source.batch["input_ids"]
     mask = torch.ones(ids_BT.shape[0], 1, ids_BT.shape[1], ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
     return replace(source, batch={**source.batch, "attention_mask": mask})
-
-
-def _is_passed_over(row: CoverageRow, *, by_shapes: bool) -> bool:
-    return not by_shapes and row.handled.startswith(_PASSED_OVER)
 
 
 def _attempt(source: Source, strategy: Strategy) -> tuple[Coverage, GhostClipError | None]:

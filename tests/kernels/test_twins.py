@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ghostclip import kernels
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels import runtime
+from ghostclip.kernels.bounds import Bounded
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -195,7 +196,7 @@ def test_a_wrong_kernel_is_not_used(wrong, caplog):
 @pytest.mark.parametrize("error", [0.0, 0.1, 0.5, 2.0])
 def test_a_bound_may_be_larger_but_not_much_smaller(error):
     one = torch.ones(2)
-    pair = [(kernels.Bounded(one, share * one, one, one), one) for share in (error, 1)]
+    pair = [(Bounded(one, share * one, one, one), one) for share in (error, 1)]
     assert runtime.difference(*pair) == (float("inf") if error <= 0.1 else 0)
 
 
