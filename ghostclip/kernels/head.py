@@ -437,7 +437,7 @@ def norms_of(a_CTI: Tensor, vocabulary: int) -> Norms:
         return _OnePosition(a_CTI, vocabulary)
     if prefers_gram(a_CTI.shape[1], a_CTI.shape[2], vocabulary):
         return _Gram(a_CTI, vocabulary)
-    return _Formed(a_CTI, vocabulary)
+    return _OfGradients(a_CTI, vocabulary)
 
 
 class _Measured(Norms):
@@ -503,7 +503,7 @@ class _Gram(_Measured):
         return finished_one(Unfinished(value_C, self._a_CT, self._g_CT, self._sizes, absolute_C, square_KCT, unseen))
 
 
-class _Formed(_Measured):
+class _OfGradients(_Measured):
     """Gradients formed a few entries of the vocabulary at a time, squared and dropped. Cost: 2·T·I·V per sample."""
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:

@@ -134,7 +134,7 @@ class LedgerFile:
 
     # Reading it needs no lock; writing takes the file for this object (`lock`), until `close` or the end of the
     # process. Each line has the ledger's identity, its number, and a hash over all lines before it (see
-    # `ledger_lines`). Half a line at the end was never followed by its release, because a line is on the disk before
+    # `is_whole`). Half a line at the end was never followed by its release, because a line is on the disk before
     # that: it is not read, and cut off before the next is written. Ranks of one training have one ledger (`share`):
     # rank 0 alone opens, locks and writes the file. `lock`, `begin_segment` and `append` are then called on all ranks,
     # which get the lines that rank 0 has written, or its error. That is one exchange for each: no exchange of the step

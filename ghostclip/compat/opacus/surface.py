@@ -81,7 +81,8 @@ MODULES: Final[dict[str, str]] = {
     "utils.module_utils": ".functions: are_state_dict_equal clone_module get_submodule has_trainable_params "
     "parametrized_modules requires_grad trainable_modules trainable_parameters",
     "utils.packed_sequences": ".functions: compute_seq_lengths",
-    "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report compute_grad_sample is_batch_empty "
+    "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report=LayerReport "
+    "compute_grad_sample is_batch_empty "
     "check_per_sample_gradients_are_correct compute_microbatch_grad_sample per_sample_gradient_report "
     "compute_opacus_grad_sample=compute_grad_sample; .functions: clone_module "
     "compute_grad_samples_microbatch_and_opacus get_grad_sample_modes",
