@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip import _tree
 from ghostclip.errors import GhostClipError, LossReductionError
@@ -22,8 +22,6 @@ from ghostclip.graph import GraphStep
 from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ghostclip.clipper import GhostClipper
 
 

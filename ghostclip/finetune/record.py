@@ -24,12 +24,11 @@ from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, write_text
 from ghostclip.data.memory import is_out_of_memory
 from ghostclip.finetune.models import Quality, cost_of, fresh_copy, ordinary_cost
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, assumptions
+from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, assumptions
 from ghostclip.finetune.samples import labels_of
 from ghostclip.privacy.summary import rounded_down, rounded_up
 
 if TYPE_CHECKING:
-    from ghostclip.finetune.run import FinetuneRun
     from ghostclip.finetune.training import FinetuneTrainer
 
 SCHEMA = 2

@@ -23,14 +23,13 @@ from ghostclip.finetune import models
 from ghostclip.finetune.models import Quality, held_out_quality, try_private
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.ranks import Ranks, divide, is_in_parts
-from ghostclip.finetune.samples import BYTES, choose_tokens, describe_source, read_samples
+from ghostclip.finetune.samples import BYTES, TokenEncoder, choose_tokens, describe_source, read_samples
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ghostclip.finetune.samples import TokenEncoder
 
 # What tells of the data: beside the model, so that nobody shares it with the model.
 PRIVATE, CARD = "private", "README.md"

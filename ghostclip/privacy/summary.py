@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import nn
 
-from ghostclip.accounting import Bounds, epsilon_too_large
+from ghostclip.accounting import Accountant, Bounds, epsilon_too_large
 from ghostclip.privacy.charges import accountant_of, charges_of, released_bounds
 from ghostclip.privacy.sampling import Sampling
-
-if TYPE_CHECKING:
-    from ghostclip.accounting import Accountant
 
 _RELATIONS = {
     "zero_out": "with one {unit} or with nothing in its place (the number of {unit}s, {count}, is public)",
