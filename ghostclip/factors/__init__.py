@@ -5,12 +5,12 @@ clipped sums and materialised gradients follow from the form alone.
 """
 
 from ghostclip.factors.base import Factor, SquaredNorm
+from ghostclip.factors.convolution import Windows
 from ghostclip.factors.dense import Dense, Diagonal
 from ghostclip.factors.head import Head, HeadBias
 from ghostclip.factors.inner import inner, joined
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.windows import Windows
 from ghostclip.factors.wrapped import Permuted, Placed, Sampled, Stacked
 
 __all__ = [

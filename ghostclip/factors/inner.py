@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, to_accumulation
+from ghostclip.factors.convolution import Windows
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.head import Head
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.windows import Windows
 from ghostclip.factors.wrapped import Permuted, Placed, Stacked, sum_tensors
 from ghostclip.kernels.bounds import dots
 from ghostclip.kernels.sums import add_rows_
