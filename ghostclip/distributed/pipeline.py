@@ -78,6 +78,11 @@ class StageNoise(SharedNoise):
         self._sizes, self._own = sizes, own
         self._copies, self._groups = copies, groups
 
+    # Also here, beside `add_all_`: a source whose class has only one of the two is given tensors one by one.
+    def add_(self, tensor: torch.Tensor, std: float) -> None:
+        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
+        self.add_all_([tensor], std)
+
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add noise to this stage's sums, of all its trainable parameters in order."""
         # Called on all ranks in each step.

@@ -1,7 +1,7 @@
 """Convolutions: their geometry, and each sample's gradient of a kernel, held as input and output gradient.
 
-It is never unfolded whole, none of `Geometry`'s contractions unfolds a whole batch, and where a gradient is formed, that
-is done in the way that is cheapest for its sizes. On a CPU most of the cost beyond the products is that of copying
+It is never unfolded whole, none of `Geometry`'s contractions unfolds a whole batch, and where a gradient is formed,
+that is done in the way that is cheapest for its sizes. On a CPU most of the cost beyond the products is that of copying
 windows, and that depends on how many elements lie side by side: the layouts of `KernelGradients` differ in nothing
 else.
 
