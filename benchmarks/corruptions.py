@@ -29,7 +29,7 @@ from benchmarks import machine
 from ghostclip import PrivacyEngine
 from ghostclip.errors import GhostClipError
 from ghostclip.optim.wrapped import ACCOUNT_KEY
-from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.checkpoints import digest_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _DELTA, _STEPS = 1e-5, 9

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ghostclip.rules import register_rule
     from ghostclip.validation.check import check
     from ghostclip.validation.fixers import ModuleValidator
-    from ghostclip.validation.inspection.inspect import inspect_model
+    from ghostclip.validation.inspection import inspect_model
     from ghostclip.validation.physical_batch import find_physical_batch
     from ghostclip.validation.validate import validate
 
@@ -61,7 +61,7 @@ _HOME_OF = {
     "check": "ghostclip.validation.check",
     "find_physical_batch": "ghostclip.validation.physical_batch",
     "get_noise_multiplier": "ghostclip.accounting",
-    "inspect_model": "ghostclip.validation.inspection.inspect",
+    "inspect_model": "ghostclip.validation.inspection",
     "register_rule": "ghostclip.rules",
     "validate": "ghostclip.validation.validate",
 }

@@ -38,7 +38,7 @@ from ghostclip.data import DeclaredSampling, DPDataLoader
 from ghostclip.data.accepted import checked_batch_size, dataset_length
 from ghostclip.distributed import SplitSequences, world_size
 from ghostclip.errors import GhostClipError
-from ghostclip.facade.modes import mode_of
+from ghostclip.facade.module import mode_of
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
@@ -46,14 +46,12 @@ from ghostclip.optim.checks import refuse_unfit
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
-from ghostclip.privacy.all_or_nothing import all_or_nothing
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.discretisation import coordinates_of
-from ghostclip.privacy.earlier import Released, earlier, texts_of, warning_of
+from ghostclip.privacy.charges import coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
-from ghostclip.privacy.optimizer_state import OptimizerAccount
+from ghostclip.privacy.optimizer_state import OptimizerAccount, all_or_nothing
 from ghostclip.privacy.sampling import PeriodSampling, Sampling, sampling_for
-from ghostclip.privacy.summary import summary_text
+from ghostclip.privacy.summary import Released, earlier, summary_text, texts_of, warning_of
 from ghostclip.validation.fixers import ModuleValidator
 
 # δ that earlier releases are told at where nobody has named one.

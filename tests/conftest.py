@@ -17,7 +17,7 @@ import torch
 from ghostclip import GhostClipper
 from ghostclip.clipping.keeper import Keeper
 from ghostclip.evidence import unchecked
-from ghostclip.kernels.precision import full_convolutions, full_precision
+from ghostclip.kernels.products import full_convolutions, full_precision
 from ghostclip.planning.timeline import Holding
 from tests.exactness.runs import STRATEGIES
 from tests.randomised import settings

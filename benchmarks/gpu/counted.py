@@ -33,7 +33,7 @@ from benchmarks.gpu.launches import Launch, Listener, kernels_noted
 from benchmarks.gpu.models import LENGTH, Large, large_models
 from benchmarks.tasks import Batch, per_sample_losses
 from ghostclip import GhostClipper
-from ghostclip.kernels import products, workspace
+from ghostclip.kernels import products, runtime
 from ghostclip.planning.coverage import as_table
 
 SAMPLES = 8
@@ -208,8 +208,8 @@ def pretended() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(products, "has_units", lambda device: device.type == "meta"))
-        stack.enter_context(mock.patch.object(workspace, "elements", return_value=workspace.MOST))
-        stack.enter_context(mock.patch("ghostclip.factors.planner.workspace", return_value=workspace.MOST))
+        stack.enter_context(mock.patch.object(runtime, "elements", return_value=runtime.MOST))
+        stack.enter_context(mock.patch("ghostclip.factors.planner.workspace", return_value=runtime.MOST))
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", _attention))
         yield
 

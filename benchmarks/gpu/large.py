@@ -24,7 +24,7 @@ from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.memory import load_what_a_step_loads, peaks
 from benchmarks.tasks import Batch, Task, per_sample_losses
 from benchmarks.timing import steps
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 
 ROUNDS = 5
 MEGABYTE = 2**20
@@ -119,7 +119,7 @@ def main(given: list[str] | None = None) -> int:
     own: list[tuple[str, dict[str, Any]]] = [
         ("--case", {"choices": [case.name for case in large_models()], "required": True}),
         ("--engine", {"default": NON_PRIVATE.name}),
-        ("--kernels", {"choices": switch.MODES, "default": "off"}),
+        ("--kernels", {"choices": runtime.MODES, "default": "off"}),
         ("--largest", {"action": "store_true", "help": "search for the largest batch, in the place of a time"}),
         ("--seconds", {"type": float, "default": 30.0, "help": "for that search"}),
     ]
@@ -128,7 +128,7 @@ def main(given: list[str] | None = None) -> int:
     task = case.quick if job.quick else case.task
     title = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
     name = f"{title}, largest batch" if chosen.largest else title
-    with job.case(name) as row, switch.using(chosen.kernels):
+    with job.case(name) as row, runtime.using(chosen.kernels):
         row |= {"engine": chosen.engine, "kernels": chosen.kernels}
         engine = _engine(chosen.engine)
         task = replace(task, make_model=partial(_made_on, job.device, task.make_model))

@@ -19,10 +19,9 @@ from unittest import mock
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.kernels import switch, twins
+from ghostclip.kernels import runtime
 
-_ROOM = "ghostclip.kernels._compiled"
-_MODULES = ("tiles", "gram", "outer", "rows", "affine")
+_MODULES = ("ghostclip.kernels.triton_products", "ghostclip.kernels.triton_sums")
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,12 @@ def kernels_noted(listeners: list[Listener]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules))
-        for name in [name for name in sys.modules if name.startswith(_ROOM)]:
-            del sys.modules[name]
+        for name in _MODULES:
+            sys.modules.pop(name, None)
         with mock.patch.dict(sys.modules, _triton(listeners)):
-            loaded = {name: importlib.import_module(f"{_ROOM}.{name}") for name in _MODULES}
-        sys.modules.update({f"{_ROOM}.{name}": module for name, module in loaded.items()})
-        stack.enter_context(mock.patch.object(switch, "runs_on", lambda device: device.type == "meta"))
-        stack.enter_context(mock.patch.object(twins.Twins, "trusted", return_value=True))
+            loaded = {name: importlib.import_module(name) for name in _MODULES}
+        sys.modules.update(loaded)
+        stack.enter_context(mock.patch.object(runtime, "runs_on", lambda device: device.type == "meta"))
+        stack.enter_context(mock.patch.object(runtime.Twins, "trusted", return_value=True))
         stack.enter_context(kernels.using("auto"))
         yield

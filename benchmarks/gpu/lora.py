@@ -24,7 +24,7 @@ from benchmarks.gpu.models import Large, large_model
 from benchmarks.gpu.rows import started
 from benchmarks.memory import load_what_a_step_loads
 from benchmarks.tasks import Task, token_batch
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 
 RANK = 16
 SCALE = 2.0
@@ -108,14 +108,14 @@ def main(given: list[str] | None = None) -> int:
     """
     own: list[tuple[str, dict[str, Any]]] = [
         ("--engine", {"default": NON_PRIVATE.name}),
-        ("--kernels", {"choices": switch.MODES, "default": "off"}),
+        ("--kernels", {"choices": runtime.MODES, "default": "off"}),
         ("--quantised", {"action": "store_true", "help": "hold the frozen weights in 4 bits"}),
     ]
     job = started("benchmarks.gpu.lora", __doc__, *own, given=given)
     chosen, case = job.arguments, large_model("llama-1b")
     task = _task(case, quick=job.quick, quantised=chosen.quantised)
     name = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
-    with job.case(name) as row, switch.using(chosen.kernels):
+    with job.case(name) as row, runtime.using(chosen.kernels):
         row |= {"engine": chosen.engine, "kernels": chosen.kernels}
         if chosen.quantised and not find_spec("bitsandbytes"):
             raise CannotDo("bitsandbytes is not installed")

@@ -22,7 +22,7 @@ from benchmarks.gpu.peaks import measured
 from benchmarks.gpu.rows import Job, started
 from benchmarks.gpu.timed import seconds
 from ghostclip import kernels
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 
 DTYPE = torch.bfloat16
 
@@ -97,8 +97,8 @@ def _sum(device: torch.device, rows: int, inputs: int, outputs: int) -> Product:
 
 
 def _by_kernel(a_TI: Tensor, g_TO: Tensor) -> Tensor:
-    if not switch.runs_on(a_TI.device):
-        raise CannotDo("Triton is not installed" if not switch.installed() else "Triton runs on GPUs")
+    if not runtime.runs_on(a_TI.device):
+        raise CannotDo("Triton is not installed" if not runtime.installed() else "Triton runs on GPUs")
     pair = next(pair for pair in kernels.TWINS if pair.name == "weighted_sum")
     total_OI = torch.zeros(g_TO.shape[1], a_TI.shape[1], device=a_TI.device)
     found = pair.fast(a_TI[None], g_TO[None], torch.ones(1, device=a_TI.device), total_OI)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 
 # Ways to train a large model beside ordinary training, the most important first.
 DEFAULT = "bookkeeping"
@@ -67,7 +67,7 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
     """
     shared = ("--device", str(device), *(["--quick"] if quick else []))
     # Without a GPU, kernels can be interpreted where they are small.
-    interpreted = {"TRITON_INTERPRET": "1"} if device.type != "cuda" and switch.installed() else {}
+    interpreted = {"TRITON_INTERPRET": "1"} if device.type != "cuda" and runtime.installed() else {}
 
     def job(module: str, name: str, seconds: float, *own: str, environment: Mapping[str, str] | None = None) -> Job:
         arguments = ("-m", f"benchmarks.gpu.{module}", *shared, *own)

@@ -17,7 +17,7 @@ from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.gpu.timed import seconds
 from benchmarks.kernels.cases import cases
 from benchmarks.kernels.measure import measure
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 from ghostclip.noise import make_noise_source
 
 LEVELS = ("fast", "secure")
@@ -42,8 +42,8 @@ def _noise(job: Job) -> None:
 
 
 def _kernels(job: Job) -> None:
-    if not switch.runs_on(job.device):
-        why = "Triton is not installed" if not switch.installed() else "Triton runs on GPUs"
+    if not runtime.runs_on(job.device):
+        why = "Triton is not installed" if not runtime.installed() else "Triton runs on GPUs"
         job.write({"case": "kernels", "status": "cannot", "problem": why})
         return
     found: defaultdict[str, list[Row]] = defaultdict(list)

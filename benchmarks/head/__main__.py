@@ -18,7 +18,7 @@ from benchmarks.flops import counter
 from benchmarks.head.ways import WAYS, Sizes, maker
 from benchmarks.memory import FIRST_STEPS, in_new_process
 from ghostclip.data.memory import PeakMemory
-from ghostclip.kernels.head_norms import norm_flops
+from ghostclip.kernels.head import norm_flops
 
 MEBIBYTE = 2**20
 TIED = ("ordinary", "book-keeping, no logits")

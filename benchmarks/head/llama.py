@@ -25,7 +25,7 @@ from benchmarks.gpu.counted import Counted, Device, pretended
 from benchmarks.gpu.models import Llama
 from benchmarks.tasks import per_sample_losses
 from ghostclip import GhostClipper
-from ghostclip.kernels.head_norms import norm_flops
+from ghostclip.kernels.head import norm_flops
 from ghostclip.losses import linear_cross_entropy
 
 WIDTH, HEADS, VOCABULARY, POSITIONS, SAMPLES = 2048, 32, 128256, 1024, 2

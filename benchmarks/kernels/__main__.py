@@ -16,7 +16,7 @@ from benchmarks import machine
 from benchmarks.kernels.cases import cases
 from benchmarks.kernels.measure import measure
 from benchmarks.report import machine_line
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -28,9 +28,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="timings of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
     options = parser.parse_args()
-    if not switch.installed():
+    if not runtime.installed():
         parser.error("Triton is not installed (pip install triton): there are no kernels to measure.")
-    if not torch.cuda.is_available() and not (options.quick and switch.interpreted()):
+    if not torch.cuda.is_available() and not (options.quick and runtime.interpreted()):
         parser.error(
             "no CUDA device. On a CPU, TRITON_INTERPRET=1 with --quick checks the kernels without timing them."
         )

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.kernels.cases import Case
 from ghostclip.data.memory import PeakMemory
-from ghostclip.kernels import Bounded
-from ghostclip.kernels.twins import difference, relative_difference
+from ghostclip.kernels.bounds import Bounded
+from ghostclip.kernels.runtime import difference, relative_difference
 
 TOLERANCE: Final = 1e-5
 """Largest relative error of a kernel, against float64 or its twin."""

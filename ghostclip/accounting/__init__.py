@@ -3,8 +3,7 @@
 Nothing here imports torch. Every accountant is an `Accountant`; `create_accountant` finds one by name.
 """
 
-from ghostclip.accounting.accountant import Accountant
-from ghostclip.accounting.best import BestAccountant
+from ghostclip.accounting.accountant import Accountant, IAccountant, privacy_curve, trade_off
 from ghostclip.accounting.calibration import (
     delta_too_large,
     epsilon_too_large,
@@ -13,18 +12,14 @@ from ghostclip.accounting.calibration import (
     get_steps,
     joint_noise_multiplier,
 )
-from ghostclip.accounting.conversion import delta_from_rdp, epsilon_from_rdp
-from ghostclip.accounting.curves import privacy_curve, trade_off
-from ghostclip.accounting.gdp import GaussianAccountant
-from ghostclip.accounting.google import DPAccountingAccountant
-from ghostclip.accounting.history import RELATIONS, steps_per_epoch
-from ghostclip.accounting.interface import IAccountant
+from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
-from ghostclip.accounting.rdp import RDPAccountant
-from ghostclip.accounting.rdp_curve import DEFAULT_ORDERS, rdp_curve
+from ghostclip.accounting.rdp import DEFAULT_ORDERS, RDPAccountant, epsilon_from_rdp, rdp_curve
 from ghostclip.accounting.registry import (
     DEFAULT_ACCOUNTANT,
-    accountant_names,
+    BestAccountant,
+    DPAccountingAccountant,
+    GaussianAccountant,
     bounding_accountant,
     create_accountant,
     register_accountant,
@@ -34,7 +29,6 @@ from ghostclip.accounting.solve import Bounds
 __all__ = [
     "DEFAULT_ACCOUNTANT",
     "DEFAULT_ORDERS",
-    "RELATIONS",
     "Accountant",
     "BestAccountant",
     "Bounds",
@@ -44,10 +38,8 @@ __all__ = [
     "PLDAccountant",
     "PRVAccountant",
     "RDPAccountant",
-    "accountant_names",
     "bounding_accountant",
     "create_accountant",
-    "delta_from_rdp",
     "delta_too_large",
     "epsilon_too_large",
     "epsilon_from_rdp",

@@ -1,17 +1,22 @@
-"""The history that all accountants of this package share."""
+"""What all accountants share: the interface, which users implement too, the history, and the whole privacy profile."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, MutableMapping
-from typing import Any, cast
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, cast
 
-from ghostclip._validate import positive_int
-from ghostclip.accounting.events import SamplingEvent
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ghostclip._validate import positive_int, probability
 from ghostclip.accounting.history import (
+    Entry,
     History,
     Kind,
     OtherEntry,
+    SamplingEvent,
     allocation_entry,
     checked_history,
     checked_noise_multiplier,
@@ -22,9 +27,96 @@ from ghostclip.accounting.history import (
     totals,
     truncated_entry,
 )
-from ghostclip.accounting.interface import IAccountant
+from ghostclip.accounting.pairs import Array
 from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
+
+
+class NoisyOptimizer(Protocol):
+    """Optimizer as far as the step hook reads it."""
+
+    noise_multiplier: float
+
+
+class IAccountant(abc.ABC):
+    """Interface of an accountant of Opacus's kind; users implement four methods."""
+
+    def __init__(self) -> None:
+        self.history: list[Entry] = []  # steps as (σ, q, number), for accountants that store them there
+
+    @abc.abstractmethod
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Record one release.
+
+        Args:
+            noise_multiplier: σ, the standard deviation of the noise in units of the sensitivity.
+            sample_rate: q, the probability of each record to be in the batch.
+        """
+
+    @abc.abstractmethod
+    def get_epsilon(self, delta: float) -> float:
+        """Return the ε spent so far.
+
+        Args:
+            delta: δ at which ε is wanted.
+
+        Returns:
+            An upper bound on ε.
+        """
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of recorded steps."""
+
+    @classmethod
+    @abc.abstractmethod
+    def mechanism(cls) -> str:
+        """Return the name under which `create_accountant` finds this accountant."""
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[NoisyOptimizer], None]:
+        """Return an optimizer step hook that records a step.
+
+        Args:
+            sample_rate: q, the probability of each record to be in a batch.
+
+        Returns:
+            A function of the optimizer, called once per step.
+
+        Privacy:
+            An optimizer that puts k backward passes under one noise draw (attribute `accumulated_iterations` = k) is
+            recorded as a step with σ/k and rate min(1, k·q). A record contributes to any of the k passes with
+            probability at most k·q, and then by at most k·C; this covers k passes over one batch as well as k
+            independently drawn batches. A step with σ and k·q, as is often reported, covers neither.
+        """
+        rate = checked_sample_rate(sample_rate)
+
+        def hook(optimizer: NoisyOptimizer) -> None:
+            passes = int(getattr(optimizer, "accumulated_iterations", 1))
+            if passes < 1:
+                raise InvalidOptionError(f"accumulated_iterations={passes}: a step releases at least one pass.")
+            self.step(noise_multiplier=optimizer.noise_multiplier / passes, sample_rate=min(1.0, rate * passes))
+
+        return hook
+
+    def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+        """Return the state for `load_state_dict`: `history` and `mechanism`, in ``destination`` if there is one."""
+        state = {} if destination is None else destination
+        state["history"] = list(self.history)
+        state["mechanism"] = self.mechanism()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore saved steps; refuse a state that is incomplete, out of range or of another mechanism."""
+        missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
+        if missing:
+            raise InvalidOptionError(
+                f"accountant state: missing {', '.join(missing)}; pass what state_dict() returned."
+            )
+        if state_dict["mechanism"] != self.mechanism():
+            raise InvalidOptionError(
+                f"accountant state: of mechanism {state_dict['mechanism']!r}, this is {self.mechanism()!r}."
+            )
+        self.history = checked_history(state_dict["history"], where="accountant state")
 
 
 class Accountant(IAccountant):
@@ -146,9 +238,7 @@ class Accountant(IAccountant):
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
         """Return the history as plain Python values."""
         self.check()
-        state = {} if destination is None else destination
-        state["history"] = list(self.history)
-        state["mechanism"] = self.mechanism()
+        state = super().state_dict(destination)
         state["relation"] = self.relation
         if self.others:
             state["others"] = list(self.others)
@@ -179,3 +269,32 @@ class Accountant(IAccountant):
                 self._add_other(first, cast("tuple[float, ...]", second), count)
             else:
                 self._add_steps(first, cast("float", second), count)
+
+
+USUAL_DELTAS = tuple(10.0**-power for power in range(1, 13))
+
+
+def privacy_curve(accountant: Accountant, deltas: Sequence[float] = USUAL_DELTAS) -> list[tuple[float, Bounds]]:
+    """Return (δ, bounds of ε) at several δ, in their order."""
+    return [(probability(delta, "delta"), accountant.epsilon_bounds(delta)) for delta in deltas]
+
+
+def trade_off(accountant: Accountant, false_positive_rate: ArrayLike, *, points: int = 24) -> Array:
+    """Return a lower bound of the false negative rate that any test of membership has at each false positive rate.
+
+    f(α) ≥ max over (ε, δ) of max(0, 1 - δ - e^ε·α, e^-ε·(1 - δ - α)), here over a finite number of (ε, δ), all of them
+    guarantees: the result is one.
+
+    Reference:
+        Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 2.12.
+    """
+    alpha = np.asarray(false_positive_rate, dtype=np.float64)
+    best = np.zeros_like(alpha)
+    largest = accountant.get_epsilon(1e-6)
+    if math.isinf(largest):
+        return best
+    for epsilon in np.linspace(0.0, max(largest, 1e-9), points):
+        delta = accountant.get_delta(float(epsilon))
+        up = 1 - delta - np.exp(min(epsilon, 700.0)) * alpha
+        best = np.maximum(best, np.maximum(up, np.exp(-epsilon) * (1 - delta - alpha)))
+    return np.minimum(best, 1 - alpha)

@@ -1,4 +1,7 @@
-"""The privacy-loss-distribution accountant: tight, with a lower bound beside every upper one."""
+"""The privacy-loss-distribution accountant: tight, with a lower bound beside every upper one.
+
+A history's composed privacy loss is made for one direction and one side at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,132 @@ from functools import lru_cache, partial
 
 from ghostclip._validate import non_negative, probability
 from ghostclip.accounting.accountant import Accountant
-from ghostclip.accounting.composing import compose, directions, first_width, reach, tolerance
+from ghostclip.accounting.contour import Composition
 from ghostclip.accounting.history import History
+from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, allocated, discretised, guaranteed
 from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
+
+MOST_GROUPS = 1000
+"""More distinct steps than this are counted as the next noisier (lower) or less noisy (upper) of so many."""
+
+NARROW, WIDE = 0.02, 0.06
+"""First width of cells in σ for few, and for many, distinct steps."""
+
+Group = tuple[tuple[float, float], int]
+
+
+def directions(relation: str) -> tuple[str, ...]:
+    """Return the directions of a neighbouring relation; the guarantee is that of the worst."""
+    return ("replace",) if relation == "replace_one" else ("remove", "add")
+
+
+def first_width(history: History) -> float:
+    """Return the first width of cells, in σ."""
+    return WIDE if _many(history) else NARROW
+
+
+def tolerance(history: History) -> float:
+    """Return the relative distance in ε that its bounds may have: 1e-4, and more for many distinct steps."""
+    if len(history.steps) > MOST_GROUPS:
+        return 4e-3
+    return 8e-4 if _many(history) else 1e-4
+
+
+def _many(history: History) -> bool:
+    return len(history.steps) + len(history.truncated) + len(history.allocated) > 32
+
+
+def reach(history: History, delta: float) -> float:
+    """Return where tails are cut off, in σ: the loss is below a millionth of δ over all steps."""
+    from scipy.special import ndtri
+
+    return math.ceil(2 * max(9.0, -float(ndtri(max(1e-6 * delta / max(1, history.count), 1e-300))))) / 2
+
+
+def compose(history: History, direction: str, side: str, cells: Cells) -> Composition:
+    """Return the total privacy loss in a direction; side "upper" dominates it, "lower" is dominated."""
+    pairs: list[DiscretePair] = []
+    counts: list[int] = []
+    gaussian = 0.0
+    for (sigma, rate), count in _few(history.steps, side):
+        if rate == 1 and sigma > 0:
+            gaussian += count * (_sensitivity(direction) / sigma) ** 2
+        else:
+            pairs.append(discretised(SampledGaussian(sigma, rate, direction), cells, side))
+            counts.append(count)
+    for (sigma, rate, records, largest), count in history.truncated:
+        step = SampledGaussian(sigma, rate, direction)
+        pairs.append(_truncated(step, (int(records), int(largest)), history.relation, cells, side))
+        counts.append(count)
+    for (sigma, steps), count in history.allocated:
+        pairs.append(allocated(sigma, int(steps), direction, cells, side))
+        counts.append(count)
+    for (epsilon, delta), count in history.guarantees:
+        pairs.append(guaranteed(epsilon, delta))
+        counts.append(count)
+    return Composition(pairs, counts, gaussian)
+
+
+def _sensitivity(direction: str) -> float:
+    return 2.0 if direction == "replace" else 1.0
+
+
+def _few(groups: tuple[Group, ...], side: str) -> list[Group]:
+    """Return at most about `MOST_GROUPS` groups: σ and q moved to the ends of intervals of equal ratio."""
+    # More noise or a smaller rate is a post-processing of less noise and a larger rate.
+    if len(groups) <= MOST_GROUPS:
+        return list(groups)
+    several_rates = len({rate for (_, rate), _ in groups}) > 32
+    for log_ratio in (2.0**power for power in range(-14, 8)):
+        merged: dict[tuple[float, float], int] = {}
+        for (sigma, rate), count in groups:
+            moved = min(1.0, _moved(rate, log_ratio, up=side == "upper")) if several_rates else rate
+            key = (_moved(sigma, log_ratio, up=side == "lower"), moved)
+            merged[key] = merged.get(key, 0) + count
+        if len(merged) <= MOST_GROUPS:
+            break
+    return sorted(merged.items())
+
+
+def _moved(value: float, log_ratio: float, *, up: bool) -> float:
+    if value in {0.0, 1.0}:
+        return value
+    place = math.log(value) / log_ratio
+    moved = math.exp((math.ceil(place) if up else math.floor(place)) * log_ratio)
+    return max(value, moved) if up else min(value, moved)
+
+
+def truncation_probability(records: int, rate: float, largest: int) -> float:
+    """Return an upper bound of P(Binomial(N, q) ≥ largest): the other records fill the batch."""
+    from scipy.special import betainc
+
+    if largest > records:
+        return 0.0
+    return min(1.0, float(betainc(largest, records - largest + 1, rate)) * (1 + 1e-9))
+
+
+def _truncated(step: SampledGaussian, batch: tuple[int, int], relation: str, cells: Cells, side: str) -> DiscretePair:
+    """Return the pair of a step on a Poisson sample of which at most so many are kept.
+
+    Privacy:
+        Let the other records' sample A be known. If A leaves room, the step is the untruncated one. Else the record,
+        sampled with probability q at most, displaces one of A: then the two sums are, given all coins, s - y + x and
+        s - y for "zero_out" (at distance C), s - y + x and s for "add_remove", s - y + x and s - y + x' for
+        "replace_one" (at distance 2C). Revealing the coins only adds: with probability P(A full)·q a Gaussian
+        mechanism without amplification, with P(A full)·(1 - q) nothing. No factor 1 + e^ε as from total variation.
+        The lower bound is that of records that contribute nothing besides one, which is kept with probability
+        at least q·P(A leaves room).
+    """
+    full = truncation_probability(batch[0], step.rate, batch[1])
+    if side == "lower":
+        rate = max(step.rate * (1 - full), 1e-300)
+        return discretised(SampledGaussian(step.sigma, rate, step.direction), cells, side)
+    if full == 0:
+        return discretised(step, cells, side)
+    distance = 1.0 if relation == "zero_out" else 2.0
+    revealed = discretised(SampledGaussian(step.sigma / distance, 1.0, "remove"), cells, side)
+    nothing = guaranteed(0.0, 0.0)
+    return discretised(step, cells, side).mixed_with(nothing.mixed_with(revealed, step.rate), full)
 
 
 class PLDAccountant(Accountant):

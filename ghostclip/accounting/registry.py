@@ -1,16 +1,166 @@
-"""Accountants by name."""
+"""Accountants by name, and three of them: the default one, Gaussian DP, and Google's dp-accounting."""
 
 from __future__ import annotations
 
-from ghostclip._validate import did_you_mean
-from ghostclip.accounting.accountant import Accountant
-from ghostclip.accounting.best import BestAccountant
-from ghostclip.accounting.gdp import GaussianAccountant
-from ghostclip.accounting.google import DPAccountingAccountant
-from ghostclip.accounting.interface import IAccountant
-from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
-from ghostclip.accounting.rdp import RDPAccountant
+import math
+from functools import partial
+from typing import Any
+
+from ghostclip._validate import did_you_mean, non_negative, probability
+from ghostclip.accounting.accountant import Accountant, IAccountant
+from ghostclip.accounting.history import History
+from ghostclip.accounting.pld import PLDAccountant, PRVAccountant, compose, pld_delta, pld_epsilon
+from ghostclip.accounting.rdp import RDPAccountant, rdp_delta, rdp_epsilon
+from ghostclip.accounting.solve import Bounds, Build, delta_bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError
+
+
+class GaussianAccountant(Accountant):
+    """Estimates ε as if the composed steps were one Gaussian mechanism with μ² = Σ q²(e^{1/σ²} - 1).
+
+    Privacy:
+        None: the central limit theorem says what happens for infinitely many infinitely small steps. The
+        estimate can be many times below the true ε. It must be asked for with `estimate=True`, cannot be created by
+        name, and `PrivacyEngine` does not take it.
+
+    Reference:
+        Bu, Dong, Long, Su 2020, Corollary 2.
+    """
+
+    def __init__(self, *, relation: str = "zero_out", estimate: bool = False) -> None:
+        super().__init__(relation=relation)
+        self.estimate = estimate
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "gdp"
+
+    @property
+    def mu(self) -> float:
+        """μ of the Gaussian mechanism that is taken for the history."""
+        self._refuse_guarantees()
+        return math.sqrt(
+            sum(
+                count * (rate**2 * math.expm1(min(sigma**-2, 700.0)) if rate < 1 else sigma**-2)
+                for (sigma, rate), count in self.whole_history().steps
+            )
+        )
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return the estimate of ε, twice: neither is a bound."""
+        delta, history = probability(delta, "delta"), self._one_step()
+        found = epsilon_bounds(_compose(history), ("remove",), delta=delta, reach=9.0, width=0.02)
+        return Bounds(found.upper, found.upper)
+
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        """Return the estimate of δ, twice: neither is a bound."""
+        epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
+        found = delta_bounds(_compose(history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
+        return Bounds(found.upper, found.upper)
+
+    def _one_step(self) -> History:
+        mu = self.mu
+        return History(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
+
+    def _refuse_guarantees(self) -> None:
+        if not self.estimate:
+            raise InvalidOptionError(
+                "GaussianAccountant: its ε is a central-limit estimate that can lie far below the true one, so it "
+                "guarantees nothing. Use the default accountant, or GaussianAccountant(estimate=True) to compare."
+            )
+        if self.others or self.relation == "replace_one":
+            raise InvalidOptionError(
+                "GaussianAccountant: knows Poisson and full-batch steps, and zero_out or add_remove."
+            )
+
+
+def _compose(history: History) -> Build:
+    return partial(compose, history)
+
+
+class DPAccountingAccountant(Accountant):
+    """Accountant by dp-accounting's privacy loss distributions, with our own lower bound.
+
+    Privacy:
+        An upper bound as far as that library's own numerics go; slower and looser than the default.
+    """
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "dp_accounting"
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return dp-accounting's ε, and our lower bound."""
+        delta = probability(delta, "delta")
+        history = self.whole_history()
+        known = history.participation <= delta
+        upper = 0.0 if known else _number(self._composed().get_epsilon(delta), worst=math.inf)
+        return Bounds(min(upper, pld_epsilon(history, delta).lower), upper)
+
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        """Return dp-accounting's δ, and our lower bound."""
+        epsilon = non_negative(epsilon, "epsilon")
+        upper = _number(self._composed().get_delta(epsilon), worst=1.0) if self.whole_history().count else 0.0
+        return Bounds(min(upper, pld_delta(self.whole_history(), epsilon).lower), upper)
+
+    def _composed(self) -> Any:
+        try:
+            import dp_accounting
+            from dp_accounting.pld import PLDAccountant
+        except ImportError as error:
+            raise InvalidOptionError(
+                "accountant='dp_accounting' needs the package dp-accounting: pip install dp-accounting."
+            ) from error
+        history = self.whole_history()
+        if history.truncated or history.allocated or history.guarantees or history.relation == "replace_one":
+            raise InvalidOptionError(
+                "accountant='dp_accounting': here it knows Poisson and full-batch steps, and zero_out or add_remove. "
+                "Use the default accountant."
+            )
+        accountant = PLDAccountant()
+        for (sigma, rate), count in history.steps:
+            event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+            accountant.compose(event, count)
+        return accountant
+
+
+def _number(value: float, *, worst: float) -> float:
+    return max(0.0, float(value)) if not math.isnan(value) else worst
+
+
+MATTERS = 1e-3
+"""The Rényi bound lies above the true ε, so it is asked only where the tight one may be further off than this share."""
+
+FEW = 64
+"""Each distinct step's Rényi curve takes some ten milliseconds: with more of them it is asked only in need."""
+
+
+class BestAccountant(Accountant):
+    """Accountant by privacy loss distribution, with the Rényi bound where that proves less.
+
+    Privacy:
+        As of `PLDAccountant` and `RDPAccountant`: both are upper bounds, so the smaller one is.
+    """
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "best"
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        history = self.whole_history()
+        bounds = pld_epsilon(history, probability(delta, "delta"))
+        enough = MATTERS if len(history.steps) <= FEW else 0.5
+        if math.isfinite(bounds.upper) and bounds.upper - bounds.lower <= enough * bounds.upper:
+            return bounds
+        upper = min(bounds.upper, rdp_epsilon(history, delta)[0])
+        return Bounds(min(bounds.lower, upper), upper)
+
+    def delta_bounds(self, epsilon: float) -> Bounds:
+        history = self.whole_history()
+        bounds = pld_delta(history, non_negative(epsilon, "epsilon"))
+        upper = min(bounds.upper, rdp_delta(history, epsilon))
+        return Bounds(min(bounds.lower, upper), upper)
+
 
 DEFAULT_ACCOUNTANT = BestAccountant.mechanism()
 

@@ -33,7 +33,7 @@ from ghostclip.distributed import (
     sharded_model,
     world_size,
 )
-from ghostclip.distributed.leaving import noting
+from ghostclip.distributed.agreement import noting
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
     InvalidOptionError,

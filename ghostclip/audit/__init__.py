@@ -5,38 +5,33 @@ An audit gives a *lower* bound. One above the claim contradicts it; one below on
 (`CanaryRecorder`, `GradientCanaries`) or in many, go in, and a `Finding` comes out.
 """
 
-from ghostclip.audit.canaries import CanaryDataset, flip_coins, mislabelled
-from ghostclip.audit.gradient_canaries import GradientCanaries
-from ghostclip.audit.methods import METHODS, THRESHOLDS, Finding, audit_scores
-from ghostclip.audit.one_run import approximate_dp_p_value, contradicts_f_dp, make_guesses
-from ghostclip.audit.operating_points import OperatingPoint, clopper_pearson_upper, split_point, union_points
+from ghostclip.audit.canaries import CanaryDataset, GradientCanaries, flip_coins, mislabelled
+from ghostclip.audit.methods import (
+    METHODS,
+    ApproximateTradeOff,
+    Finding,
+    GaussianTradeOff,
+    audit_scores,
+    gaussian_delta,
+    gaussian_epsilon,
+)
 from ghostclip.audit.plots import plot_audit
-from ghostclip.audit.recorder import CanaryRecorder
-from ghostclip.audit.scores import Scores, load_scores
-from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, gaussian_delta, gaussian_epsilon
+from ghostclip.audit.scores import CanaryRecorder, Scores, load_scores
 
 __all__ = [
     "METHODS",
-    "THRESHOLDS",
     "ApproximateTradeOff",
     "CanaryDataset",
     "CanaryRecorder",
     "Finding",
     "GaussianTradeOff",
     "GradientCanaries",
-    "OperatingPoint",
     "Scores",
-    "approximate_dp_p_value",
     "audit_scores",
-    "clopper_pearson_upper",
-    "contradicts_f_dp",
     "flip_coins",
     "gaussian_delta",
     "gaussian_epsilon",
     "load_scores",
-    "make_guesses",
     "mislabelled",
     "plot_audit",
-    "split_point",
-    "union_points",
 ]

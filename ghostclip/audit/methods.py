@@ -1,17 +1,336 @@
-"""`audit_scores`: from scores to a finding, by the method that fits how the scores came about."""
+"""`audit_scores`: from scores to a finding, by the method that fits how the scores came about.
+
+Many runs: the rows must be independent, one row per *run* of the mechanism; thresholds have confidence bounds that hold
+although they were chosen from the scores. One run: many canaries, each included by a fair coin of its own, share the
+training, so their scores are not independent; what is bounded is how many coins an attack can guess at all.
+
+A claim is a trade-off curve, the least false negative rate that any test can have at a false positive rate. A mechanism
+is f-DP if for every event S and neighbouring data P(S) ≤ F(P'(S)), where F(y) = 1 - f(y). What the audits need is the
+inverse of F: how probable an event must be without the record, if it has probability r with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, special, stats
 
 from ghostclip import _validate
-from ghostclip.audit.one_run import epsilon_of_guesses, guesses_of
-from ghostclip.audit.operating_points import split_point, union_points
+from ghostclip._validate import positive_int
 from ghostclip.audit.scores import Scores
-from ghostclip.audit.trade_off import gaussian_epsilon
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import DataError, InvalidOptionError
+
+Array = NDArray[np.float64]
+
+_LARGEST_EPSILON = 1e6
+_SAFE_EXPONENT = 700.0
+
+
+class TradeOff(Protocol):
+    """A curve, or an array of curves of one family."""
+
+    def least(self, probability: ArrayLike) -> Array:
+        """Return F⁻¹(r): the least probability without the record of an event that has probability r with it."""
+
+
+@dataclass(frozen=True)
+class GaussianTradeOff:
+    """μ-GDP: N(0, 1) against N(μ, 1), F(y) = Φ(Φ⁻¹(y) + μ).
+
+    Reference:
+        Dong, Roth, Su 2022, Definition 3.
+    """
+
+    mu: ArrayLike  # at least 0; an array stands for as many curves
+
+    def least(self, probability: ArrayLike) -> Array:
+        """Return F⁻¹(r) = Φ(Φ⁻¹(r) - μ)."""
+        return np.asarray(special.ndtr(special.ndtri(np.clip(probability, 0.0, 1.0)) - np.asarray(self.mu)))
+
+
+@dataclass(frozen=True)
+class ApproximateTradeOff:
+    """(ε, δ)-DP: F(y) = min(δ + e^ε·y, 1 - e^-ε·(1 - δ - y), 1).
+
+    Reference:
+        Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 4.
+    """
+
+    epsilon: ArrayLike  # at least 0; an array stands for as many curves
+    delta: float
+
+    def least(self, probability: ArrayLike) -> Array:
+        """Return F⁻¹(r) = max(0, e^-ε·(r - δ), 1 - δ - e^ε·(1 - r))."""
+        r, epsilon = np.clip(probability, 0.0, 1.0), np.minimum(self.epsilon, _SAFE_EXPONENT)
+        steep = np.exp(-epsilon) * (r - self.delta)
+        flat = 1 - self.delta - np.exp(epsilon) * (1 - r)
+        return np.maximum(0.0, np.maximum(steep, flat))
+
+
+def gaussian_delta(epsilon: float, *, mu: float) -> float:
+    """Return the smallest δ of a μ-GDP mechanism: Φ(-ε/μ + μ/2) - e^ε·Φ(-ε/μ - μ/2).
+
+    Reference:
+        Balle, Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 1.
+    """
+    if mu <= 0:
+        return 0.0
+    first, second = -epsilon / mu + mu / 2, -epsilon / mu - mu / 2
+    # In logarithms: e^ε alone would overflow where the product is harmless.
+    return max(0.0, float(special.ndtr(first) - math.exp(min(0.0, epsilon + special.log_ndtr(second)))))
+
+
+def gaussian_epsilon(mu: float, *, delta: float) -> float:
+    """Return the smallest ε of a μ-GDP mechanism at δ."""
+    if gaussian_delta(0.0, mu=mu) <= delta:
+        return 0.0
+    if math.isinf(mu):
+        return math.inf
+    highest = 1.0
+    while gaussian_delta(highest, mu=mu) > delta:
+        highest *= 2
+        if highest > _LARGEST_EPSILON:
+            return math.inf
+    return float(optimize.brentq(lambda epsilon: gaussian_delta(epsilon, mu=mu) - delta, 0.0, highest, xtol=1e-12))
+
+
+_SPLIT_SEED = 0
+_RANK_STEP = 4
+
+
+def clopper_pearson_upper(count: ArrayLike, total: int, alpha: float) -> Array:
+    """Return the one-sided upper bound: the p at which so small a count has probability α.
+
+    It is the 1 - α quantile of Beta(k + 1, n - k), and 1 for k = n. It never fails with a probability above α, whatever
+    the true p and however few trials.
+
+    Reference:
+        Clopper, Pearson 1934.
+    """
+    count = np.asarray(count, dtype=np.float64)
+    inside = np.minimum(count, total - 1.0)
+    bound = special.betaincinv(inside + 1, total - inside, 1 - alpha)
+    return np.where(count >= total, 1.0, bound)
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """The test "included if the score is high enough", with upper confidence bounds on both of its error rates."""
+
+    threshold: float  # scores above it (or at it, for those taken from members) are called included
+    fpr: float  # share of what was left out that is called included
+    fnr: float  # share of what was included that is not
+    fpr_upper: float
+    fnr_upper: float
+
+    def epsilon(self, *, delta: float) -> float:
+        """Return the ε below which these error rates are impossible: log((1 - fnr - δ)/fpr), or with both exchanged.
+
+        Reference:
+            Kairouz, Oh, Viswanath 2015, Theorem 2.1; Jagielski, Ullman, Oprea 2020, Section 4.
+        """
+        return float(_best_epsilon(np.asarray(self.fpr_upper), np.asarray(self.fnr_upper), delta))
+
+    def mu(self) -> float:
+        """Return the μ below which these error rates are impossible for a Gaussian mechanism: Φ⁻¹(1-fpr) - Φ⁻¹(fnr).
+
+        Reference:
+            Dong, Roth, Su 2022, Equation (6); Nasr et al. 2023, Section 4.2.
+        """
+        return float(_mu(np.asarray(self.fpr_upper), np.asarray(self.fnr_upper)))
+
+
+def _best_epsilon(fpr: Array, fnr: Array, delta: float) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_positives = np.log(np.maximum(1 - fnr - delta, 0.0) / fpr)
+        by_negatives = np.log(np.maximum(1 - fpr - delta, 0.0) / fnr)
+    return np.maximum(0.0, np.maximum(by_positives, by_negatives))
+
+
+def _mu(fpr: Array, fnr: Array) -> Array:
+    return np.maximum(0.0, -special.ndtri(fpr) - special.ndtri(fnr))
+
+
+def split_point(
+    scores: Scores, *, alpha: float, gaussian: bool, delta: float, seed: int = _SPLIT_SEED
+) -> OperatingPoint:
+    """Choose the threshold on one random half of the scores and bound the error rates on the other."""
+    # Both bounds hold at once with probability 1 - α. `gaussian`: the threshold is chosen for the best μ, not the best
+    # ε. Trying several seeds and taking the best would void the confidence.
+    chosen_on, held_out = scores.halves(seed=seed)
+    other, member = chosen_on.other, chosen_on.member
+    threshold_K = np.unique(np.r_[other, member])
+    fp_K = other.size - np.searchsorted(other, threshold_K, side="right")
+    fn_K = np.searchsorted(member, threshold_K, side="right")
+    fpr_K = clopper_pearson_upper(fp_K, other.size, alpha / 2)
+    fnr_K = clopper_pearson_upper(fn_K, member.size, alpha / 2)
+    value_K = _mu(fpr_K, fnr_K) if gaussian else _best_epsilon(fpr_K, fnr_K, delta)
+    # Where nothing is proved yet, the threshold that separates best.
+    best = np.lexsort((fp_K / other.size + fn_K / member.size, -value_K))[0]
+    return _point(float(threshold_K[best]), held_out, alpha)
+
+
+def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
+    """Return points whose bounds all hold at once, from every score, with thresholds at ranks fixed in advance.
+
+    The threshold is the j-th smallest score of one side. The probability of that side beyond it is at most
+    Beta-distributed, which is Clopper-Pearson's bound again, exact although the threshold is random; and for the other
+    side, which is independent of it, the threshold is as good as fixed. Every point takes an equal share of α.
+    """
+    other, member = scores.other, scores.member
+    others, members = _ranks(other.size), _ranks(member.size)
+    share = alpha / (len(others) + len(members))
+    points = [_point(float(other[-1 - beyond]), scores, share, beyond=beyond) for beyond in others]
+    return points + [_point(float(member[below]), scores, share, below=below) for below in members]
+
+
+def _ranks(total: int) -> list[int]:
+    """Return the number of scores beyond the threshold: none, then 1, 4, 16, ... up to half of them."""
+    powers = int(math.log(max(1, total // 2), _RANK_STEP) + 1e-9)
+    return [0, *(_RANK_STEP**power for power in range(powers + 1))]
+
+
+def _point(
+    threshold: float, scores: Scores, alpha: float, *, beyond: int | None = None, below: int | None = None
+) -> OperatingPoint:
+    """Return the test "above the threshold", or, for one that is a score by rank, "that score or better"."""
+    other, member = scores.other, scores.member
+    fp = other.size - int(np.searchsorted(other, threshold, side="right" if below is None else "left"))
+    fp = fp if beyond is None else beyond
+    fn = int(np.searchsorted(member, threshold, side="right")) if below is None else below
+    return OperatingPoint(
+        threshold=threshold,
+        fpr=fp / other.size,
+        fnr=fn / member.size,
+        fpr_upper=float(clopper_pearson_upper(fp, other.size, alpha / 2)),
+        fnr_upper=float(clopper_pearson_upper(fn, member.size, alpha / 2)),
+    )
+
+
+_TIES_SEED = 0
+_FEWEST_GUESSES = 16
+_DEVIATIONS = 6
+_GRID = 48
+_ROUNDS = 4
+_HIGHEST_EPSILON, _HIGHEST_MU = 30.0, 15.0
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """An attack's guesses about coins."""
+
+    canaries: int  # m, all of them
+    made: int  # r, guesses; the attack abstains on the others
+    correct: int  # v, right guesses
+
+
+def make_guesses(scores: Scores, *, made: int) -> Guesses:
+    """Guess "included" for the highest scores and "left out" for the lowest, half of the guesses each."""
+    # The number of guesses is fixed before the scores are seen, or paid for (see `audit_scores`).
+    made = positive_int(made, "guesses")
+    if made > len(scores):
+        raise InvalidOptionError(f"guesses={made}: there are only {len(scores)} canaries.")
+    # Equal scores in random order: the order of the rows may tell who was included.
+    shuffled = np.random.default_rng(_TIES_SEED).permutation(len(scores))
+    order = shuffled[np.argsort(scores.score_M[shuffled], kind="stable")]
+    out, top = made // 2, made - made // 2
+    right = int(scores.included_M[order[-top:]].sum()) + int((~scores.included_M[order[:out]]).sum())
+    return Guesses(canaries=len(scores), made=made, correct=right)
+
+
+def approximate_dp_p_value(guesses: Guesses, *, epsilon: float, delta: float) -> float:
+    """Return the largest probability, over all (ε, δ)-DP mechanisms and attacks, of guessing so many coins.
+
+        β + 2mδ·max_i (1/i)·P[v > W ≥ v - i],   β = P[W ≥ v],   W ~ Binomial(r, e^ε/(1 + e^ε))
+
+    Reference:
+        Steinke, Nasr, Jagielski 2023, Theorem 5.2.
+    """
+    right = float(1 / (1 + np.exp(-epsilon)))
+    beta = float(stats.binom.sf(guesses.correct - 1, guesses.made, right))
+    if delta == 0 or guesses.correct == 0:
+        return min(1.0, beta)
+    below = stats.binom.pmf(np.arange(guesses.correct - 1, -1, -1), guesses.made, right)
+    slope = float((np.cumsum(below) / np.arange(1, guesses.correct + 1)).max())
+    return min(1.0, beta + 2 * guesses.canaries * delta * slope)
+
+
+def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDArray[np.bool_]:
+    """Whether no f-DP mechanism lets an attack guess so many coins with a probability above α.
+
+    Let p_i be the probability of exactly i right guesses, r_c = Σ_{i≥c} (i/m)·p_i and h_c = Σ_{i≥c} ((r-i)/m)·p_i: the
+    probabilities that a random canary is guessed right, or wrong, and at least c (others and it) are right. Turning
+    that canary's coin over makes the one event the other, so f-DP demands r_{c+1} ≤ F(h_c). From P[V ≥ v] = α, all of
+    it at v, which asks for least, the demands are followed down to c = 0, where r_0 + h_0 = r/m must hold.
+
+    Cost:
+        v evaluations of the curve.
+
+    Reference:
+        Mahloujifar, Melis, Chaudhuri 2025, the recursion on r and h.
+    """
+    m, made, v = guesses.canaries, guesses.made, guesses.correct
+    right = np.asarray(alpha * v / m)
+    wrong = np.asarray(alpha * (made - v) / m)
+    for i in range(v - 1, -1, -1):
+        demanded = np.maximum(wrong, curve.least(right))
+        # Beyond 1 it is settled already; capped so that nothing overflows on the way down.
+        right = np.minimum(right + i / (made - i) * (demanded - wrong), 2.0)
+        wrong = demanded
+    return np.asarray(right + wrong > made / m * (1 + 1e-12))
+
+
+def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
+    """Return guesses about the coins of canaries, as many as asked for, or all, half of them, ..., a sixteenth."""
+    # Each is to be paid for. Coins that are plainly not fair are refused: every one-run bound would be too high.
+    canaries, included = len(scores), int(scores.included_M.sum())
+    if abs(included - canaries / 2) > _DEVIATIONS * (canaries / 4) ** 0.5:
+        raise DataError(
+            f"{included} of {canaries} canaries were included: the one-run methods need a fair coin for each "
+            "(ghostclip.audit.flip_coins)."
+        )
+    if made is not None:
+        return [make_guesses(scores, made=made)]
+    counts = [n for n in (canaries // 2**power for power in range(5)) if n >= min(_FEWEST_GUESSES, canaries)]
+    return [make_guesses(scores, made=count) for count in counts]
+
+
+def epsilon_of_guesses(guesses: Guesses, *, method: str, delta: float, alpha: float) -> tuple[float, float | None]:
+    """Return the ε up to which every claim is rejected at level ``alpha``, and μ for the Gaussian method."""
+
+    def too_unlikely(epsilon_K: Array) -> NDArray[np.bool_]:
+        p_values = [approximate_dp_p_value(guesses, epsilon=float(e), delta=delta) for e in epsilon_K]
+        return np.asarray(p_values) <= alpha
+
+    def beyond_the_curve(epsilon_K: Array) -> NDArray[np.bool_]:
+        return contradicts_f_dp(guesses, ApproximateTradeOff(epsilon_K, delta), alpha=alpha)
+
+    if method != "one-run-gaussian":
+        rejected = too_unlikely if method == "one-run" else beyond_the_curve
+        return _first_accepted(rejected, _HIGHEST_EPSILON), None
+    mu = _first_accepted(lambda mu_K: contradicts_f_dp(guesses, GaussianTradeOff(mu_K), alpha=alpha), _HIGHEST_MU)
+    return gaussian_epsilon(mu, delta=delta), mu
+
+
+def _first_accepted(rejected: Callable[[Array], NDArray[np.bool_]], highest: float) -> float:
+    """Return a value below which all of an ascending array are rejected, to 1e-5 of the highest; 0 if 0 is accepted."""
+    low, high = 0.0, highest
+    for _ in range(_ROUNDS):
+        value_K = np.linspace(low, high, _GRID)
+        rejected_K = rejected(value_K)
+        if not rejected_K[0]:
+            return 0.0 if low == 0 else low
+        if rejected_K.all():
+            return high
+        first = int(np.argmin(rejected_K))
+        low, high = float(value_K[first - 1]), float(value_K[first])
+    return low
+
 
 METHODS: Final = ("one-run", "one-run-f-dp", "one-run-gaussian", "clopper-pearson", "gaussian")
 """The first three for canaries of one training, the last two for scores of independent runs."""

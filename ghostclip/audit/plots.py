@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ghostclip._files import BLACK, BLUE, GREEN, ORANGE, picture, require_picture
-from ghostclip.audit.methods import Finding
+from ghostclip.audit.methods import ApproximateTradeOff, Finding, GaussianTradeOff, TradeOff
 from ghostclip.audit.scores import Scores
-from ghostclip.audit.trade_off import ApproximateTradeOff, GaussianTradeOff, TradeOff
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -37,8 +37,7 @@ from ghostclip.capture.running import Running
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import TrackedTensor, plain, tracked_leaves, without_samples
 from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
-from ghostclip.rules.modules import any_samplers
-from ghostclip.rules.registry import operation_name
+from ghostclip.rules.registry import any_samplers, operation_name
 
 
 class ModuleCall(NamedTuple):

@@ -28,7 +28,7 @@ from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Sampled
 from ghostclip.factors.base import to_accumulation, where_kept
-from ghostclip.rules.modules import Sampler, Samplers, samplers_of
+from ghostclip.rules.registry import Sampler, Samplers, samplers_of
 
 # Yields while the hooks on a module's children substitute nothing.
 Unwatched = Callable[[], AbstractContextManager[None]]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
-from ghostclip.factors.stacked import sum_tensors
-from ghostclip.kernels import reads
+from ghostclip.factors.wrapped import sum_tensors
+from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import (
     CROSS_ROUNDINGS,
     SUM_ROUNDINGS,
@@ -540,7 +540,7 @@ def loses_nothing(factor: Factor, kept: Factor) -> bool:
     while isinstance(inside, (Permuted, Placed)):
         inside = inside.inner
     assert isinstance(inside, Dense)
-    terms = None if reads.wait(inside.grad_BP) else factor.terms()
+    terms = None if runtime.wait(inside.grad_BP) else factor.terms()
     if terms is None:
         return True
     square_B = sum_of_squares(inside.measured())

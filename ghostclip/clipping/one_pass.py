@@ -12,7 +12,7 @@ from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks
 from ghostclip.clipping.state import ClippingState
-from ghostclip.kernels.precision import full_precision
+from ghostclip.kernels.products import full_precision
 from ghostclip.planning.plan import Planner
 
 

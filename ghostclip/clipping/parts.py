@@ -17,7 +17,7 @@ from ghostclip.clipping.passes import BookKeeping, ClipWeights, NormPass, SumPas
 from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.state import ClippingState
 from ghostclip.factors import Factor
-from ghostclip.kernels.precision import full_precision
+from ghostclip.kernels.products import full_precision
 from ghostclip.planning.below import Cut
 
 

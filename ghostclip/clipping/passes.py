@@ -36,9 +36,9 @@ from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
-from ghostclip.factors.stacked import sum_tensors
-from ghostclip.kernels import workspace
-from ghostclip.kernels.precision import full_precision
+from ghostclip.factors.wrapped import sum_tensors
+from ghostclip.kernels import runtime
+from ghostclip.kernels.products import full_precision
 
 KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
 
@@ -98,7 +98,7 @@ class Pass(ABC):
         self.forwards: list[ForwardContext] = []  # the forwards whose uses arrived
         self._ranks = ranks
         self._spread: defaultdict[str, list[Factor]] = defaultdict(list)
-        workspace.renew()
+        runtime.renew()
         self.streams = Streams()  # the streams that their gradients arrived on
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:

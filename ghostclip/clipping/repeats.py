@@ -20,7 +20,7 @@ from ghostclip.clipping.changes import tensors_of
 from ghostclip.errors import TamperedGradientError
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.factors import Factor
-from ghostclip.kernels import reads
+from ghostclip.kernels import runtime
 
 _EVERY: Final = 8
 _VALUES: Final = 64
@@ -90,7 +90,7 @@ class Repeats:
             self._unlike = self._unlike or name
             return
         for was, now in zip(before, values, strict=True):
-            if reads.wait(was) or not torch.equal(was, now):
+            if runtime.wait(was) or not torch.equal(was, now):
                 self._pairs.append((was, now.clone()))
                 self._names.append(name)
 
@@ -105,7 +105,7 @@ class Repeats:
         self._names.clear()
         if self._unlike is not None:
             raise TamperedGradientError(_unlike(self._unlike))
-        if verdict is not None and not reads.wait(verdict.differs_K):
+        if verdict is not None and not runtime.wait(verdict.differs_K):
             verdict.require()
             return None
         return verdict

@@ -14,7 +14,7 @@ from ghostclip import _torch
 from ghostclip.capture.batch_axis import RowMap
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import Path
-from ghostclip.kernels.rows import add_rows_
+from ghostclip.kernels.sums import add_rows_
 
 
 def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:

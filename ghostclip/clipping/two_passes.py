@@ -9,7 +9,7 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import NormPass, SumPass
 from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.state import ClippingState
-from ghostclip.kernels.precision import full_precision
+from ghostclip.kernels.products import full_precision
 
 
 class TwoPasses:

@@ -70,9 +70,8 @@ OPTIONS: Final[options.Options] = {
 
 def run(given: dict[str, Any]) -> int:
     """Inspect a model, print a page, and return 0, or 3 if the model is refused as it is."""
-    from ghostclip.validation.inspection import inspect_model, load_source
-    from ghostclip.validation.inspection.memory import DEVICES
-    from ghostclip.validation.inspection.sources import InspectionRequest
+    from ghostclip.validation.inspection import DEVICES, inspect_model
+    from ghostclip.validation.sources import InspectionRequest, load_source
 
     options.require_least(given, {"batch_size": 2, "sequence_length": 1})
     options.require_files(given)

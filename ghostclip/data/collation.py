@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from ghostclip.errors import DataError
 from ghostclip.evidence.padding import Padded
-from ghostclip.language.trials import own_randomness
+from ghostclip.language.tasks import own_randomness
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ghostclip._validate import choice, positive, positive_int
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 
 
 @dataclass(frozen=True, kw_only=True)

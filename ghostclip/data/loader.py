@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ghostclip._validate import fraction, positive_int
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
 from ghostclip.data.dealt import TakenAsItIs
 from ghostclip.data.empty_batch import EmptyBatchCollate
@@ -21,7 +21,7 @@ from ghostclip.data.sampler import PrivateSampler, share_sampler
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
-from ghostclip.distributed.leaving import noting_each
+from ghostclip.distributed.agreement import noting_each
 from ghostclip.errors import DataError, InvalidOptionError
 
 logger = logging.getLogger(__name__)

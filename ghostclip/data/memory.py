@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ghostclip.planning.host import host_room
+from ghostclip.planning.below import host_room
 
 _SELF = Path("/proc/self")
 _SAMPLING_SECONDS = 0.002

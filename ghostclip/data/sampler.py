@@ -11,7 +11,7 @@ from torch import distributed
 from torch.utils.data import Sampler
 
 from ghostclip._owner import Owner
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.distributed.agreement import Group, gathered, require_equal, require_group
 from ghostclip.errors import InvalidOptionError, ResumeError

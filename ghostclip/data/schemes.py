@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ghostclip._validate import choice, fraction, positive_int
-from ghostclip.accounting.events import RELATIONS, SamplingEvent
-from ghostclip.accounting.history import steps_per_epoch
+from ghostclip.accounting.history import RELATIONS, SamplingEvent, steps_per_epoch
 from ghostclip.data.selection import Records, independent_coins, permutation, subset
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keys import RandomKey, WordStream

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from ghostclip._validate import positive, positive_int
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.schemes import Poisson
 from ghostclip.data.selection import Records, independent_coins, subset
 from ghostclip.errors import DataError

@@ -6,31 +6,25 @@ from ghostclip.distributed.agreement import (
     is_first,
     refused_together,
     require_agreement,
-    share_noise,
     telling,
     world_size,
 )
-from ghostclip.distributed.context import SplitSequences
-from ghostclip.distributed.draws import Share, require_one_draw
-from ghostclip.distributed.parallel import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.distributed.pipeline import PipelineClipper
 from ghostclip.distributed.pipelined import Pipeline
-from ghostclip.distributed.placement import Box, MeshAxis, Placement, placement_of
-from ghostclip.distributed.release import noisy_parts_, noisy_shard, noisy_sum_, noisy_sums_
-from ghostclip.distributed.sample_ranks import Shares, all_apart, require_all_ranks
+from ghostclip.distributed.release import SharedNoise, noise_for
+from ghostclip.distributed.sample_ranks import Shares, SplitSequences, all_apart, require_all_ranks
 from ghostclip.distributed.sharded import ShardedModel, sharded_model
-from ghostclip.distributed.shared import SharedNoise, noise_for
-from ghostclip.distributed.weights import broadcast_parameters, require_equal_weights
-from ghostclip.distributed.wrappers import copy_inside, refuse_sharded
+from ghostclip.distributed.weights import (
+    DifferentiallyPrivateDistributedDataParallel,
+    broadcast_parameters,
+    copy_inside,
+    refuse_sharded,
+)
 
 __all__ = [
-    "Box",
     "DifferentiallyPrivateDistributedDataParallel",
-    "MeshAxis",
     "Pipeline",
     "PipelineClipper",
-    "Placement",
-    "Share",
     "ShardedModel",
     "Shares",
     "SharedNoise",
@@ -42,18 +36,10 @@ __all__ = [
     "gathered",
     "is_first",
     "noise_for",
-    "noisy_parts_",
-    "noisy_shard",
-    "noisy_sum_",
-    "noisy_sums_",
-    "placement_of",
     "refuse_sharded",
     "refused_together",
     "require_agreement",
     "require_all_ranks",
-    "require_equal_weights",
-    "require_one_draw",
-    "share_noise",
     "sharded_model",
     "telling",
     "world_size",

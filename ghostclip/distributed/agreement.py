@@ -1,28 +1,203 @@
-"""Agreement of all ranks on the key that batches are drawn from and on the key of the noise.
+"""Agreement of all ranks: on the keys of batches and noise, on each step's draw, and that a rank will not come.
 
-A key goes from rank 0 to all others once. Equal seeds would not do: every rank would draw the same records.
+A key goes from rank 0 to all others once. Equal seeds would not do: every rank would draw the same records. Everything
+is exchanged through one gather, which also says at which place each rank is and what one of them refuses: a rank that
+cannot go on stops the others at their next exchange, wherever that is, instead of leaving them waiting.
 
-Everything is exchanged through one gather, which also says at which place each rank is and what one of them refuses: a
-rank that cannot go on stops the others at their next exchange, wherever that is, instead of leaving them waiting.
+In the backward of a model that ranks hold in parts, and in the schedule of a pipeline, each waits for the others,
+inside collective operations of torch that nobody can end from outside. So do ranks of which one was left by an error of
+the user's own code, in a forward, a loader or an optimizer, at their next exchange. A rank that cannot go on says why
+beside them, in the store where the ranks have met; the others read it when their operation has ended: at once where the
+connection is closed, else after the timeout of the process group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
+import json
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
+import torch
 from torch import distributed
 
-from ghostclip.distributed.leaving import elsewhere, require_company
+from ghostclip import _torch, errors
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.noise.keyed import KeyedNoise
 
+_T = TypeVar("_T")
+_numbers: Final = itertools.count()
+_ELSEWHERE: Final = "_of_another_rank"
+_END: Final = object()
+
+
+@dataclass
+class _Here:
+    """This rank's abandoned backward, until the others are known to have left it as well, and its noted error."""
+
+    group: int = 0
+    place: str = ""
+    reason: str = ""
+    is_alone: bool = False
+    steps: int = 0
+    noted: str = ""
+
+
+_left: Final = _Here()
+
+
+class Leaving:
+    """Backwards of one model, which all ranks run equally often."""
+
+    def __init__(self) -> None:
+        # The same on all ranks, as they make their models in one order.
+        self._model, self._backwards = next(_numbers), 0
+        self._inside = False
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Publish why this rank leaves a backward, or raise why another has left it."""
+        if self._inside:
+            yield
+            return
+        self._inside, self._backwards = True, self._backwards + 1
+        try:
+            yield
+        except Exception as error:
+            place = f"{self._model}.{self._backwards}"
+            found = None if isinstance(error, GhostClipError) else _reason_of_others(place)
+            if found is None and _is_of_waiting(error):
+                found = _reason_of_others(_place())
+            _leave(place, found or error, waited=found is not None)
+            if found is not None:
+                raise found from error
+            raise
+        finally:
+            self._inside = False
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """Publish what this rank raises, or raise what another rank has published instead of arriving."""
+    # A rank that goes on nevertheless, with a smaller batch say, withdraws its note.
+    if not _torch.several_ranks() or distributed.get_world_size() == 1:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        place = _place()
+        if _is_of_waiting(error):
+            found = _reason_of_others(place)
+            if found is not None:
+                raise found from error
+        elif not getattr(error, _ELSEWHERE, False):
+            _left.noted = place
+            _say(place, error, waited=False)
+        raise
+    if _left.noted:
+        place, _left.noted = _left.noted, ""
+        with contextlib.suppress(RuntimeError):
+            _torch.meeting_store().set(_key(distributed.get_rank(), place), "")
+
+
+def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
+    """Iterate within `noting`."""
+    iterator = iter(batches)
+    while True:
+        with noting():
+            batch: Any = next(iterator, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+def _place() -> str:
+    return f"step {_left.steps}"
+
+
+def _is_of_waiting(error: Exception) -> bool:
+    """Return whether an error is that of an operation of several ranks: gloo has no class for it."""
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
+    """Return the error that the other ranks raise where a rank does not go on, of its class if it is the library's."""
+    own = getattr(errors, kind, None)
+    if not (isinstance(own, type) and issubclass(own, GhostClipError)):
+        own = InvalidOptionError
+    found: GhostClipError = own(f"rank {rank} was refused, and no rank goes on without it: {message}")
+    setattr(found, _ELSEWHERE, True)
+    return found
+
+
+def require_company() -> None:
+    """Refuse to meet ranks that may still wait in a backward that this one has left, and would take this for it."""
+    place = _left.place
+    # A group of another run knows nothing of it.
+    if not place or _left.group != id(distributed.group.WORLD):
+        return
+    if not _left.is_alone:
+        _left.is_alone = not _all_left(place)
+    if _left.is_alone:
+        raise InvalidOptionError(
+            "this rank has left a backward in which the others wait for it, and cannot meet them again "
+            f"({_left.reason}). Let the error end the process on every rank, and go on from a checkpoint."
+        )
+    _left.place = ""
+
+
+def _all_left(place: str) -> bool:
+    """Return whether every rank has left a backward by itself, and none because another did not arrive."""
+    store: Any = _torch.meeting_store()
+    keys = [_key(rank, place) for rank in range(distributed.get_world_size())]
+    try:
+        store.wait(keys, store.timeout)
+        return not any(json.loads(store.get(key))[2] for key in keys)
+    except RuntimeError:
+        return False
+
+
+def _key(rank: int, place: str) -> str:
+    return f"ghostclip/left/{rank}/{place}"
+
+
+def _leave(place: str, error: Exception, *, waited: bool) -> None:
+    if not _torch.several_ranks() or distributed.get_world_size() == 1:
+        return
+    _left.group, _left.place, _left.reason, _left.is_alone = id(distributed.group.WORLD), place, str(error), False
+    _say(place, error, waited=waited)
+
+
+def _say(place: str, error: Exception, *, waited: bool) -> None:
+    # The process that holds the store may be gone: then the error that counts is this rank's own.
+    with contextlib.suppress(RuntimeError):
+        said = json.dumps([type(error).__name__, str(error), waited])
+        _torch.meeting_store().set(_key(distributed.get_rank(), place), said)
+
+
+def _reason_of_others(place: str) -> GhostClipError | None:
+    """Return why another rank has left a point of the program; None if nobody has published a reason."""
+    if not _torch.several_ranks():
+        return None
+    store: Any = _torch.meeting_store()
+    for rank in range(distributed.get_world_size()):
+        with contextlib.suppress(RuntimeError):
+            said = rank != distributed.get_rank() and store.check([_key(rank, place)]) and store.get(_key(rank, place))
+            kind, message, waited = json.loads(said) if said else ("", "", True)
+            if not waited:
+                return elsewhere(rank, kind, message)
+    return None
+
+
 Group = Any
 """A torch process group; None is all ranks."""
-_T = TypeVar("_T")
 
 # Of each rank's share of a seed.
 _SEED_BITS: Final = 48
@@ -157,3 +332,110 @@ def require_group() -> None:
     """Refuse to go on where torch.distributed is not running."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InvalidOptionError("distributed=True: call torch.distributed.init_process_group first.")
+
+
+_REFUSES, _GOES_ON = 0, 1
+
+
+class Share(NamedTuple):
+    """Contribution of one rank to a step."""
+
+    rows: int  # samples that the model saw on this rank since the last release
+    draw: int = -1  # number of the draw whose batch this rank was handed; -1 if it was handed none
+    records: int = -1  # records in the whole draw, over all ranks; -1 likewise
+    std: float = 0.0  # standard deviation of the noise in one coordinate, as this rank would add it
+    sensitivity: float = 0.0  # L2 sensitivity of the sum, as this rank clips
+    noise: int = 0  # which noise comes next; `SharedNoise` sets it
+    asks: int = 0  # 1 where this rank asks for proofs in the next forward, in which all ranks take part
+
+    def __str__(self) -> str:
+        draw = "no draw" if self.draw < 0 else f"draw {self.draw} of {self.records} records"
+        return f"{draw}, {self.rows} rows seen"
+
+
+def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 1) -> bool:
+    """Refuse a step unless the ranks have one draw, and return whether a rank asks for proofs in the next forward.
+
+    Privacy:
+        Without this a loader that is sharded once more gives ranks different draws, and a record may take part twice.
+
+    Cost:
+        One exchange of 64 bytes; on a backend without a CPU, this waits for the device.
+    """
+    # Called on all ranks in each step. One process may have got the whole draw and have dealt it out: ranks without a
+    # draw are in order as long as the rows that all models saw add up to its records. Where no rank has a draw, nothing
+    # is known of the rows. `share` is None where this rank refuses the step and raises afterwards, which makes the
+    # others refuse it instead of waiting. `copies`: ranks that each sample is on.
+    if world_size(group) == 1:
+        return share is not None and share.asks > 0
+    shares = _shares(share, group)
+    if share is None:
+        return False
+    absent = [rank for rank, other in enumerate(shares) if other is None]
+    if absent:
+        raise InvalidOptionError(
+            f"rank {absent[0]} refuses this step (its own error says why), so no rank makes it: nothing was released."
+        )
+    _require_consistent([other for other in shares if other is not None], copies)
+    return any(other is not None and other.asks for other in shares)
+
+
+def digest_of(text: str) -> int:
+    """Return a 56-bit hash of a text, by which ranks compare fingerprints."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _require_consistent(shares: Sequence[Share], copies: int) -> None:
+    first = shares[0]
+    for rank, other in enumerate(shares):
+        if (other.std, other.sensitivity) != (first.std, first.sensitivity):
+            raise InvalidOptionError(
+                f"rank {rank} clips to {other.sensitivity:g} and adds noise of {other.std:g}, rank 0 clips to "
+                f"{first.sensitivity:g} and adds {first.std:g}. Set σ and C, and step their schedulers, alike on every "
+                "rank. Nothing was released."
+            )
+        if other.noise != first.noise:
+            raise InvalidOptionError(
+                f"the noise of rank {rank} is not that of rank 0: load the same checkpoint on every rank. Nothing was "
+                "released."
+            )
+    held = [share for share in shares if share.draw >= 0]
+    rows = sum(share.rows for share in shares)
+    if held and ({share[1:3] for share in held} != {held[0][1:3]} or rows != held[0].records * copies):
+        each = "; ".join(f"rank {rank}: {share}" for rank, share in enumerate(shares))
+        raise InvalidOptionError(
+            f"the ranks do not hold one draw whose records all went through the model ({each}). Iterate over the "
+            "private loader as make_private returned it, to the end of each batch, on every rank: it is shared by all "
+            "ranks already, and what shards it again (accelerator.prepare(loader), say) must not get it. Nothing was "
+            "released."
+        )
+
+
+def _shares(share: Share | None, group: Group) -> list[Share | None]:
+    """Return every rank's share, None of those that refuse."""
+    own = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
+    found = [torch.empty_like(own) for _ in range(world_size(group))]
+    require_company()
+    distributed.all_gather(found, own, group=group)
+    _left.steps += 1  # all ranks have met for a step, which voids earlier notes
+    return [_unpacked(other) for other in torch.stack(found).tolist()]
+
+
+def _packed(share: Share | None) -> list[int]:
+    if share is None:
+        return [_REFUSES] + [0] * len(Share._fields)
+    # The bits of a float: ranks must have the same one.
+    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), share.noise, share.asks]
+
+
+def _unpacked(numbers: list[int]) -> Share | None:
+    if numbers[0] == _REFUSES:
+        return None
+    std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))
+    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, numbers[6], numbers[7])
+
+
+def _device(group: Group) -> torch.device:
+    """Return the device from which a backend takes a small tensor, the CPU if it can."""
+    kinds = [pair.partition(":")[0] for pair in distributed.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])

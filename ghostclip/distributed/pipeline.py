@@ -1,9 +1,10 @@
-"""Exact flat clipping of a model whose stages lie on several ranks (``torch.distributed.pipelining``).
+"""Exact flat clipping of a model whose stages lie on several ranks (``torch.distributed.pipelining``), and its noise.
 
 A sample's coefficient is known when all stages have its norm, and a schedule runs no stage again. So every backward
 keeps its factors, as book-keeping does, for all microbatches; after the schedule the squared norms of all samples meet
 in one all-reduce, and each stage contracts its factors with the same coefficients. Input gradients travel as in
-ordinary training; weight gradients, which schedules with zero bubbles put off, are these contractions.
+ordinary training; weight gradients, which schedules with zero bubbles put off, are these contractions. Each stage draws
+its own part of one draw of noise.
 
 Shape letters: M microbatches, B samples of one.
 """
@@ -14,7 +15,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,6 +28,7 @@ from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.distributed.agreement import (
     Group,
+    Leaving,
     gathered,
     require_agreement,
     require_equal,
@@ -34,12 +36,99 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
-from ghostclip.distributed.leaving import Leaving
-from ghostclip.distributed.stage_noise import Size, StageNoise
+from ghostclip.distributed.release import SharedNoise, add_up_
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import SquaredNorm
 from ghostclip.noise import make_noise_source
-from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.noise.keyed import KeyedNoise, packs
+
+
+class Size(NamedTuple):
+    """Number of elements and dtype of a clipped sum, on which its noise depends."""
+
+    elements: int
+    dtype: torch.dtype
+
+
+class StageNoise(SharedNoise):
+    """Noise for the parameters of some stages, equal to the bit to that of one process which has all stages.
+
+    Privacy:
+        Stages have parameters of their own, and each parameter is given noise by its stage alone. Copies of a stage add
+        up their sums and give them the same noise.
+    """
+
+    in_parts = True
+
+    # Ranks agree before each release on the noise, its standard deviation and the bound.
+    def __init__(
+        self,
+        source: KeyedNoise,
+        sizes: Sequence[Size],
+        own: Sequence[int],
+        *,
+        copies: int,
+        group: Group = None,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        """Begin with the sizes of all stages' trainable parameters, of which ``own`` are this rank's."""
+        # `copies`: ranks that work on the same samples. Sums of copies of these stages are added up over `groups`.
+        self._source, self._group, self._agreed = source, group, True
+        self.level = source.level
+        self._sizes, self._own = sizes, own
+        self._copies, self._groups = copies, groups
+
+    # Also here, beside `add_all_`: a source whose class has only one of the two is given tensors one by one.
+    def add_(self, tensor: torch.Tensor, std: float) -> None:
+        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
+        self.add_all_([tensor], std)
+
+    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Add noise to this stage's sums, of all its trainable parameters in order."""
+        # Called on all ranks in each step.
+        if not self._agreed:
+            require_agreement("noise", self._source.fingerprint(), self._group)
+            self._agreed = True
+        found = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
+        if found != [self._sizes[number] for number in self._own]:
+            raise InvalidOptionError(
+                f"noise was asked for {len(found)} sums that are not those of this rank's stages in their order. Give "
+                "the optimizer stage.submod.parameters(), as they were when the noise was made."
+            )
+        for group in self._groups:
+            add_up_(tensors, group)
+        if std == 0 or not tensors:
+            return
+        own = {id(tensor) for tensor in tensors}
+        for pack in packs(self._all_sums(tensors), self._source._block_size):
+            mine = [id(tensor) in own for tensor in pack]
+            if not any(mine):
+                self._source.skip()
+            elif len(pack) == 1:
+                self._source.add_(pack[0], std)
+            else:
+                self._add_some(pack, mine, std)
+
+    def _all_sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums of all stages, those of others without memory."""
+        device, own = tensors[0].device, dict(zip(self._own, tensors, strict=True))
+        return [
+            own[number] if number in own else torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements)
+            for number, size in enumerate(self._sizes)
+        ]
+
+    def _add_some(self, pack: Sequence[torch.Tensor], mine: Sequence[bool], std: float) -> None:
+        flat_N = torch.cat([tensor.reshape(-1) for tensor in pack])
+        self._source.add_(flat_N, std)
+        parts = flat_N.split([tensor.numel() for tensor in pack])
+        for tensor, part, is_mine in zip(pack, parts, mine, strict=True):
+            if is_mine:
+                tensor.copy_(part.view_as(tensor))
+
+    def renew_key(self) -> None:
+        """Refuse a fresh key, which all stages would have to share."""
+        raise InvalidOptionError("renew_key: stages share one key. Make new noise for all of them (noise_sources).")
+
 
 Stage = Any
 """A ``torch.distributed.pipelining.PipelineStage``."""

@@ -2,8 +2,15 @@
 
 Where ``fully_shard`` has divided it, a module's parameters are whole while it runs, and each rank has samples of its
 own: norms and coefficients are those of one device, and nothing is exchanged for them. The clipped sums of whole
-parameters are reduced and scattered. Where ``parallelize_module`` has, ranks work on the same samples, each with its
-parts of parameters: squared norms are added up over these ranks, and clipped sums of parts stay where they are.
+parameters are reduced and scattered by `ShardDelivery`: one reduce-scatter for the parameters that are gathered
+together, as ``fully_shard`` makes one of their gradients, while the sums of the next ones are being formed. Sums stay
+in float32 at least, whatever the parameters and their reduction are in.
+
+Where ``parallelize_module`` has, ranks work on the same samples, each with its parts of parameters: squared norms are
+added up over these ranks, and clipped sums of parts stay where they are. Some styles of transformers take the place of
+a module's ``forward``. Most give the layer DTensors, as torch's do. Those of experts and of layers that are packed side
+by side run it on plain local tensors, and bring the results together afterwards; one lets every rank's part of a
+gradient be added up after the backward, for norms of single heads.
 """
 
 from __future__ import annotations
@@ -11,24 +18,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ghostclip import _torch
 from ghostclip.capture.divided import leaves_empty
 from ghostclip.distributed.agreement import (
+    Leaving,
     common_numbers,
     gathered,
     refused_together,
+    require_company,
     tell_refusal,
     telling,
     world_size,
 )
-from ghostclip.distributed.delivery import Bucket, ShardDelivery
-from ghostclip.distributed.leaving import Leaving, require_company
-from ghostclip.distributed.own_ways import own_ways
 from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
@@ -36,6 +43,227 @@ from ghostclip.evidence.unchecked import CheckSchedule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_GRADIENTS_ADD_UP: Final = "ReplicatedWithGradAllReduce"
+# They route tokens to experts of other ranks: whose tokens those are, nothing tells.
+_EXCHANGE_TOKENS: Final = frozenset({"EpDispatchExpertsParallel"})
+
+
+def own_ways(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return names of parameters used as plain local parts, and of those whole on all ranks with partial gradients."""
+    # The modules of the former bring the results together themselves. Refuses a module that sends tokens to experts of
+    # other ranks.
+    brought_together: set[str] = set()
+    spread: set[str] = set()
+    for path, module in model.named_modules():
+        forward: Any = vars(module).get("forward")
+        names = {f"{path}.{key}" if path else key: p for key, p in module.named_parameters(recurse=False)}
+        style = _closed_over(forward, "self")
+        if type(style).__name__ in _EXCHANGE_TOKENS:
+            raise UnsupportedModelError(
+                f"{path} ({type(module).__name__}): expert parallelism sends tokens to experts of other ranks, where "
+                "nothing tells whose they are. Load the model with tp_plan='auto' alone, which divides every expert."
+            )
+        if getattr(forward, "__qualname__", "").startswith(_GRADIENTS_ADD_UP):
+            spread.update(names)
+        elif hasattr(style, "should_use_local_tensors") and _runs_on_parts(style, module):
+            brought_together.update(name for name, p in names.items() if _torch.is_sharded_tensor(p))
+    return frozenset(brought_together), frozenset(spread)
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """Return the value of a name in a nested function's closure, or None."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def _runs_on_parts(style: Any, module: nn.Module) -> bool:
+    with torch.enable_grad():
+        return bool(style.should_use_local_tensors(module))
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters of one mesh whose sums are sent in one reduction, with their placements."""
+
+    parameters: Sequence[nn.Parameter]
+    placements: Sequence[Placement]
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A bucket whose sums are being reduced."""
+
+    bucket: Bucket
+    parameters: Sequence[nn.Parameter]
+    out: Tensor  # receives this rank's parts, one after the other
+    work: Any  # None once it has arrived
+    source: Tensor | None  # referenced so that the memory that is sent stays allocated
+
+
+class ShardDelivery:
+    """Sends buckets in one order on all ranks, each as soon as it and those before it are full."""
+
+    # Ranks may differ in which parameters their samples have met, and in the order of their sums: an expert without a
+    # token, a layer that had to be measured again. Buckets come in the order in which a backward completes them.
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._held = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._waiting: dict[int, Tensor] = {}
+        self._next = 0
+        self._sent: list[_Sent] = []
+        self._arrived: list[tuple[nn.Parameter, Tensor]] = []
+        self._at_once = True
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Return whether the ranks have a parameter in parts."""
+        return id(parameter) in self._held
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return the number of a parameter's bucket; -1 for one that every rank has whole."""
+        return self._held.get(id(parameter), -1)
+
+    def order(self, *, at_once: bool) -> None:
+        """Set whether sums may be sent before all are formed, for which ranks must form them in one order."""
+        self._at_once = at_once
+
+    def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Add the sum of this rank's samples, of the whole parameter's shape."""
+        before = self._waiting.get(id(parameter))
+        # Of one type on all ranks, also where small layers that were put together are summed in what the model runs in.
+        whole = whole.to(_wide(parameter))
+        self._waiting[id(parameter)] = whole if before is None else before.add_(whole)
+
+    def send(self) -> None:
+        """Send full buckets, once nothing else refers to the sums."""
+        while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
+            self._send(self._buckets[self._next])
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Send the remaining buckets and return every trainable parameter with its sum over all ranks, a DTensor."""
+        while self._next < len(self._buckets):
+            self._send(self._buckets[self._next])
+        while self._sent:
+            self._receive(self._sent.pop(0))
+        arrived, self._arrived, self._next = self._arrived, [], 0
+        return arrived
+
+    def drop(self) -> None:
+        """Discard what was not sent, and wait for what was."""
+        self._waiting.clear()
+        while self._sent:
+            self._receive(self._sent.pop(0))
+        self._arrived.clear()
+        self._next = 0
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        return all(id(p) in self._waiting for p in bucket.parameters if p.requires_grad)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Send a bucket, once the one before has arrived: it was under way while the sums of this one were formed."""
+        self._next += 1
+        while self._sent:
+            self._receive(self._sent.pop(0))
+        pairs = zip(bucket.parameters, bucket.placements, strict=True)
+        trainable = [(p, placement) for p, placement in pairs if p.requires_grad]
+        if not trainable:
+            return
+        placement = trainable[0][1]
+        device = _device_of(placement)
+        rows = [_by_rank(self._whole(p, placed, device), placed) for p, placed in trainable]
+        source = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
+        del rows
+        parameters = [p for p, _ in trainable]
+        out, work = source[0], None
+        if len(source) > 1:
+            out = torch.empty_like(source[0])
+            # On the CPU a copy is sent, which would lie there beside the next sum.
+            at_once = source.device.type != "cpu"
+            group = _group(placement, placement.divided[0])
+            work = distributed.reduce_scatter_tensor(out, source.reshape(-1), group=group, async_op=at_once)
+        self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
+
+    def _whole(self, parameter: nn.Parameter, placement: Placement, device: torch.device) -> Tensor:
+        found = self._waiting.pop(id(parameter), None)
+        if found is None:
+            return torch.zeros(placement.shape, dtype=_wide(parameter), device=device)
+        return found.reshape(placement.shape)
+
+    def _receive(self, sent: _Sent) -> None:
+        """Wait for a bucket, add up copies (HSDP), and split it into parameters."""
+        from torch.distributed.tensor import DTensor
+
+        if sent.work is not None:
+            sent.work.wait()
+        sent.source = None
+        placements = dict(zip(map(id, sent.bucket.parameters), sent.bucket.placements, strict=True))
+        first = placements[id(sent.parameters[0])]
+        for number in first.copied:
+            if first.axes[number].size > 1 and not first.axes[number].same_samples:
+                distributed.all_reduce(sent.out, group=_group(first, number))
+        start = 0
+        for parameter in sent.parameters:
+            part, start = _rank_part_of(sent.out, start, placements[id(parameter)])
+            held: Any = parameter
+            part = part.view(held.to_local().shape).to(held.to_local().device)
+            self._arrived.append(
+                (
+                    parameter,
+                    DTensor.from_local(
+                        part,
+                        held.device_mesh,
+                        held.placements,
+                        run_check=False,
+                        shape=held.shape,
+                        stride=torch.empty(held.shape, device="meta").stride(),
+                    ),
+                )
+            )
+
+
+def _wide(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of a parameter's sum."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _by_rank(whole: Tensor, placement: Placement) -> Tensor:
+    """Return a sum as one row for each rank of the axis that divides it, shorter parts padded with zeros."""
+    if not placement.divided:
+        return whole.reshape(1, -1)
+    axis = placement.axes[placement.divided[0]]
+    assert axis.divides is not None, "of an axis that divides"
+    ahead = whole.movedim(axis.divides, 0)
+    missing = -(-len(ahead) // axis.size) * axis.size - len(ahead)
+    if missing:
+        ahead = torch.cat([ahead, ahead.new_zeros((missing, *ahead.shape[1:]))])
+    return ahead.reshape(axis.size, -1)
+
+
+def _rank_part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor, int]:
+    """Return one parameter's contiguous part of a received bucket, and where the next one begins."""
+    box = placement.here
+    if not placement.divided:
+        end = start + torch.Size(box.sizes).numel()
+        return out[start:end].view(box.sizes), end
+    axis = placement.axes[placement.divided[0]]
+    dim = axis.divides
+    assert dim is not None, "of an axis that divides"
+    rest = [size for other, size in enumerate(placement.shape) if other != dim]
+    length = -(-placement.shape[dim] // axis.size)
+    end = start + length * torch.Size(rest).numel()
+    ahead = out[start:end].view(length, *rest)[: box.sizes[dim]]
+    return ahead.movedim(0, dim).contiguous(), end
+
+
+def _group(placement: Placement, axis: int) -> Any:
+    return placement.mesh.get_group(axis)
+
+
+def _device_of(placement: Placement) -> torch.device:
+    kind = placement.mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 class ShardedModel:

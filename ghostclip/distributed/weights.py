@@ -1,19 +1,58 @@
-"""One model on all ranks: that parameters and buffers are equal is checked, and made so only on request."""
+"""One model on all ranks: its wrappers, equal parameters and buffers, and its state as a file has it.
+
+That parameters and buffers are equal is checked, and made so only on request. Copies are taken out of torch's wrappers,
+shards are refused. States of a divided model and its optimizer are whole for a file that rank 0 writes, and in parts
+again when it is read, so that a file does not depend on how many ranks there were.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from ghostclip import _torch
-from ghostclip.distributed.agreement import Group, gathered, world_size
-from ghostclip.distributed.placement import placement_of
+from ghostclip._tree import tensors
+from ghostclip.distributed.agreement import Group, gathered, is_first, world_size
+from ghostclip.distributed.placement import local_part, placement_of
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
+
+_log = logging.getLogger(__name__)
+
+
+def copy_inside(module: nn.Module) -> nn.Module:
+    """Return the model inside a DistributedDataParallel, which adds up no gradients from then on."""
+    # Clipped sums meet in the private optimizer's step; the wrapper may still be called.
+    while isinstance(module, nn.parallel.DistributedDataParallel):
+        _log.info("DistributedDataParallel is set aside: the private optimizer adds up the ranks' clipped sums.")
+        # As in its no_sync(): otherwise it would wait for gradients that autograd never makes.
+        module.require_backward_grad_sync = False
+        module = module.module
+    return module
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse a model that is sharded in a way that hides which layer a value belongs to."""
+    # DTensors are `ShardedModel`'s.
+    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    for path, part in module.named_modules():
+        if kind is not None and isinstance(part, (kind,)):
+            raise UnsupportedModelError(
+                f"{path or 'module'} (FullyShardedDataParallel): its flat parameters hide which layer a value is of. "
+                "Use torch.distributed.fsdp.fully_shard, which took its place."
+            )
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """Return a class if its module was loaded already: nothing can be an instance of it otherwise."""
+    found: type | None = getattr(sys.modules.get(module), name, None)
+    return found
 
 
 class _WeightEntry(NamedTuple):
@@ -146,3 +185,54 @@ def _first_difference(rank: int, first: dict[str, str], other: dict[str, str]) -
         if first.get(name) != other.get(name):
             return f"'{name}' is {other.get(name, 'missing')} on rank {rank}, {first.get(name, 'missing')} on rank 0."
     return f"rank {rank} has the parameters of rank 0 in another order."
+
+
+def is_in_parts(state: Any) -> bool:
+    """Return whether a nested state contains DTensors."""
+    return any(map(_torch.is_sharded_tensor, tensors(state)))
+
+
+@torch.no_grad()
+def gathered_whole(state: Any) -> Any:
+    """Return a nested state whose tensors are whole and in main memory on rank 0; called on all ranks.
+
+    Cost:
+        One all-gather a tensor; a device holds one whole tensor at a time.
+    """
+    # On other ranks DTensors become None.
+    if isinstance(state, Mapping):
+        # A model's state is a dict with attributes of its own, which only its own class reads.
+        return {name: gathered_whole(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [gathered_whole(value) for value in state] if isinstance(state, list) else (*map(gathered_whole, state),)
+    if not _torch.is_sharded_tensor(state):
+        return state
+    # Parts that are kept in main memory are gathered where the ranks meet.
+    whole = state.detach().to(state.device_mesh.device_type).full_tensor()
+    return whole.cpu() if is_first() else None
+
+
+def parts_for(saved: Any, like: Any) -> Any:
+    """Return this rank's part of a saved whole tensor, laid out as ``like``; anything else as it is."""
+    fits = isinstance(saved, Tensor) and _torch.is_sharded_tensor(like) and saved.shape == like.shape
+    if not fits or _torch.is_sharded_tensor(saved):
+        return saved
+    from torch.distributed.tensor import DTensor
+
+    placement, held = placement_of("saved state", like), like.to_local()
+    part = local_part(saved.reshape(placement.shape), placement).reshape(held.shape).to(held.device).contiguous()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+    """Opacus's wrapper: gives every rank rank 0's parameters; sums are added up in the private optimizer's step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        broadcast_parameters(model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)

@@ -4,8 +4,7 @@ The objects hold no hooks and compute nothing: all of that is the clipper's.
 """
 
 from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
-from ghostclip.facade.modes import MODES, strategy_of
-from ghostclip.facade.module import GradSampleHooks, GradSampleModule, defer, run_in, watch_forwards
+from ghostclip.facade.module import MODES, GradSampleHooks, GradSampleModule, defer, run_in, strategy_of, watch_forwards
 
 __all__ = [
     "MODES",

@@ -1,16 +1,25 @@
-"""A criterion whose `loss.backward()` runs the two passes of the "ghost" and "fast" strategies.
+"""Criteria whose `loss.backward()` runs what the strategy has: two passes, or forward and backward as one graph.
 
-Shape legend: B samples, `...` positions of one sample.
+With one graph, ``criterion(model(x), y).backward()`` stays as it is written: `model(x)` and `criterion(...)` only note
+what is to be computed. Whoever looks at an output or a loss before gets its value, computed eagerly, and so is that
+batch's backward.
+
+Shape letters: B samples, `...` positions of one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from ghostclip.errors import LossReductionError
+from ghostclip import _tree
+from ghostclip.errors import GhostClipError, LossReductionError
+from ghostclip.graph import GraphStep
+from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
@@ -178,3 +187,266 @@ class PrivateCriterion:
         if "criterion" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.criterion, name)
+
+
+# Methods of a tensor that only say how it lies: noted, and computed with the rest.
+_NOTED: Final = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "float", "contiguous"}
+)
+
+
+class Deferral:
+    """Defers calls of a private model and its criterion to one compiled step."""
+
+    def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion, takeover: Takeover) -> None:
+        self._clipper, self._criterion = clipper, criterion
+        self.step = GraphStep(clipper, self._losses, takeover=takeover)
+
+    def defers(self, model: nn.Module) -> bool:
+        """Return whether a call of the model is deferred."""
+        return model.training and torch.is_grad_enabled() and self._clipper.attached
+
+    def output(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput:
+        """Record a call of the model and return a deferred output."""
+        return DeferredOutput(DeferredCall(self._clipper.model, tuple(args), dict(kwargs)))
+
+    def resolved(self, tree: Any) -> Any:
+        """Return arguments with deferred outputs replaced by their values."""
+        return resolved(tree)
+
+    def per_sample(self, loss: DeferredLoss) -> Tensor:
+        """Compute losses ``(B,)`` eagerly, with a graph."""
+        args, kwargs = resolved(loss.given)
+        return _changed(self._criterion.per_sample(*args, **kwargs), loss.changes)
+
+    def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
+        """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
+        outputs = [leaf for leaf in _tree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, DeferredOutput)]
+        calls = {id(output.call): output.call for output in outputs}
+        if len(calls) != 1 or any(call.known for call in calls.values()):
+            return None
+        return DeferredLoss(self, self._clipper, next(iter(calls.values())), (tuple(args), dict(kwargs)))
+
+    def compute(self, loss: DeferredLoss) -> Tensor:
+        """Compute a batch's losses ``(B,)`` and add its clipped sum."""
+        call, paths = loss.call, []
+
+        def noted(leaf: Any) -> Any:
+            if not isinstance(leaf, DeferredOutput):
+                return leaf
+            paths.append(leaf.path)
+            return f"{_HERE}{len(paths) - 1}"
+
+        # An output is a plain value among the arguments: graphs are compiled for these.
+        given = _tree.mapped(noted, loss.given)
+        self._paths = paths
+        losses_B, output = self.step(call.args, call.kwargs, given, loss.changes)
+        call.computed(output)
+        return losses_B
+
+    def _losses(self, model: nn.Module, args: Any, kwargs: Any, given: Any, changes: Any) -> tuple[Tensor, Any]:
+        output = model(*args, **kwargs)
+        paths = self._paths
+        own, named = _from_values(given, lambda number: _followed(output, paths[number]))
+        losses_B = self._criterion.per_sample(*own, **named)
+        return _changed(losses_B, changes), output if isinstance(output, Tensor) else None
+
+
+def _changed(losses_B: Tensor, changes: Sequence[tuple[str, float]]) -> Tensor:
+    """Apply the arithmetic that was done with a loss."""
+    for name, number in changes:
+        losses_B = getattr(operator, name)(losses_B, number)
+    return losses_B
+
+
+_HERE: Final = "\0output"
+
+
+def _from_values(given: Any, value: Callable[[int], Any]) -> Any:
+    def back(leaf: Any) -> Any:
+        placed = isinstance(leaf, str) and leaf.startswith(_HERE)
+        return value(int(leaf[len(_HERE) :])) if placed else leaf
+
+    return _tree.mapped(back, given)
+
+
+class DeferredCall:
+    """A deferred call of the model."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.known = False  # whether its output was computed by itself, eagerly
+        self._done = False
+        self._value: Any = None
+
+    def computed(self, value: Any) -> None:
+        """Set the output that was computed with the backward, without a graph; None where it was not stored."""
+        self._done, self._value = True, value
+
+    def value(self) -> Any:
+        """Return the output: computed now if it is unknown, without gradients after its backward."""
+        if self._value is None:
+            with torch.set_grad_enabled(not self._done and torch.is_grad_enabled()):
+                self._value = self.model(*self.args, **self.kwargs)
+            self.known = not self._done
+        return self._value
+
+
+class DeferredOutput:
+    """Placeholder for the output of a private model until its loss goes backward."""
+
+    # Attributes and items of it, and views of these, are placeholders too. Any other use computes it, eagerly if its
+    # backward has not run. `path`: how it follows from the model's output.
+    def __init__(self, call: DeferredCall, path: tuple[Any, ...] = ()) -> None:
+        self.call, self.path = call, path
+
+    def resolve(self) -> Any:
+        """Return the value that it stands for."""
+        return _followed(self.call.value(), self.path)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = _tree.mapped(_resolved, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return DeferredOutput(self.call, (*self.path, ("attribute", name)))
+
+    def __getitem__(self, key: Any) -> Any:
+        return DeferredOutput(self.call, (*self.path, ("item", _resolved(key))))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the value; a method that only changes a tensor's view is recorded."""
+        args, kwargs = _tree.mapped(_resolved, (args, kwargs))
+        method = self.path[-1] if self.path else ("", "")
+        if method[0] == "attribute" and method[1] in _NOTED and not self.call.known:
+            return DeferredOutput(self.call, (*self.path, ("call", (args, kwargs))))
+        return self.resolve()(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.resolve())
+
+    def __len__(self) -> int:
+        return len(self.resolve())
+
+    def __bool__(self) -> bool:
+        return bool(self.resolve())
+
+    def __int__(self) -> int:
+        return int(self.resolve())
+
+    def __index__(self) -> int:
+        return operator.index(self.resolve())
+
+    def __float__(self) -> float:
+        return float(self.resolve())
+
+    def __neg__(self) -> Any:
+        return -self.resolve()
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.resolve()
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return repr(self.resolve())
+
+
+def _binary(name: str) -> Callable[[DeferredOutput, Any], Any]:
+    operation = getattr(operator, name)
+
+    def forwards(self: DeferredOutput, other: Any) -> Any:
+        return operation(self.resolve(), _resolved(other))
+
+    return forwards
+
+
+def _reflected(name: str) -> Callable[[DeferredOutput, Any], Any]:
+    operation = getattr(operator, name)
+
+    def backwards(self: DeferredOutput, other: Any) -> Any:
+        return operation(_resolved(other), self.resolve())
+
+    return backwards
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(DeferredOutput, f"__{_name}__", _binary(_name))
+    setattr(DeferredOutput, f"__r{_name}__", _reflected(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(DeferredOutput, f"__{_name}__", _binary(_name))
+
+
+def _resolved(item: Any) -> Any:
+    return item.resolve() if isinstance(item, DeferredOutput) else item
+
+
+def resolved(tree: Any) -> Any:
+    """Return nested containers with deferred outputs replaced by their values."""
+    return _tree.mapped(_resolved, tree)
+
+
+def _followed(value: Any, path: Sequence[Any]) -> Any:
+    for kind, what in path:
+        if kind == "attribute":
+            value = getattr(value, what)
+        elif kind == "item":
+            value = value[what]
+        else:
+            value = value(*what[0], **what[1])
+    return value
+
+
+class DeferredLoss(PrivateLoss):
+    """The losses of one batch, computed with its backward as `backward()` is called."""
+
+    def __init__(
+        self,
+        deferral: Deferral,
+        clipper: GhostClipper,
+        call: DeferredCall,
+        # arguments of the criterion, deferred outputs among them
+        given: Any,
+        # arithmetic on the loss: names of operators with numbers
+        changes: tuple[tuple[str, float], ...] = (),
+    ) -> None:
+        self._deferral, self._clipper = deferral, clipper
+        self.call, self.given, self.changes = call, given, changes
+        self._computed: Tensor | None = None
+        self._gone_back = False
+
+    @property
+    def per_sample(self) -> Tensor:  # type: ignore[override]
+        """The losses, `[B]`: without a graph after `backward()`, computed eagerly before."""
+        if self._computed is None:
+            self._computed = self._deferral.per_sample(self)
+        return self._computed
+
+    def backward(self) -> None:
+        """Clip every sample's gradient and add their sum to `p.grad`; once only."""
+        if self._gone_back:
+            raise GhostClipError("a second backward() of the same loss: its samples would be clipped twice.")
+        self._gone_back = True
+        if self._computed is not None or self.call.known:
+            self._clipper.backward(self.per_sample)
+        else:
+            self._computed = self._deferral.compute(self)
+
+    def _after(self, name: str, number: float) -> PrivateLoss:
+        if self._computed is not None:
+            return PrivateLoss(self._clipper, getattr(operator, name)(self._computed, number))
+        changes = (*self.changes, (name, number))
+        return DeferredLoss(self._deferral, self._clipper, self.call, self.given, changes)
+
+    def __mul__(self, other: object) -> PrivateLoss:
+        return self._after("mul", number_of(other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> PrivateLoss:
+        return self._after("truediv", number_of(other))

@@ -4,18 +4,14 @@ A rule says which form a parameter's per-sample gradient has and hands over tens
 clipped sums and materialised gradients follow from the form alone.
 """
 
-from ghostclip.factors.base import Factor, SquaredNorm, accumulation_dtype
+from ghostclip.factors.base import Factor, SquaredNorm
+from ghostclip.factors.convolution import Windows
 from ghostclip.factors.dense import Dense, Diagonal
 from ghostclip.factors.head import Head, HeadBias
-from ghostclip.factors.inner import inner
-from ghostclip.factors.joined import joined
+from ghostclip.factors.inner import inner, joined
 from ghostclip.factors.outer import Outer
-from ghostclip.factors.permuted import Permuted
-from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.sampled import Sampled
-from ghostclip.factors.stacked import Stacked
-from ghostclip.factors.windows import Windows
+from ghostclip.factors.wrapped import Permuted, Placed, Sampled, Stacked
 
 __all__ = [
     "Dense",
@@ -31,7 +27,6 @@ __all__ = [
     "SquaredNorm",
     "Stacked",
     "Windows",
-    "accumulation_dtype",
     "inner",
     "joined",
 ]

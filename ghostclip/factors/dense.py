@@ -20,7 +20,7 @@ from ghostclip.factors.base import (
     where_kept,
 )
 from ghostclip.kernels.bounds import block_norms
-from ghostclip.kernels.positions import PositionSum
+from ghostclip.kernels.sums import PositionSum
 
 
 class Dense(Factor):

@@ -29,15 +29,17 @@ from ghostclip.kernels.head import (
     BiasGradients,
     Collector,
     InputGradient,
+    Norms,
     RowsAt,
     Table,
     Tiling,
     Tokens,
     WeightSum,
     gradient_tiles,
+    norm_flops,
+    norms_of,
     tiling,
 )
-from ghostclip.kernels.head_norms import Norms, norm_flops, norms_of
 
 LARGEST: Final = 1 << 26
 """Elements of the per-sample gradients of several samples that are still formed (float32: 256 MiB)."""
@@ -221,7 +223,7 @@ class Head(Factor):
         """Return squared norms, from a Gram matrix or from gradients formed and dropped, whichever is cheaper.
 
         Cost: 2·T·I·V per sample for the logits, as much for the hidden states' gradient from the same tiles, and
-        `ghostclip.kernels.head_norms.norm_flops`.
+        `ghostclip.kernels.head.norm_flops`.
         """
         if not self.x_BTI.numel() or not self.batch_size:
             return no_error(self.x_BTI.new_zeros(self.batch_size, dtype=self.dtype))

@@ -1,28 +1,28 @@
-"""Per-sample inner products between two factors of the same parameter.
+"""Several factors of one parameter: joined into fewer, and the inner products between those that stay.
 
-They are the cross terms of a shared parameter: ``‖Σ_k f_k‖² = Σ_k ‖f_k‖² + 2 Σ_{j<k} ⟨f_j, f_k⟩``.
+The norm of a sum has a cross term for each pair: ``‖Σ_k f_k‖² = Σ_k ‖f_k‖² + 2 Σ_{j<k} ⟨f_j, f_k⟩``. Factors of one
+form need none: positions of outer products (and looked-up rows) simply stand one after the other, and tensors add up.
 
-Shape letters: B samples, T and U positions, I inputs, O outputs, V rows, ``*P`` the parameter's own shape.
+Shape letters: B samples, N samples times slots, T and U positions, I inputs, O outputs, V rows, K rows of a sample, C
+channels, ``*P`` the parameter's own shape.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ghostclip.factors import planner
 from ghostclip.factors.base import Factor, to_accumulation
+from ghostclip.factors.convolution import Windows
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.head import Head
 from ghostclip.factors.outer import Outer
-from ghostclip.factors.permuted import Permuted
-from ghostclip.factors.placed import Placed
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.stacked import Stacked, sum_tensors
-from ghostclip.factors.windows import Windows
+from ghostclip.factors.wrapped import Permuted, Placed, Stacked, sum_tensors
 from ghostclip.kernels.bounds import dots
-from ghostclip.kernels.rows import add_rows_
+from ghostclip.kernels.sums import add_rows_
 
 
 class InnerProducts(NamedTuple):
@@ -69,14 +69,9 @@ def _form(factor: Factor) -> tuple[int, int, int] | None:
     return (1, *factor.matrix) if isinstance(factor, Rows) else None
 
 
-def _placed_placed(first: Placed, second: Placed) -> InnerProducts:
-    if first.index == second.index:
-        return inner(first.inner, second.inner)
-    return inner(Dense(first.materialize()), Dense(second.materialize()))
-
-
-def _permuted_permuted(first: Permuted, second: Permuted) -> InnerProducts:
-    if first.order == second.order:
+def _moved_moved(first: Placed | Permuted, second: Placed | Permuted) -> InnerProducts:
+    places = [factor.index if isinstance(factor, Placed) else factor.order for factor in (first, second)]
+    if places[0] == places[1]:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
 
@@ -153,8 +148,8 @@ def _dense_rows(dense: Dense, rows: Rows) -> InnerProducts:
 
 
 _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., InnerProducts]]] = {
-    (Placed, Placed): _placed_placed,
-    (Permuted, Permuted): _permuted_permuted,
+    (Placed, Placed): _moved_moved,
+    (Permuted, Permuted): _moved_moved,
     (Stacked, Stacked): _stacked_stacked,
     (Outer, Outer): _outer_outer,
     (Outer, Rows): _outer_rows,
@@ -162,3 +157,51 @@ _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., InnerProduct
     (Rows, Rows): _rows_rows,
     (Dense, Rows): _dense_rows,
 }
+
+
+# Two uses of a large layer have one cross term, which costs less memory than their positions side by side.
+_FEW: Final = 3
+
+
+def joined(factors: Sequence[Factor]) -> list[Factor]:
+    """Return fewer factors with the same sum: one for each form, concatenated in a copy."""
+    groups: dict[Any, list[Factor]] = {}
+    for factor in factors:
+        groups.setdefault(_joinable(factor), []).append(factor)
+    return [part for group in groups.values() for part in _as_one(group)]
+
+
+def _joinable(factor: Factor) -> Any:
+    if isinstance(factor, Windows):
+        sides = (factor.x_BKC, factor.g_BKO)
+        return Windows, factor.shape, factor.geometry, *((side.shape[2:], side.dtype) for side in sides)
+    if isinstance(factor, Outer):
+        return Outer, factor.shape, factor.slots, factor.sizes[1:], factor.a_NTI.dtype, factor.g_NTO.dtype
+    if isinstance(factor, Rows):
+        return Rows, factor.shape, factor.matrix, factor.g_BTI.dtype
+    if isinstance(factor, Permuted) and type(factor.inner) is Dense:
+        return Permuted, factor.order, _joinable(factor.inner)
+    return (Dense, factor.shape, factor.grad_BP.dtype) if type(factor) is Dense else id(factor)
+
+
+def _as_one(group: list[Factor]) -> Sequence[Factor]:
+    first = group[0]
+    if isinstance(first, Permuted):
+        inner = [factor.inner for factor in group if isinstance(factor, Permuted)]
+        return [Permuted(part, first.order) for part in _as_one(inner)]
+    if len(group) < (2 if isinstance(first, Dense) else _FEW):
+        return group
+    if isinstance(first, Dense):
+        return [Dense(sum_tensors([factor.grad_BP for factor in group if isinstance(factor, Dense)]))]
+    if isinstance(first, Windows):
+        convolved = [factor for factor in group if isinstance(factor, Windows)]
+        x_BKC, g_BKO = (torch.cat(sides, 1) for sides in zip(*((f.x_BKC, f.g_BKO) for f in convolved), strict=True))
+        return [Windows(x_BKC, g_BKO, first.geometry, shape=first.shape)]
+    if isinstance(first, Outer):
+        # A backward meets the last step of a sequence first.
+        outers = [factor for factor in reversed(group) if isinstance(factor, Outer)]
+        a_NTI, g_NTO = torch.cat([outer.a_NTI for outer in outers], 1), torch.cat([outer.g_NTO for outer in outers], 1)
+        return [Outer(a_NTI, g_NTO, shape=first.shape, slots=first.slots)]
+    rows = [factor for factor in group if isinstance(factor, Rows)]
+    ids_BT, g_BTI = torch.cat([factor.ids_BT for factor in rows], 1), torch.cat([factor.g_BTI for factor in rows], 1)
+    return [Rows(ids_BT, g_BTI, shape=first.shape)]

@@ -22,8 +22,8 @@ from ghostclip.factors.base import (
     to_accumulation,
     where_kept,
 )
-from ghostclip.factors.contraction import contraction
 from ghostclip.factors.dense import Dense
+from ghostclip.factors.planner import contraction
 from ghostclip.kernels import products
 from ghostclip.kernels.bounds import (
     Bounded,

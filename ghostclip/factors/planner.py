@@ -1,18 +1,32 @@
-"""The cost model: how an ``Outer`` norm is computed and what is kept until the clipped sum.
+"""What is computed how: contractions along their cheapest path, the form of an ``Outer`` norm, what is kept for a sum.
 
 Per sample, T positions, I inputs, O outputs, h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs):
 a symmetric Gram of E entries costs 2·E·(I+O), instantiation 2·T·I·O, the backward's own weight gradient 2·T·I·O.
 Matrix units of a GPU make FLOPs so cheap that bytes count beside them, unless a kernel stores nothing that it forms.
 """
 
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
+from opt_einsum import contract_expression
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.kernels import gram, outer, products
-from ghostclip.kernels import workspace as on_gpu
+from ghostclip.kernels import gram, outer, products, runtime
+
+
+def contraction(subscripts: str, *tensors: Tensor) -> Tensor:
+    """Contract tensors as ``einsum`` with an explicit output does, along the cheapest path."""
+    expression = _expression(subscripts, tuple(tuple(tensor.shape) for tensor in tensors))
+    result: Tensor = expression(*tensors)
+    return result
+
+
+@lru_cache(maxsize=512)
+def _expression(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    return contract_expression(subscripts, *shapes)
+
 
 # Elements of the largest temporary a norm may allocate on a CPU (float32: 16 MiB).
 WORKSPACE_ELEMENTS: Final = kernels.WORKSPACE
@@ -28,7 +42,7 @@ _BYTES_FORMED: Final = 8
 
 def workspace(device: torch.device) -> int:
     """Return how many elements the largest temporary of a norm may have on a device."""
-    return on_gpu.elements(device) if device.type == "cuda" else WORKSPACE_ELEMENTS
+    return runtime.elements(device) if device.type == "cuda" else WORKSPACE_ELEMENTS
 
 
 def keeps_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 4) -> bool:

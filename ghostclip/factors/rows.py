@@ -25,9 +25,9 @@ from ghostclip.factors.base import (
     to_accumulation,
     where_kept,
 )
-from ghostclip.kernels import reads
+from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import position_norms, sum_of_squares
-from ghostclip.kernels.rows import add_rows_
+from ghostclip.kernels.sums import add_rows_
 
 
 class _Repeated(NamedTuple):
@@ -61,7 +61,7 @@ class Rows(Factor):
         # Of each gradient alone, or of their sum where a sample looked a row up again. On a CPU such sums are formed in
         # float64, here and for the clipped sum alike. On a GPU a clipped sum adds the gradients one by one, and their
         # terms say what that may round.
-        if reads.wait(self.g_BTI):
+        if runtime.wait(self.g_BTI):
             measured = kernels.row_square(self.ids_BT, self.g_BTI)
             terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
             return SquaredNorm(measured.value_N, measured.error_N, terms)
@@ -76,7 +76,7 @@ class Rows(Factor):
 
     def terms(self) -> Terms | None:
         """Return the gradients of rows that their sample looks up again; the others are added as they are."""
-        if reads.wait(self.g_BTI):
+        if runtime.wait(self.g_BTI):
             return self.sqnorm().terms
         found = self._repeated
         if found is None:
@@ -113,7 +113,7 @@ class Rows(Factor):
     def segments(self) -> tuple[Tensor, Tensor]:
         """Return sorted pairs ``sample · V + row``, ``(K,)``, and the gradient added up over each, ``(K, I)``."""
         # Where counting the pairs would wait for a device, there are as many as positions, the last ones of no sample.
-        if reads.wait(self.g_BTI):
+        if runtime.wait(self.g_BTI):
             return self._padded_segments()
         pairs_K, segment = torch.unique(self.pairs().flatten(), return_inverse=True)
         g_BTI = to_accumulation(self.g_BTI)
@@ -148,7 +148,7 @@ class Rows(Factor):
         # On a CPU what a sample adds to one row is added up before.
         matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        found = None if reads.wait(self.g_BTI) else self._repeated
+        found = None if runtime.wait(self.g_BTI) else self._repeated
         if found is not None:
             weighted_BTI[found.place] = 0
             weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))

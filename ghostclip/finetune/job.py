@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ghostclip._files import reason_of, require_plotting
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
-from ghostclip.finetune import output as files
+from ghostclip.finetune import run as files
 from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
 from ghostclip.finetune.ranks import Ranks, is_in_parts, joined, require_same
-from ghostclip.finetune.tokens import first_line, stay_local
+from ghostclip.finetune.samples import first_line, stay_local
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _run(given: dict[str, Any], ranks: Ranks) -> int:
     stay_local(options.model, options.tokenizer)
     with Working("preparing"), refused_together("preparations"):
         _require_libraries()
-        from ghostclip.finetune.report import plan_text
+        from ghostclip.finetune.record import plan_text
         from ghostclip.finetune.run import FinetuneRun
         from ghostclip.finetune.training import training_arguments
 
@@ -122,7 +122,7 @@ def _require_libraries() -> None:
 def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
     """Train until the steps are spent or stopping is asked for, then write; what happened is on disk afterwards."""
     from ghostclip.distributed import from_first, refused_together
-    from ghostclip.finetune.report import result_text
+    from ghostclip.finetune.record import result_text
     from ghostclip.finetune.training import FinetuneTrainer
 
     was_there, begun = run.output.exists(), run.state.lost is not None

@@ -170,7 +170,7 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from ghostclip.scaling.local import blocks_of
+    from ghostclip.scaling.models import blocks_of
 
     # A copy of parts is one shard (dp=1) of each.
     sharded = mesh.data_ranks > 1
@@ -188,7 +188,7 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
 
 def _divide_layers(model: Any, mesh: Any) -> None:
     """Divide the layers of a model as its plan says, in the styles of transformers."""
-    from ghostclip.scaling.local import require_plan
+    from ghostclip.scaling.models import require_plan
 
     plan = require_plan(model, mesh.size())
     try:

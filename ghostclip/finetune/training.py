@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.distributed import gathered, refused_together
 from ghostclip.errors import FixedSeedWarning
-from ghostclip.finetune.measure import adamw
+from ghostclip.finetune.models import adamw
 from ghostclip.finetune.ranks import is_in_parts
 from ghostclip.finetune.run import FinetuneRun
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments

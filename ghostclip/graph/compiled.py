@@ -33,7 +33,7 @@ from ghostclip.graph.trace import (
     restored,
     trace,
 )
-from ghostclip.kernels.precision import full_precision
+from ghostclip.kernels.products import full_precision
 
 _log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from ghostclip.graph.regions import Regions
 from ghostclip.graph.simplify import simplified
 from ghostclip.graph.sums import SampleSum, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, Traced, first_line, operation
-from ghostclip.kernels import reads, switch
-from ghostclip.kernels.precision import full_precision
+from ghostclip.kernels import runtime
+from ghostclip.kernels.products import full_precision
 
 FEWEST: Final = 4
 """Gradients of one form from which their norms are compiled once: of fewer they are compiled with what is beside."""
@@ -221,7 +221,7 @@ def rewritten(
 ) -> fx.GraphModule:
     """Trace a private step into one functional graph."""
     try:
-        with torch.no_grad(), full_precision(), reads.none(), switch.using("off"), _torch.overrides_off():
+        with torch.no_grad(), full_precision(), runtime.none(), runtime.using("off"), _torch.overrides_off():
             # Operations made of others are taken apart first: some change in place what has no other form.
             first = _torch.traced(step, inputs)
             graph = _functional(first, inputs)

@@ -26,18 +26,19 @@ from ghostclip.data.memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
 from ghostclip.graph.takeover import Takeover, hindered, left_of
-from ghostclip.integrations._versions import warn_if_untested
-from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
-from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
-from ghostclip.integrations.training.loss_checks import (
+from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
+from ghostclip.integrations._trainer import (
+    PrivateRun,
+    Ticket,
+    Tickets,
+    refuse,
     require_own_loss,
     require_padding_without_effect,
+    unexpected,
 )
-from ghostclip.integrations.training.refusals import refuse, unexpected
-from ghostclip.integrations.training.run import PrivateRun, Ticket, Tickets
+from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.language.record_losses import losses_of
-from ghostclip.language.tasks import task_of, without_adapters
-from ghostclip.language.trials import evaluating
+from ghostclip.language.tasks import evaluating, task_of, without_adapters
 from ghostclip.language.vocabulary_head import use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.errors import InvalidOptionError, NotOfferedError
-from ghostclip.integrations._versions import warn_if_untested
-from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
+from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
 from ghostclip.integrations.transformers import DPTrainer
 from ghostclip.language.tasks import without_adapters
 from ghostclip.language.vocabulary_head import logits_of, without_logits

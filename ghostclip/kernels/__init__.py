@@ -8,24 +8,19 @@ can run. Configurations follow from shapes: nothing is tuned by running a kernel
 
 from typing import Final
 
-from ghostclip.kernels import affine, gram, noise, outer, rows
-from ghostclip.kernels.affine import NormAffine, is_fused, layer_norm_affine, rms_norm_affine
-from ghostclip.kernels.bounds import Bounded
+from ghostclip.kernels import gram, noise, outer, sums
 from ghostclip.kernels.gram import WORKSPACE, gram_entries, gram_levels, gram_sums, symmetric_gram
 from ghostclip.kernels.noise import add_noise_
 from ghostclip.kernels.outer import outer_square, square_sums, weighted_sum
-from ghostclip.kernels.positions import PositionSum
-from ghostclip.kernels.rows import row_square
-from ghostclip.kernels.switch import mode, set_mode, using
-from ghostclip.kernels.twins import Twins
+from ghostclip.kernels.runtime import Twins, mode, set_mode, using
+from ghostclip.kernels.sums import NormAffine, PositionSum, is_fused, layer_norm_affine, rms_norm_affine, row_square
 
-TWINS: Final = (gram.TWINS, outer.SQUARE, outer.SUM, rows.TWINS, affine.TWINS, noise.TWINS)
+TWINS: Final = (gram.TWINS, outer.SQUARE, outer.SUM, sums.ROW_SQUARE, sums.NORM_AFFINE, noise.TWINS)
 """Every kernel with its twin."""
 
 __all__ = [
     "WORKSPACE",
     "TWINS",
-    "Bounded",
     "NormAffine",
     "PositionSum",
     "Twins",

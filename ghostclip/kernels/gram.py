@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ghostclip.kernels import products, reads
+from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
     UNSEEN_DRIFT,
     Bounded,
@@ -26,8 +26,8 @@ from ghostclip.kernels.bounds import (
     unit_roundoff,
 )
 from ghostclip.kernels.outer import weighting
-from ghostclip.kernels.positions import PositionSum
-from ghostclip.kernels.twins import LARGE, SMALL, Twins, generator, is_half
+from ghostclip.kernels.runtime import LARGE, SMALL, Twins, generator, is_half
+from ghostclip.kernels.sums import PositionSum
 
 Factors: TypeAlias = tuple[Tensor, Tensor]
 
@@ -174,7 +174,7 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Re
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
-    if a_NTI.device.type == "cpu" and not reads.traced():
+    if a_NTI.device.type == "cpu" and not runtime.traced():
         cached = CACHED * torch.get_num_threads()
         at_once = max(1, min(workspace, cached) // max(1, positions * (inputs + outputs)))
     elif is_half(a_NTI, g_NTO) and not (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
@@ -199,7 +199,7 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
         a_NTI, g_NTO = (x_NTF if _in_one_piece(x_NTF) else x_NTF.contiguous() for x_NTF in (a_NTI, g_NTO))
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
     levels = gram_levels(a_NTI.shape[1], a_NTI.shape[2], g_NTO.shape[2], by_units=by_units)
-    if reads.traced():
+    if runtime.traced():
         levels = min(levels, TRACED_LEVELS, max(0, (a_NTI.shape[1] // TRACED_LEAF).bit_length() - 1))
     sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)
     unseen = None if sums.squares is not None else UNSEEN_DRIFT * unit_roundoff(a_NT.dtype)
@@ -226,7 +226,7 @@ def _halved(factors: Factors, norms: Factors, levels: int, workspace: int) -> _S
     if leaf == 1:
         square_N = (a_NT * g_NT)[:, :whole].square().sum(1)
         on.append(_Sums(square_N, square_N.clone()))
-    elif seen and reads.traced() and a_NTI.device.type == "cpu" and leaf >= HALVED_AT_ONCE and leaf % 2 == 0:
+    elif seen and runtime.traced() and a_NTI.device.type == "cpu" and leaf >= HALVED_AT_ONCE and leaf % 2 == 0:
         for block in _pieces(*first, leaf):
             below, both = _in_halves(block, samples)
             above.append(below)
@@ -352,7 +352,7 @@ def _in_halves(block: Factors, samples: int) -> tuple[_Sums, _Sums]:
 
 
 def _reduced(a_NTI: Tensor, g_NTO: Tensor, also: PositionSum | None = None) -> Reduced:
-    from ghostclip.kernels._compiled.gram import symmetric_gram as kernel
+    from ghostclip.kernels.triton_products import symmetric_gram as kernel
 
     summed = 0 if also is None else also.place_among(a_NTI, g_NTO)
     if also is None or not summed or not a_NTI.numel() or not g_NTO.numel():

@@ -23,7 +23,7 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import InvalidOptionError
-from ghostclip.kernels.twins import Twins, generator
+from ghostclip.kernels.runtime import Twins, generator
 
 BLOCK: Final = 1 << 15
 """Elements in a block of noise."""
@@ -177,7 +177,7 @@ def _fast(
     extent: tuple[int, int],
     stream: tuple[int, int],
 ) -> Tensor:
-    from ghostclip.kernels._compiled.noise import add_noise as kernel
+    from ghostclip.kernels.triton_noise import add_noise as kernel
 
     return kernel(part_N, state, scales, extent, stream)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ghostclip.kernels import products, reads, workspace
+from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
     SPLIT_ROUNDINGS,
     Bounded,
@@ -27,7 +27,7 @@ from ghostclip.kernels.bounds import (
     sum_of_squares,
     widened,
 )
-from ghostclip.kernels.twins import Twins, generator, is_half
+from ghostclip.kernels.runtime import Twins, generator, is_half
 
 SHORT: Final = 16
 """Positions below which a tile of the kernel would be mostly empty."""
@@ -156,7 +156,7 @@ def summed_by_units(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out: Tensor, *
     if out.dtype != torch.float32 or not _by_units(a_NTI, g_NTO) or not len(a_NTI):
         return False
     slots, row = len(a_NTI) // len(coef_B), out.view(1, -1)
-    samples_at_once = max(1, workspace.elements(out.device) // max(1, out.numel()))
+    samples_at_once = max(1, runtime.elements(out.device) // max(1, out.numel()))
     for start in range(0, len(coef_B), samples_at_once):
         piece = slice(start * slots, (start + samples_at_once) * slots)
         some_B = coef_B[start : start + samples_at_once]
@@ -214,7 +214,7 @@ def _widened_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *
     """Add a sum to a matrix of another type, for which a few samples are widened at a time."""
     samples, dtype = len(a_NTI), out_OI.dtype
     elements = a_NTI.shape[1] * (a_NTI.shape[2] + g_NTO.shape[2])
-    at_once = max(1, samples if reads.traced() else workspace.elements(out_OI.device) // max(1, elements))
+    at_once = max(1, samples if runtime.traced() else runtime.elements(out_OI.device) // max(1, elements))
     for start in range(0, max(1, samples), at_once):
         some = slice(start, start + at_once)
         _naive_sum(a_NTI[some].to(dtype), g_NTO[some].to(dtype), coef_N[some], out_OI, fresh=fresh and start == 0)
@@ -222,7 +222,7 @@ def _widened_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *
 
 
 def _reduced_square(a_NTI: Tensor, g_NTO: Tensor) -> Reduced:
-    from ghostclip.kernels._compiled.outer import outer_square as kernel
+    from ghostclip.kernels.triton_products import outer_square as kernel
 
     return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
 
@@ -238,7 +238,7 @@ def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, f
 
 
 def _by_kernel(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, apart: int, fresh: bool) -> None:
-    from ghostclip.kernels._compiled.outer import weighted_sum as kernel
+    from ghostclip.kernels.triton_products import weighted_sum as kernel
 
     kernel(a_NTI, g_NTO, coef_B, out_SOI, apart=apart, fresh=fresh)
 

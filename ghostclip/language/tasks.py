@@ -1,20 +1,24 @@
-"""What models of transformers predict, and the loss of each record from their logits.
+"""What models of transformers predict, and the loss of each record from their logits; trials that leave no trace.
 
 Shapes: B records, T positions, V classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.errors import LossReductionError
+from ghostclip.evidence.module_state import restored
 from ghostclip.losses import token_losses
 
 
@@ -168,3 +172,43 @@ def _tasks() -> dict[str, Task]:
             for name in (names,) if isinstance(names, str) else names:
                 found.setdefault(name, task)
     return found
+
+
+@contextmanager
+def own_randomness(seed: int | None = None) -> Iterator[None]:
+    """Restore the global random generators afterwards; inside they start at the seed, if there is one."""
+    before = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)
+            # Not `torch.manual_seed`, which notes where it was called from for devices that are not in use.
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Restore the random generators, and what a model's forward writes."""
+    with own_randomness(), restored(model):
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode, without gradients, and restore the random generators."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with without_trace(model), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from ghostclip.capture.in_place import in_place_of
 from ghostclip.errors import LossReductionError, UnsupportedModelError
-from ghostclip.language.tasks import task_of, with_decoder_inputs
-from ghostclip.language.trials import evaluating
+from ghostclip.language.tasks import evaluating, task_of, with_decoder_inputs
 from ghostclip.losses import head_losses, linear_cross_entropy, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")

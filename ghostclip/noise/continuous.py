@@ -1,10 +1,11 @@
-"""Continuous Gaussian noise: levels "fast" and "secure".
+"""Continuous Gaussian noise in float64: levels "fast" and "secure".
 
 Neither claims that floating-point numbers hide what they encode: for that the sum itself has to be discrete.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,14 +18,27 @@ from numpy.typing import NDArray
 from ghostclip import _torch, kernels
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.kernels import switch
+from ghostclip.kernels import runtime
 from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
 from ghostclip.noise.correlated import Correlation
 from ghostclip.noise.exact import ExactNoise
-from ghostclip.noise.gaussian import box_muller
-from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, Range, cut
+from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, Range, cipher_key, cut, words_of
 from ghostclip.noise.keys import RandomKey
-from ghostclip.noise.keystream import cipher_key, words_of
+
+
+def box_muller(words_W: torch.Tensor) -> torch.Tensor:
+    """Turn uniform int64 bits into normal values, float64, in place: √(-2 log u)·(cos, sin)(2πv), at most 9.42.
+
+    Reference:
+        Box and Muller (1958), A note on the generation of random normal deviates.
+    """
+    radius_N, angle_N = words_W.chunk(2)
+    # (k + 1/2) / 2^63 for a uniform 63-bit k: never 0, and exact where it is small, which is where the tails are.
+    uniform_N = radius_N.bitwise_and_(2**63 - 1).to(torch.float64).add_(0.5).mul_(2.0**-63)
+    radius_N = uniform_N.log_().mul_(-2).sqrt_()
+    angle_N = angle_N.to(torch.float64).mul_(math.pi * 2.0**-63)
+    return torch.cat((angle_N.cos().mul_(radius_N), angle_N.sin_().mul_(radius_N)))
+
 
 GPU_BLOCK = 1 << 22
 """Elements drawn at once on a GPU: 32 MiB of float64, whatever the size of the parameter."""
@@ -102,7 +116,7 @@ class FastNoise(_KeyStreamNoise):
     def __init__(self, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(RandomKey("noise", seed=seed, generator=generator), generator)
         self._seeds = SeedsAhead(self._key)
-        self._stream = STREAMS[switch.mode() != "off" and switch.installed()]
+        self._stream = STREAMS[runtime.mode() != "off" and runtime.installed()]
 
     def correlate(self, correlation: Correlation, *, stride: int) -> None:
         """Let steps add the noise of earlier steps as well; see `KeyedNoise.correlate`."""

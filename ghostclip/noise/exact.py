@@ -1,14 +1,172 @@
-"""Level "exact": discrete Gaussian noise on integer sums, which floating-point numbers cannot undermine."""
+"""Level "exact": discrete Gaussian noise on integer sums of rounded gradients, which floating point cannot undermine.
+
+Samples of the discrete Gaussian are exact: a float64 comparison decides where it certainly agrees with the real
+numbers, nearly always; otherwise the uniform gets more bits and the comparison is made in decimal arithmetic of
+growing precision. Gradients are rounded to a grid sample by sample: the sensitivity of their sum is a whole number.
+
+Letters: B samples.
+"""
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ghostclip._validate import non_negative, positive, positive_int
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise.discrete import discrete_gaussian
-from ghostclip.noise.keyed import Block, KeyedNoise
+from ghostclip.noise.keyed import Block, KeyedNoise, words_of
 from ghostclip.noise.keys import RandomKey
-from ghostclip.noise.keystream import words_of
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+
+Words = Callable[[int, int], NDArray[np.uint64]]
+"""(part, count) -> uniform uint64; parts are independent streams, addressed from their beginning."""
+
+MAX_SCALE = 2.0**32
+
+# Bounds on the error of the float64 arithmetic below, with room for a few units in the last place of log and exp:
+# a logarithm is below 64 (unit 2^-47), a probability at most 1 (2^-53).
+_LOG_ERROR = 2.0**-43
+_PROBABILITY_ERROR = 2.0**-46
+_BITS = 63
+_MORE_BITS = 128
+_MOST_ROUNDS = 128
+_DIGITS = 70
+
+
+def discrete_gaussian(words: Words, count: int, scale: float) -> NDArray[np.int64]:
+    """Draw from the discrete Gaussian N_Z(0, s²): P(x) ∝ exp(-x² / (2 s²)) on the integers.
+
+    A discrete Laplace value ⌊t·E⌋ with a random sign (E exponential, t the power of two from s up) is accepted with
+    probability exp(-(|x| - s²/t)² / (2 s²)).
+
+    Privacy:
+        Added to an integer sum that one unit moves by at most Δ (Euclidean), the divergence of every order α is at most
+        αΔ²/(2s²), that of the continuous Gaussian; the binomial expansion of the subsampled mechanism's moments at
+        whole orders carries over term by term. Nothing depends on floating-point numbers.
+
+    Reference:
+        Canonne, Kamath and Steinke (2020), The Discrete Gaussian for Differential Privacy, Algorithm 3 (the rejection
+        scheme), Proposition 5 and Theorem 14 (divergence).
+    """
+    if not 0 < scale <= MAX_SCALE:
+        raise InvalidOptionError(f"scale={scale!r}: must be greater than 0 and at most 2^32 steps of the grid.")
+    laplace = 2 ** max(0, math.ceil(math.log2(scale)))
+    if laplace < scale:
+        laplace *= 2
+    accepted: list[NDArray[np.int64]] = []
+    missing = count
+    while missing > 0:
+        number = len(accepted)
+        assert number < _MOST_ROUNDS, "a third of all candidates at least is accepted, so that few rounds suffice"
+        accepted.append(_round(words, number, 2 * missing + 32, (Fraction(scale), laplace)))
+        missing -= len(accepted[-1])
+    return np.concatenate(accepted)[:count] if accepted else np.empty(0, dtype=np.int64)
+
+
+def _round(words: Words, number: int, tries: int, shape: tuple[Fraction, int]) -> NDArray[np.int64]:
+    """Return the accepted values of one round of candidates; ``shape`` is (s, t)."""
+    drawn = words(number, 2 * tries)
+    first, second = drawn[:tries], drawn[tries:]
+    bits = _MoreBits(words, _MOST_ROUNDS + number)
+    size = _floor_of_exponential(first >> np.uint64(1), shape[1], bits)
+    negative = (first & np.uint64(1)).astype(bool)
+    keep = _accept(second >> np.uint64(1), size, shape, bits)
+    # Zero has one sign only, or it would be twice as likely.
+    keep &= ~(negative & (size == 0))
+    return np.where(negative, -size, size)[keep]
+
+
+class _MoreBits:
+    """Additional bits for uniforms that 63 bits do not place on one side of a threshold."""
+
+    def __init__(self, words: Words, part: int) -> None:
+        self._words, self._part, self._used = words, part, 0
+
+    def intervals(self, word: int) -> Iterator[tuple[Fraction, Fraction]]:
+        """Yield nested intervals that contain a uniform with the given first 63 bits, each 128 bits narrower."""
+        value, bits = word, _BITS
+        while True:
+            count = self._used + _MORE_BITS // 64
+            high, low = self._words(self._part, count)[self._used :].tolist()
+            self._used = count
+            value, bits = (value << _MORE_BITS) | (high << 64) | low, bits + _MORE_BITS
+            yield Fraction(value, 2**bits), Fraction(value + 1, 2**bits)
+
+
+def _floor_of_exponential(words: NDArray[np.uint64], laplace: int, bits: _MoreBits) -> NDArray[np.int64]:
+    """Return ⌊-t·log u⌋ for uniforms u with the given first 63 bits; t is a power of two."""
+    with np.errstate(divide="ignore"):
+        # Of the interval [w, w + 1) / 2^63; t is a power of two, so that multiplying by it does not round.
+        longest = (_BITS * math.log(2) - np.log(words.astype(np.float64)) + _LOG_ERROR) * laplace
+        shortest = (_BITS * math.log(2) - np.log(words.astype(np.float64) + 1) - _LOG_ERROR) * laplace
+    low, high = np.floor(shortest), np.floor(longest)
+    unclear = np.flatnonzero(low != high)
+    result = low.astype(np.int64)
+    for index in unclear.tolist():
+        result[index] = _exact_floor(int(words[index]), laplace, bits)
+    return result
+
+
+def _exact_floor(word: int, laplace: int, bits: _MoreBits) -> int:
+    """Return ⌊-t·log u⌋, with as many bits of u as that takes."""
+    digits = _DIGITS
+    for low, high in bits.intervals(word):
+        context = Context(prec=digits)
+        margin = Decimal(10) ** (20 - digits)
+        least = context.multiply(Decimal(-laplace), context.ln(_decimal(high, context))) - margin
+        most = None if low == 0 else context.multiply(Decimal(-laplace), context.ln(_decimal(low, context))) + margin
+        if most is not None and math.floor(least) == math.floor(most):
+            return math.floor(least)
+        digits += _DIGITS
+    raise AssertionError("the intervals shrink for ever")
+
+
+def _accept(
+    words: NDArray[np.uint64], size: NDArray[np.int64], shape: tuple[Fraction, int], bits: _MoreBits
+) -> NDArray[np.bool_]:
+    """Decide u < exp(-(|x| - s²/t)² / (2 s²)) for uniforms u with the given first 63 bits; ``shape`` is (s, t)."""
+    scale, laplace = shape
+    s = float(scale)
+    uniform = words.astype(np.float64) * 2.0**-_BITS
+    chance = np.exp(-(((size - s * s / laplace) / s) ** 2) / 2)
+    unclear = np.flatnonzero(np.abs(uniform - chance) <= _PROBABILITY_ERROR)
+    result = uniform < chance
+    for index in unclear.tolist():
+        exponent = (int(size[index]) - scale * scale / laplace) ** 2 / (2 * scale * scale)
+        result[index] = _exactly_below(int(words[index]), exponent, bits)
+    return result
+
+
+def _exactly_below(word: int, exponent: Fraction, bits: _MoreBits) -> bool:
+    """Return whether u < exp(-exponent), with as many bits of u as that takes."""
+    if exponent == 0:
+        return True
+    digits = _DIGITS
+    for low, high in bits.intervals(word):
+        context = Context(prec=digits)
+        margin = Decimal(10) ** (20 - digits)
+        chance = context.exp(-_decimal(exponent, context))
+        if _decimal(high, context) + margin < chance:
+            return True
+        if _decimal(low, context) - margin > chance:
+            return False
+        digits += _DIGITS
+    raise AssertionError("the intervals shrink for ever")
+
+
+def _decimal(value: Fraction, context: Context) -> Decimal:
+    return context.divide(Decimal(value.numerator), Decimal(value.denominator))
 
 
 class ExactNoise(KeyedNoise):
@@ -43,3 +201,206 @@ class ExactNoise(KeyedNoise):
             lambda part, count: words_of(self._key, block, part=part, count=count), block.size, std
         )
         part_N.add_(torch.from_numpy(noise)[within].to(part_N.device))
+
+
+MAX_BITS = 26
+"""Squared norms up to 2^(2·26) are whole numbers that float64 sums without rounding."""
+
+_SHRINK = 1 - 2.0**-10
+_FLOAT32 = 2.0**-22
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The multiples of `step`; a sample's rounded gradient has a Euclidean norm of at most `bound` steps.
+
+    Privacy:
+        What is released is the integers and what follows from them, so that the sensitivity is `bound`, a whole number
+        that is enforced in whole numbers; `step` only says what they mean.
+    """
+
+    step: float  # width of the grid in units of the gradient
+    bound: int  # largest norm of one sample's integers: the sensitivity of their sum, at most 2^26
+
+    def __post_init__(self) -> None:
+        positive(self.step, "step")
+        if positive_int(self.bound, "bound") > 2**MAX_BITS:
+            raise InvalidOptionError(f"bound={self.bound!r}: must be at most 2^{MAX_BITS}.")
+
+    @classmethod
+    def for_norm(cls, max_grad_norm: float, *, bits: int = 24) -> Grid:
+        """Return the grid on which C is 2^bits steps; at 24 bits, rounding is 2^-24 of the noise at σ = 1."""
+        if positive_int(bits, "bits") > MAX_BITS:
+            raise InvalidOptionError(f"bits={bits!r}: must be at most {MAX_BITS}.")
+        return cls(step=positive(max_grad_norm, "max_grad_norm") * 2.0**-bits, bound=2**bits)
+
+    @torch.no_grad()
+    def quantize(self, grads: Sequence[torch.Tensor], coef_B: torch.Tensor) -> list[torch.Tensor]:
+        """Clip and round every sample's gradient to the grid and sum over the samples, in integers.
+
+        z_b = round(f·c_b·g_b / step), where f = (√(bound² - d/6) - 2)/bound - 2^-22 makes room for what rounding d
+        coordinates adds to a norm (d/12 to its square, and 0.3 to itself as one standard deviation) and for a factor
+        c_b in float32. Whether ‖z_b‖ ≤ bound is then checked in whole numbers, over all parameters together; a sample
+        that fails is rounded toward zero from a slightly smaller value, and left out if it fails again or is not
+        finite.
+
+        Privacy:
+            ‖z_b‖ ≤ bound holds for whatever `grads` and `coef_B` contain, so that the sum's sensitivity to a record
+            is `bound`, if the other records' gradients do not depend on it, to the last bit. They must therefore be
+            computed record by record (physical batches of one), or by kernels that give a row the same result in
+            batches of any size: ordinary matrix products do not promise that.
+
+        Cost:
+            Two passes over the gradients, and float64 copies of one parameter's.
+        """
+        size = sum(grad[0].numel() for grad in grads) if len(coef_B) else 0
+        room = 1 - size / (6 * self.bound**2)
+        if room < 0.5:
+            raise InvalidOptionError(f"bound={self.bound}: {size} coordinates do not fit; use a grid with more bits.")
+        scaled_B = coef_B.to(torch.float64) * ((math.sqrt(room) - 2 / self.bound - _FLOAT32) / self.step)
+        nearest_B = self._within(grads, scaled_B, torch.round)
+        toward_zero_B = self._within(grads, scaled_B * _SHRINK, torch.trunc)
+        return [
+            _rounded(grad, scaled_B, torch.round).where(_over(nearest_B, grad), 0)
+            .add_(_rounded(grad, scaled_B * _SHRINK, torch.trunc).where(_over(toward_zero_B & ~nearest_B, grad), 0))
+            .to(torch.int64).sum(0)
+            for grad in grads
+        ]  # fmt: skip
+
+    def _within(self, grads: Sequence[torch.Tensor], scaled_B: torch.Tensor, rounding: Any) -> torch.Tensor:
+        """Return which samples keep the bound, decided without rounding errors."""
+        # Squares of whole numbers up to 2^52 and their sums are exact in float64; beyond that they exceed the bound
+        # whatever the rounding. NaN compares as false.
+        sqnorm_B = torch.zeros_like(scaled_B)
+        for grad in grads:
+            sqnorm_B += (
+                _rounded(grad, scaled_B, rounding).view(len(scaled_B), math.prod(grad.shape[1:])).square().sum(1)
+            )
+        return sqnorm_B <= float(self.bound) ** 2
+
+    def to_float(self, total: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return an int64 sum as gradients, total·step rounded to the dtype."""
+        return total.to(torch.float64).mul_(self.step).to(dtype)
+
+
+def _over(mask_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Reshape a mask of samples to broadcast over gradients."""
+    return mask_B.view(-1, *[1] * (grad.dim() - 1))
+
+
+def _rounded(grad: torch.Tensor, scaled_B: torch.Tensor, rounding: Any) -> torch.Tensor:
+    """Return c_b·g_b in steps of the grid, rounded to whole numbers, float64."""
+    return rounding(grad.to(torch.float64) * _over(scaled_B, grad))
+
+
+Parameter = TypeVar("Parameter")
+
+
+class ExactSums:
+    """Adds up rounded per-sample gradients over the physical batches of a logical batch, and releases their noisy sum.
+
+    Privacy:
+        A release is the discrete Gaussian mechanism with noise multiplier σ on the logical batch, exactly, for samples
+        whose gradients are functions of the sample alone (`Grid.quantize` says what that asks for). Between `add` and
+        `release` the integers are as private as the data.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._sums: dict[object, torch.Tensor] = {}
+
+    def add(self, grads: Mapping[Parameter, torch.Tensor], coef_B: torch.Tensor) -> None:
+        """Clip, round and add one physical batch."""
+        # The bound holds over all parameters, so a sample must be in one call only.
+        for grad in grads.values():
+            if grad.shape[:1] != coef_B.shape:
+                raise InvalidOptionError(
+                    f"{tuple(coef_B.shape)} clip factors for per-sample gradients {tuple(grad.shape)}."
+                )
+        totals = self.grid.quantize(list(grads.values()), coef_B)
+        for parameter, total in zip(grads, totals, strict=True):
+            if parameter in self._sums:
+                self._sums[parameter] += total
+            else:
+                self._sums[parameter] = total
+
+    def release(
+        self, parameters: Sequence[torch.Tensor], noise_multiplier: float, source: ExactNoise
+    ) -> list[torch.Tensor]:
+        """Return Σ_b c_b·g_b + noise for each parameter in a fixed order, and forget the sums."""
+        # A parameter without a sum is noise alone; one whose sum would not be released is refused.
+        std = non_negative(noise_multiplier, "noise_multiplier") * self.grid.bound
+        known = {id(parameter) for parameter in parameters}
+        if any(id(parameter) not in known for parameter in self._sums):
+            raise InvalidOptionError("parameters: gradients were added for a parameter that is not released.")
+        sums, self._sums = self._sums, {}
+        released = []
+        for parameter in parameters:
+            total = sums.pop(parameter, None)
+            if total is None:
+                total = torch.zeros(parameter.shape, dtype=torch.int64, device=parameter.device)
+            source.add_(total, std)
+            released.append(self.grid.to_float(total, dtype=torch.promote_types(parameter.dtype, torch.float32)))
+        return released
+
+    def clear(self) -> None:
+        """Drop the sums, as after an abandoned loop."""
+        self._sums = {}
+
+
+class ExactRelease:
+    """Rounds per-sample gradients after each backward, and releases the logical batch with discrete noise.
+
+    Privacy:
+        See `ExactSums` and `Grid.quantize`: physical batches of one record make the guarantee hold to the last bit.
+        The clipper's own floating-point sums in `p.grad` are not released.
+    """
+
+    # strategy "hooks", with one norm
+    def __init__(self, clipper: GhostClipper, source: ExactNoise, *, bits: int = 24) -> None:
+        if clipper.resolve_strategy() != "hooks":
+            raise InvalidOptionError(
+                f"noise level 'exact' with strategy {clipper.resolve_strategy()!r}: gradients are rounded sample by "
+                "sample, which only 'hooks' has. Use grad_sample_mode='hooks', or level 'secure'."
+            )
+        names = [name for name, _ in clipper.model.named_parameters()]
+        if len(clipper.policy.layout(names).bounds) != 1 or clipper.policy.adaptation is not None:
+            raise InvalidOptionError(
+                "noise level 'exact' with a clip policy of several or adaptive bounds: use one fixed norm per sample."
+            )
+        self._clipper = clipper
+        self._source = source
+        self._bits = bits
+        self._sums: ExactSums | None = None
+        self._generation = clipper.generation
+
+    def collect(self) -> None:
+        """Round and add the per-sample gradients of the backward that just completed."""
+        # Refuse those of several backwards.
+        grads: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self._clipper.trainable_parameters():
+            found = self._clipper.take_samples(parameter)
+            if len(found) > 1:
+                raise InvalidOptionError(
+                    f"{len(found)} backwards before one step at noise level 'exact': call step() after each backward "
+                    "(physical batches: BatchMemoryManager), or add up the losses."
+                )
+            if found:
+                grads[parameter] = found[0]
+        if grads:
+            self._open().add(grads, self._clipper.clip_coefficients)
+
+    def release(self, parameters: Sequence[nn.Parameter], *, std: float) -> list[torch.Tensor]:
+        """Return Σ_b c_b·g_b + noise of each parameter, and forget the logical batch."""
+        sums, self._sums = self._open(), None
+        # Rounded up: never less noise than was asked for.
+        in_bounds = math.nextafter(std / (sums.grid.step * sums.grid.bound), math.inf) if std > 0 else 0.0
+        return sums.release(parameters, in_bounds, self._source)
+
+    def _open(self) -> ExactSums:
+        """Return the sums of the clipper's present logical batch; those of a discarded one are discarded."""
+        if self._sums is None or self._generation != self._clipper.generation:
+            self._generation = self._clipper.generation
+            # The bound in force when a logical batch begins; a schedule may change it in between.
+            self._sums = ExactSums(Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits))
+        return self._sums

@@ -1,23 +1,186 @@
-"""Base of all noise levels: a key, a position, and noise that is addressed block by block."""
+"""Base of all noise levels: a key, a position, and noise that is addressed block by block, of small tensors together.
+
+Drawing noise for a model costs what its elements cost and not its tensors. The key stream of levels "secure" and
+"exact" is ChaCha20: the package `cryptography` makes it at the speed of the processor; without it the plain twin that
+the GPU's kernel is tested against makes the same words, some thirty times slower.
+
+Shape letters: N elements of a pack.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter
+from threading import Lock
+from typing import Any, Final, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip._owner import Owner
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.kernels.noise import MAX_BLOCKS, chacha_state, chacha_words
 from ghostclip.noise.correlated import Correlation, NoiseRows
 from ghostclip.noise.keys import RandomKey
-from ghostclip.noise.packs import copy_back_, draws_at_once, flattened, packs
-from ghostclip.noise.threads import run
+
+_log = logging.getLogger(__name__)
+
+
+def run(jobs: Iterator[Callable[[], None]], *, workers: int) -> None:
+    """Run all jobs, in any order if there are several threads, and return when they are done."""
+    # One thread at a time asks for the next job. The others end with the call, so that a process may fork.
+    if workers <= 1:
+        for job in jobs:
+            job()
+        return
+    turn = Lock()
+
+    # Threads start with gradients on, whatever the one that started them does.
+    @torch.no_grad()
+    def work() -> None:
+        while True:
+            with turn:
+                job = next(jobs, None)
+            if job is None:
+                return
+            job()
+
+    with ThreadPoolExecutor(workers - 1) as pool:
+        others = [pool.submit(work) for _ in range(workers - 1)]
+        work()
+    for other in others:
+        other.result()
+
+
+class TensorNoise(Protocol):
+    """Source that adds noise to one tensor."""
+
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """Add N(0, std²) to every element, in place."""
+
+
+class JointSource(TensorNoise, Protocol):
+    """Source that adds noise to several tensors at once."""
+
+    def add_all_(self, tensors: Sequence[Tensor], std: float) -> None:
+        """Add N(0, std²) to every element of all tensors, in place."""
+
+
+class ReleasingSource(JointSource, Protocol):
+    """Source that adds noise and divides."""
+
+    def release_all_(self, tensors: Sequence[Tensor], std: float, divisor: float) -> None:
+        """Add N(0, std²) to every element of all tensors and divide, in place."""
+
+
+def add_noise_(source: TensorNoise, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
+    """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can."""
+    # The source is called for std 0 as well: one that several ranks share adds up their sums.
+    if _stands_for(source, "release_all_", "add_", "add_all_", "add_shard_"):
+        cast("ReleasingSource", source).release_all_(tensors, std, divisor)
+        return
+    if draws_at_once(source):
+        cast("JointSource", source).add_all_(tensors, std)
+    else:
+        for tensor in tensors:
+            source.add_(tensor, std=std)
+    if divisor != 1 and tensors:
+        _torch.divide_all_([_torch.local(tensor) for tensor in tensors], divisor)
+
+
+def draws_at_once(source: TensorNoise) -> bool:
+    """Return whether a source's `add_all_` stands for its `add_`."""
+    # One class defines both, and nothing overrides `add_`. A subclass, or a patch, that changes `add_` alone must not
+    # be bypassed.
+    return _stands_for(source, "add_all_", "add_")
+
+
+def draws_shares(source: TensorNoise) -> bool:
+    """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`."""
+    return _stands_for(source, "add_share_", "add_", "add_all_", "add_shard_", "release_all_")
+
+
+def _stands_for(source: TensorNoise, joint: str, *methods: str) -> bool:
+    for kind in type(source).__mro__:
+        own = vars(kind)
+        if joint in own:
+            return all(getattr(getattr(source, name), "__func__", None) is own.get(name) for name in methods)
+    return False
+
+
+def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
+    # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
+    if _are_of_one_kind(tensors):
+        yield from _of_one_kind(tensors, list(map(Tensor.numel, tensors)), limit(tensors[0]))
+        return
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    limits: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind, size = (tensor.dtype, tensor.device), tensor.numel()
+        if kind not in limits:
+            limits[kind] = room[kind] = limit(tensor)
+        if size >= limits[kind]:
+            yield [tensor]
+            continue
+        if size == 0:
+            continue
+        if size > room[kind]:
+            yield filling.pop(kind)
+            room[kind] = limits[kind]
+        room[kind] -= size
+        if kind in filling:
+            filling[kind].append(tensor)
+        else:
+            filling[kind] = [tensor]
+    yield from filling.values()
+
+
+_dtype: Final[Callable[[Tensor], torch.dtype]] = attrgetter("dtype")
+_device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
+
+
+def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    kinds = list(zip(map(_dtype, tensors), map(_device, tensors), strict=True))
+    return bool(kinds) and kinds.count(kinds[0]) == len(kinds)
+
+
+def _of_one_kind(tensors: Sequence[Tensor], sizes: Sequence[int], most: int) -> Iterator[list[Tensor]]:
+    """Yield what `packs` does of tensors of one type and device, the common case, of which a model has hundreds."""
+    pack, room = list[Tensor](), most
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size >= most:
+            yield [tensor]
+        elif size:
+            if size > room:
+                yield pack
+                pack, room = [], most
+            pack.append(tensor)
+            room -= size
+    if pack:
+        yield pack
+
+
+def flattened(pack: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the elements of several tensors, ``(N,)``."""
+    return _torch.flattened(pack)
+
+
+def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
+    """Copy the elements back to the tensors that `flattened` copied them from."""
+    _torch.copy_all_(pack, _torch.unflattened(flat_N, pack))
+
 
 _REMEDY = (
     "Make a noise source of its own; to continue where the original ends, load its state_dict(). A fork may also draw "
@@ -389,3 +552,46 @@ def _blocks(where: Range, count: int, size: int) -> Iterator[tuple[Block, slice,
             slice(first - start, last - start),
             slice(first - offset, last - offset),
         )
+
+
+PARTS = 256
+"""Streams of one block."""
+
+
+@cache
+def _ciphers() -> Any:
+    """Return the package's module of ciphers, or None where it is not installed."""
+    try:
+        from cryptography.hazmat.primitives import ciphers
+    except ImportError:
+        _log.warning("secure noise is slow without the package cryptography: pip install cryptography")
+        return None
+    return ciphers
+
+
+def cipher_key(key: RandomKey) -> bytes:
+    """Return the cipher's 32-byte key, as secret as the noise."""
+    return hashlib.shake_256(b"chacha20 noise key" + key.secret).digest(32)
+
+
+def words_of(key: RandomKey, block: Block, *, part: int, count: int) -> NDArray[np.uint64]:
+    """Return the first words of one stream, uniform uint64, addressed by position, block and part.
+
+    Reference:
+        RFC 8439 (2018), section 2.3: a 32-bit counter of 64-byte blocks, from 0, and a 96-bit nonce.
+    """
+    if not (0 <= block.number < MAX_BLOCKS and 0 <= part < PARTS):
+        raise InvalidOptionError(
+            f"block {block.number}, part {part}: one tensor's noise ends at {MAX_BLOCKS} and {PARTS}."
+        )
+    secret = cipher_key(key)
+    stream, ciphers = block.number * PARTS + part, _ciphers()
+    if ciphers is None:
+        state = chacha_state(secret, block.position)
+        words_SW = chacha_words(state, streams=[stream], count=count, device=torch.device("cpu"))
+        return words_SW[0].numpy().view(np.uint64)
+    nonce = bytes(4) + block.position.to_bytes(8, "little") + stream.to_bytes(4, "little")
+    content = bytearray(8 * count + 63)  # `update_into` asks for room of a block more than the message
+    encryptor = ciphers.Cipher(ciphers.algorithms.ChaCha20(secret, nonce), mode=None).encryptor()
+    encryptor.update_into(bytes(8 * count), content)
+    return np.frombuffer(content, dtype="<u8", count=count)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch
-from ghostclip.distributed.shared import SharedNoise
+from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:

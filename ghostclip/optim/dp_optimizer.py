@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 
 from ghostclip import _torch, _validate
 from ghostclip._owner import Owner
-from ghostclip.distributed.draws import Share
-from ghostclip.distributed.leaving import noting
-from ghostclip.distributed.shared import SharedNoise
+from ghostclip.distributed.agreement import Share, noting
+from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
-from ghostclip.facade.handle import clipper_of
+from ghostclip.facade.module import clipper_of
 from ghostclip.graph.record import CompiledRecord
 from ghostclip.noise import ExactRelease, make_noise_source
 from ghostclip.optim import checks

@@ -13,7 +13,7 @@ from ghostclip import _torch
 from ghostclip.distributed.agreement import gathered
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 from ghostclip.noise import ExactRelease, add_noise_
-from ghostclip.noise.packs import flattened, packs
+from ghostclip.noise.keyed import flattened, packs
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper

@@ -21,9 +21,9 @@ from ghostclip import kernels
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
-from ghostclip.factors import planner, windows
+from ghostclip.factors import convolution, planner
 from ghostclip.factors.base import accumulation_dtype
-from ghostclip.factors.kernel_gradients import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
+from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from ghostclip.kernels import products
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 
@@ -194,7 +194,7 @@ def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
     if kernel is None or not samples:
         return 0
     inputs, positions = kernel[0].numel(), _positions(kernel, arriving, samples)
-    small = samples * kernel.numel() <= windows.SMALL
+    small = samples * kernel.numel() <= convolution.SMALL
     if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], kernel.element_size()):
         return samples * kernel.numel() * max(4, kernel.element_size())
     return 0

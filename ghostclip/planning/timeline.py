@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.kernels import workspace
+from ghostclip.kernels import runtime
 from ghostclip.planning import footprint
 from ghostclip.planning.plan import Shape, forward_work, held_by, holdable, moving, workspace_of
 
@@ -202,7 +202,7 @@ class Timeline:
         share = _HALF if rounded else 1
         inputs = sum(step.inputs.values()) * held.with_inputs
         # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
-        widest = 4 * workspace.ON_CPU if held.with_inputs else held.gradient
+        widest = 4 * runtime.ON_CPU if held.with_inputs else held.gradient
         copied = min(widest, held.gradient + inputs) if rounded else 0
         if away:
             return 0, (held.gradient + inputs) // share, copied

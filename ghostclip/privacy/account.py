@@ -32,16 +32,19 @@ from ghostclip.privacy.charges import (
     accountant_of,
     add_charges,
     charges_of,
+    continue_own,
     counted,
     joined,
     lacking,
+    refuse_unfit,
+    refuse_untold,
+    released_bounds,
     replace_charges,
+    tell,
 )
-from ghostclip.privacy.discretisation import released_bounds
-from ghostclip.privacy.earlier import Released, remember
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
-from ghostclip.privacy.own_accountant import continue_own, refuse_unfit, refuse_untold, tell
 from ghostclip.privacy.sampling import Sampling
+from ghostclip.privacy.summary import Released, remember
 
 _log = logging.getLogger(__name__)
 

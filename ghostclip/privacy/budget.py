@@ -8,8 +8,7 @@ from ghostclip import _validate
 from ghostclip.accounting import Accountant
 from ghostclip.accounting.history import Kind
 from ghostclip.errors import BudgetExceededError
-from ghostclip.privacy.charges import Charge, accountant_of, charges_of, counted, kind_of, times
-from ghostclip.privacy.discretisation import released_bounds
+from ghostclip.privacy.charges import Charge, accountant_of, charges_of, counted, kind_of, released_bounds, times
 
 _MOST_STEPS = 2**40
 

@@ -2,23 +2,149 @@
 
 Trainers (transformers, Lightning, accelerate, torch's distributed checkpoints) know models and optimizers, not engines.
 The account, the sampler's and the noise's positions therefore travel as one string in the first parameter group, where
-all of them keep what they do not know, and where a plain optimizer of the same kind ignores it.
+all of them keep what they do not know, and where a plain optimizer of the same kind ignores it. Loading changes
+everything or nothing: what a failed load has touched is put back as it was.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip import _torch
 from ghostclip.errors import ResumeError
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import ACCOUNT_KEY
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
-from ghostclip.privacy.all_or_nothing import all_or_nothing
-from ghostclip.privacy.digest import digest_of, is_digest_of
+from ghostclip.privacy.checkpoints import digest_of, is_digest_of
+from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.sampling import Sampling
+
+Undo = Callable[[], None]
+# What is put back by itself, is not changed by loading, or belongs to the user.
+_APART = (nn.Module, Optimizer, LedgerFile, torch.utils.data.DataLoader)
+
+
+@contextmanager
+def all_or_nothing(
+    *,
+    module: nn.Module | None = None,
+    optimizer: DPOptimizer | None,
+    sampling: Sampling | None,
+    account: Account,
+    schedulers: Iterable[object] = (),
+) -> Iterator[None]:
+    """Restore everything that a training's state is loaded into, if the block raises.
+
+    Cost:
+        A copy of the model in main memory while the block runs.
+    """
+    # Accountants and schedulers may be of the user's classes.
+    # A line that was written into the account's ledger stays there.
+    holders = [account, account.accountant, account.own, sampling, *schedulers]
+    undo = [_kept_generators()]
+    if module is not None:
+        undo.append(_kept_module(module))
+    if optimizer is not None:
+        holders += [optimizer.noise_source, optimizer.clipper.policy, optimizer.compiled]
+        inner = optimizer.original_optimizer
+        undo += [_kept_attributes(one) for one in (inner, *getattr(inner, "members", ()))]
+        undo.append(_kept_values(optimizer))
+    undo += [_kept_attributes(one) for one in _reached(holders)]
+    with ExitStack() as stack:
+        for put_back in undo:
+            stack.callback(put_back)
+        yield
+        stack.pop_all()
+
+
+def _kept_module(module: nn.Module) -> Undo:
+    """Return a function that restores the parameters and buffers of a model, and which tensors they are."""
+    tables = [table for part in module.modules() for table in (_torch.parameter_table(part), _torch.buffer_table(part))]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
+    tensors = {id(tensor): tensor for _, table in before for tensor in table.values() if tensor is not None}
+    copies = [(tensor, _copy_of(tensor)) for tensor in tensors.values() if not tensor.is_meta]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+
+    return put_back
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Copy a tensor to main memory, since a model may fill its device's; one of another kind to where it lies."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
+
+
+def _kept_generators() -> Undo:
+    """Return a function that restores torch's global generators."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back() -> None:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return put_back
+
+
+def _kept_values(optimizer: DPOptimizer) -> Undo:
+    """Return a function that restores what loading sets on a private optimizer."""
+    names = ("releases", "_noise_multiplier")
+    before = {name: vars(optimizer)[name] for name in names}
+    return lambda: vars(optimizer).update(before)
+
+
+def _kept_attributes(holder: object) -> Undo:
+    """Return a function that restores an object's attributes, and its lists, dicts, sets and generators in place."""
+    before = dict(vars(holder))
+    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set)]
+    generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
+
+    def put_back() -> None:
+        vars(holder).clear()
+        vars(holder).update(before)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for generator, state in generators:
+            generator.set_state(state)
+
+    return put_back
+
+
+def _is_part(value: object) -> bool:
+    return type(value).__module__.startswith("ghostclip.") and not isinstance(value, (type, *_APART))
+
+
+def _reached(holders: Iterable[object]) -> list[object]:
+    """Return objects, and objects of this package that they refer to, each once."""
+    found: dict[int, object] = {}
+    waiting = [holder for holder in holders if holder is not None]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in found or not hasattr(holder, "__dict__"):
+            continue
+        found[id(holder)] = holder
+        for value in vars(holder).values():
+            inner = list(value.values()) if isinstance(value, dict) else value
+            waiting += filter(_is_part, inner if isinstance(inner, list) else [inner])
+    return list(found.values())
+
 
 _NEEDED = (checkpoints.ACCOUNTANT, checkpoints.MECHANISM, checkpoints.RELEASES)
 

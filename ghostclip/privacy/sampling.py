@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
 from ghostclip.data.accepted import (
     checked_batch_size,

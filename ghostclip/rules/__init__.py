@@ -2,24 +2,29 @@
 
 A rule is keyed by the torch function that consumed the parameter, not by a module class, so that every class that
 computes ``F.linear(x, weight)`` is covered, whatever its name. What cannot be captured at all (a custom autograd
-function) is covered by a sampler for its module, see ``ghostclip.rules.modules.register_grad_sampler``.
+function) is covered by a sampler for its module, see ``ghostclip.rules.registry.register_grad_sampler``.
 """
 
 from ghostclip.rules import (  # noqa: F401  (importing a family registers its rules)
-    activation,
-    bag,
     conv,
     embedding,
     head,
     index,
     linear,
-    moe,
     norm,
-    products,
     recurrent,
 )
-from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
-from ghostclip.rules.registry import Call, Captured, Rule, follows_from_form, is_rule_for, register_rule, rule_for
+from ghostclip.rules.registry import (
+    Call,
+    Captured,
+    Rule,
+    follows_from_form,
+    is_rule_for,
+    register_grad_sampler,
+    register_norm_sampler,
+    register_rule,
+    rule_for,
+)
 
 __all__ = [
     "Call",

@@ -100,10 +100,6 @@ def _axes(name: str, pick: Pick) -> int:
     return pick.ids.dim() + (0 if name in ("gather", "take") else len(pick.shape) - 1)
 
 
-def _is_index(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in _INTEGERS
-
-
 def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:
     entries = list(index) if isinstance(index, tuple) else [index]
     while entries and (entries[-1] is Ellipsis or _is_whole(entries[-1])):
@@ -112,7 +108,11 @@ def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:
     while entries and _is_whole(entries[0]):
         entries.pop(0)
         skipped += 1
-    if not entries or not all(_is_index(entry) for entry in entries) or skipped + len(entries) > len(shape):
+    if (
+        not entries
+        or not all(isinstance(entry, Tensor) and entry.dtype in _INTEGERS for entry in entries)
+        or skipped + len(entries) > len(shape)
+    ):
         return None
     if skipped:
         return _along(entries[0], skipped, shape) if len(entries) == 1 else None

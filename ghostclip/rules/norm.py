@@ -1,4 +1,4 @@
-"""Normalisation layers with an affine part: layer, RMS, group and instance norm; batch norm is refused.
+"""Affine parts of normalisation (layer, RMS, group and instance norm; batch norm is refused), and ``prelu``.
 
 What was normalised is computed again from the saved input, which is cheaper than to keep it, and multiplied in place by
 the output's gradient: one temporary of the input's size. On a GPU a kernel does both and stores neither.
@@ -122,3 +122,22 @@ def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captur
         return found
 
     return Captured((x,) if "weight" in call.tracked else (), x, 1, factors, "dense")
+
+
+@register_op("prelu", arguments="input weight")
+def prelu(call: Call) -> Captured | None:
+    """Return the capture of ``max(0, x) + w·min(0, x)``: ``Dense``, w for each channel (axis 1) or one for all."""
+    x, weight = call.values["input"], call.values["weight"]
+    if "input" in call.tracked or x.dim() < 1:
+        return None
+    single = weight.numel() == 1
+    order = () if single or x.dim() < 3 else (0, *range(2, x.dim()), 1)
+    num_batch_dims = x.dim() if single else x.dim() - 1
+    shape = weight.shape
+
+    def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
+        below = to_accumulation(saved[0].permute(order) if order else saved[0]).clamp(max=0)
+        product_BTC = split(to_accumulation(grad) * below, num_batch_dims)
+        return {"weight": Dense(product_BTC.sum(1).reshape(-1, *shape))}
+
+    return Captured((x,), x.permute(order) if order else x, num_batch_dims, factors, "dense", order)

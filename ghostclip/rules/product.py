@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ghostclip.factors import Dense, Factor, Outer, Permuted
 from ghostclip.factors.base import over_positions, to_accumulation
-from ghostclip.factors.contraction import contraction
+from ghostclip.factors.planner import contraction
 from ghostclip.kernels import PositionSum, gram
 from ghostclip.rules.registry import Call, Captured, Split
 

@@ -1,8 +1,13 @@
-"""``check``: parity of a private with an ordinary training on one batch, in a report that fits on a screen."""
+"""``check``: parity of a private with an ordinary training on one batch, in a report that fits on a screen.
+
+Beside it what a private step costs: time and memory of forward and backward.
+"""
 
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,13 +18,96 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip._validate import suggests_options
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
+from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.validation.cost import StepCost, ordinary_cost, private_cost
-from ghostclip.validation.losses import LossFn, as_loss_fn
-from ghostclip.validation.report import Report
-from ghostclip.validation.samples import count_samples, plain_batch
-from ghostclip.validation.state import preserved, without_dropout
-from ghostclip.validation.validate import validate
+from ghostclip.evidence.dependence import same_randomness
+from ghostclip.validation.subject import LossFn, as_loss_fn, count_samples, plain_batch, preserved, without_dropout
+from ghostclip.validation.validate import Report, validate
+
+# Steps that prove how the model uses its parameters, and make what is made once.
+_WARM_UP = 3
+_SECONDS, _LEAST, _MOST = 0.5, 3, 20
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Forward and backward of one batch.
+
+    Attributes:
+        seconds: Median time.
+        peak: Bytes of tensors above what existed before; None where the device offers no measure.
+    """
+
+    seconds: float
+    peak: int | None
+
+
+def ordinary_cost(model: nn.Module, batch: Any, loss_fn: LossFn) -> StepCost:
+    """Measure ordinary forwards and backwards.
+
+    Args:
+        model: The model, without a clipper; its gradients are left empty.
+        batch: The batch.
+        loss_fn: Its loss.
+
+    Returns:
+        The cost.
+    """
+
+    def step() -> None:
+        loss_fn(model, batch).mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    return _cost_of(step, model)
+
+
+def private_cost(
+    model: nn.Module, batch: Any, loss_fn: LossFn, *, strategy: Strategy, reduction: Reduction, batch_first: bool
+) -> StepCost:
+    """Measure forwards and backwards that end in a clipped sum.
+
+    Args:
+        model: The model, without a clipper; it has none afterwards.
+        batch: The batch.
+        loss_fn: Its loss.
+        strategy: How gradients are clipped.
+        reduction: How a scalar loss is reduced.
+        batch_first: Whether samples lie along axis 0 of the model's inputs.
+
+    Returns:
+        The cost.
+    """
+    with GhostClipper(
+        model, max_grad_norm=1.0, strategy=strategy, loss_reduction=reduction, batch_first=batch_first
+    ) as clipper:
+
+        def step() -> None:
+            clipper.backward(loss_fn(model, batch))
+            clipper.reset()
+
+        return _cost_of(step, model)
+
+
+def _cost_of(step: Callable[[], None], model: nn.Module) -> StepCost:
+    device = next(model.parameters()).device
+    with same_randomness(model.parameters()):
+        for _ in range(_WARM_UP):
+            step()
+        peak = peak_bytes(step, device)
+        times: list[float] = []
+        while len(times) < _LEAST or (sum(times) < _SECONDS and len(times) < _MOST):
+            _wait_for(device)
+            began = time.perf_counter()
+            step()
+            _wait_for(device)
+            times.append(time.perf_counter() - began)
+    return StepCost(statistics.median(times), peak)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 # A copy in float64 may still compute parts in float32, as norms of transformers do.
 _TOLERANCE: Final = 1e-5
@@ -183,7 +271,9 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
         InvalidOptionError: The loss is no tensor.
     """
     own = str(next(p.dtype for p in model.parameters() if p.requires_grad)).removeprefix("torch.")
-    moved = _torch.tree_map(lambda leaf: leaf.double() if _is_floating(leaf) else leaf, batch)
+    moved = _torch.tree_map(
+        lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch
+    )
     subject = copy.deepcopy(model)
     try:
         subject = subject.double()
@@ -198,10 +288,6 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
     except Exception:  # noqa: BLE001 - whatever is in the way of float64, the model's own precision is left
         return copy.deepcopy(model), batch, own
     return subject, moved, "float64"
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _gradients(subject: nn.Module, batch: Any, loss_fn: LossFn) -> Gradients | None:

@@ -21,7 +21,7 @@ from ghostclip import _tree
 from ghostclip.capture.sampler_check import uncompared
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.facade.modes import strategy_of
+from ghostclip.facade.module import strategy_of
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
 REDUCTIONS: Final = ("mean", "sum")
@@ -56,7 +56,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Report:
+class LayerReport:
     """Every comparison of a check; ``str()`` gives the table.
 
     Attributes:
@@ -149,7 +149,7 @@ def per_sample_gradient_report(  # noqa: PLR0913 - as above
     loss_reduction: str | None = None,
     rtol: float | None = None,
     atol: float | None = None,
-) -> Report:
+) -> LayerReport:
     """Compare and say by how much everything differs; see ``check_per_sample_gradients_are_correct``.
 
     Args:
@@ -177,7 +177,7 @@ def per_sample_gradient_report(  # noqa: PLR0913 - as above
             run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
             with uncompared():
                 rows += run.compared(x, wanted, allowed)
-    return Report(tuple(rows))
+    return LayerReport(tuple(rows))
 
 
 def compute_microbatch_grad_sample(

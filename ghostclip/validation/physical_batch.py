@@ -16,9 +16,8 @@ from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.dependence import same_randomness
 from ghostclip.evidence.module_state import restored
-from ghostclip.facade.handle import clipper_of
-from ghostclip.validation.losses import as_loss_fn
-from ghostclip.validation.samples import plain_batch, take
+from ghostclip.facade.module import clipper_of
+from ghostclip.validation.subject import as_loss_fn, plain_batch, take
 
 
 @suggests_options

@@ -1,8 +1,12 @@
-"""``validate``: everything that can be known about a model, a batch and a loss before training."""
+"""``validate``: everything that can be known about a model, a batch and a loss before training, and its report.
+
+The checks of one batch: what the engine says, whether losses add up, whether clipped sums and bounds hold.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +14,370 @@ from torch import Tensor, nn
 from ghostclip._validate import suggests_options
 from ghostclip.capture.bags import batch_as_rows
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
-from ghostclip.evidence.dependence import DependenceStart
+from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UnsupportedModelError
+from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness
 from ghostclip.planning.coverage import Coverage
-from ghostclip.validation import checks
 from ghostclip.validation.fixers import ModuleValidator
-from ghostclip.validation.gradients import Reference, Subject
-from ghostclip.validation.report import Problem, Report, StrategyResult
-from ghostclip.validation.samples import count_samples, plain_batch
-from ghostclip.validation.state import preserved, without_dropout
+from ghostclip.validation.subject import (
+    Flat,
+    Reference,
+    Subject,
+    count_samples,
+    plain_batch,
+    preserved,
+    relative_error,
+    take,
+    without_dropout,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that has to change before the model can be trained privately.
+
+    Attributes:
+        place: Where it is: a module's path and type, ``"loss_fn"`` or a strategy.
+        found: What was found there.
+        remedy: What can be done.
+    """
+
+    place: str
+    found: str
+    remedy: str
+
+    @classmethod
+    def from_error(cls, error: Exception, *, place: str) -> "Problem":
+        """Take an error's text apart: the place before the first colon, the remedy in the last sentence.
+
+        Args:
+            error: An error of this library, or whatever the model or the loss raised.
+            place: Where it was raised, for a text that names no module.
+
+        Returns:
+            The problem.
+        """
+        text = " ".join(str(error).split()) or type(error).__name__
+        head, colon, rest = text.partition(": ")
+        if colon and head.endswith(")") and " (" in head and len(head.split()) == 2:
+            place, text = head, rest
+        found, _, remedy = text.rpartition(". ")
+        return cls(place, found or text, remedy if found else "")
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        return f"{self.place}: {self.found.rstrip('.')}." + (f" {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class StrategyResult:
+    """How one strategy did on the batch.
+
+    Attributes:
+        strategy: The strategy that ran.
+        error: Relative error of the clipped sum against one sample at a time.
+        norm_error: Largest relative error of a sample's gradient norm.
+        sensitivity: Farthest that leaving out one sample moved the clipped sum, in units of C; None where that was not
+            measured.
+    """
+
+    strategy: str
+    error: float
+    norm_error: float
+    sensitivity: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The evidence on one model, batch and loss.
+
+    Attributes:
+        model: The model's class name.
+        batch_size: B.
+        max_grad_norm: C of the comparison; None where none was made.
+        loss: What the loss function returned, in words.
+        problems: What has to change; empty if nothing.
+        notes: What was not, or not fully, checked, and why.
+        results: How each strategy did.
+        coverage: How every parameter is handled, as far as the engine came.
+        tolerance: Up to what relative error a clipped sum counts as exact in the model's precision.
+    """
+
+    model: str
+    batch_size: int
+    max_grad_norm: float | None = None
+    loss: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    results: list[StrategyResult] = field(default_factory=list)
+    coverage: Coverage | None = None
+    tolerance: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model can be trained privately with this loss, as far as this batch shows."""
+        return not self.problems
+
+    @property
+    def batch_axes(self) -> dict[str, str]:
+        """Which rows belong to which sample at the operations of each parameter, where evidence decided it."""
+        return {row.name: row.axes for row in self.coverage or () if row.axes}
+
+    def raise_if_bad(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            UnsupportedModelError: There are problems; the text lists all.
+        """
+        if self.problems:
+            raise UnsupportedModelError("\n".join(map(str, self.problems)))
+
+    def __str__(self) -> str:
+        """Return the report as a page of text."""
+        verdict = "can be trained privately" if self.ok else "cannot be trained privately as it is"
+        lines = [f"{self.model}, {self.batch_size} samples: {verdict}."]
+        if self.loss:
+            lines.append(f"Loss: {self.loss}.")
+        for problem in self.problems:
+            lines += ["", f"PROBLEM in {problem.place}", f"  found:  {problem.found}"]
+            lines += [f"  remedy: {problem.remedy}"] if problem.remedy else []
+        if self.results:
+            lines += [
+                "",
+                f"Against one sample at a time (C = {self.max_grad_norm:.4g}, exact up to {self.tolerance:g}):",
+            ]
+            lines += [_line(result) for result in self.results]
+        lines += [""] * bool(self.notes) + [f"Note: {note}" for note in self.notes]
+        if self.coverage is not None:
+            lines += ["", str(self.coverage)]
+        return "\n".join(lines)
+
+
+def _line(result: StrategyResult) -> str:
+    moved = "" if result.sensitivity is None else f", leaving out one sample moves it by {result.sensitivity:.4f} C"
+    return f"  {result.strategy}: clipped sum off by {result.error:.1e}, norms by {result.norm_error:.1e}{moved}"
+
+
+# Up to this relative error a gradient counts as the same: what another order of summation makes of it, with a margin.
+TOLERANCE: Final = {torch.float64: 1e-8, torch.float32: 1e-3}
+_COARSE: Final = 5e-2
+# Samples that are left out in turn.
+_MAX_LEFT_OUT: Final = 8
+
+
+def tolerance_of(subject: Subject) -> float:
+    """Return the relative error up to which gradients count as the same."""
+    if subject.tolerance is not None:
+        return subject.tolerance
+    return max(TOLERANCE.get(parameter.dtype, _COARSE) for parameter in subject.trainable)
+
+
+def left_out(subject: Subject) -> list[int]:
+    """Return the samples to leave out: all of a small batch, else the first few."""
+    return list(range(min(subject.batch_size, _MAX_LEFT_OUT)))
+
+
+def without(subject: Subject, batch: Any, sample: int) -> Any:
+    """Return the batch without one sample.
+
+    Args:
+        subject: What is checked.
+        batch: The batch.
+        sample: The sample.
+
+    Returns:
+        A batch of B - 1 samples.
+    """
+    others = [other for other in range(subject.batch_size) if other != sample]
+    return take(batch, others, batch_size=subject.batch_size, axis=subject.axis)
+
+
+def find_mixing(subject: Subject, batch: Any) -> DependenceStart | None:
+    """Find where the model starts to mix samples, from its modules' outputs.
+
+    Args:
+        subject: What is checked.
+        batch: The batch.
+
+    Returns:
+        The place, or None.
+    """
+    with torch.no_grad():
+        return dependence_start(
+            subject.model,
+            lambda moved: subject.loss_fn(subject.model, moved),
+            batch,
+            batch_size=subject.batch_size,
+            axis=subject.axis,
+        )
+
+
+def is_random(subject: Subject, batch: Any) -> bool:
+    """Say whether the loss changes from call to call although everything else is the same.
+
+    Args:
+        subject: What is checked.
+        batch: The batch.
+
+    Returns:
+        True where random numbers enter it.
+    """
+    with torch.no_grad(), same_randomness(subject.model.parameters()):
+        values = [subject.loss_fn(subject.model, batch).detach().double() for _ in range(3)]
+    return not all(torch.allclose(value, values[0], rtol=1e-6, equal_nan=True) for value in values)
+
+
+def in_one_graph(subject: Subject, batch: Any) -> Reference:
+    """Differentiate every sample's loss of one forward, for models that draw random numbers.
+
+    Args:
+        subject: What is checked; its loss has shape ``(B,)``.
+        batch: The batch.
+
+    Returns:
+        Gradients for the random numbers of that forward.
+    """
+    grads = []
+    for sample in range(subject.batch_size):
+        subject.loss(batch)[sample].backward()
+        grads.append(subject.collect())
+    return Reference(grads)
+
+
+def one_by_one(subject: Subject, batch: Any) -> Reference:
+    """Differentiate the loss of every sample alone, given to the model as a batch of one.
+
+    Args:
+        subject: What is checked.
+        batch: The batch.
+
+    Returns:
+        The gradients.
+    """
+    singles = (
+        take(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
+    )
+    return Reference([subject.gradient(single) for single in singles])
+
+
+def loss_problem(subject: Subject, batch: Any, reference: Reference, *, reduction: str) -> Problem | None:
+    """Check that the loss of a batch, and of its parts, is the sum (or mean) of its samples' own losses.
+
+    Args:
+        subject: What is checked.
+        batch: The batch.
+        reference: The samples' own gradients.
+        reduction: What was declared for a scalar: ``"mean"`` or ``"sum"``; ``"none"`` for losses of shape (B,).
+
+    Returns:
+        What is wrong; None where all gradients add up.
+    """
+    tolerance = tolerance_of(subject)
+    total = torch.stack(list(reference.grads)).sum(0)
+    scale = subject.batch_size if reduction == "mean" else 1
+    whole = subject.gradient(batch)
+    if relative_error(whole * scale, total) > tolerance:
+        other = "sum" if reduction == "mean" else "mean"
+        other_scale = 1 if reduction == "mean" else subject.batch_size
+        if reduction != "none" and relative_error(whole * other_scale, total) <= tolerance:
+            found = f"the loss is the {other} over the samples, but loss_reduction={reduction!r} was declared"
+            return Problem("loss_fn", found, f"Pass loss_reduction={other!r}, or return losses of shape (B,).")
+        return _does_not_add_up(relative_error(whole * scale, total), "the batch")
+    for sample in left_out(subject):
+        rest = subject.gradient(without(subject, batch, sample)) * (scale - 1 if scale > 1 else 1)
+        error = relative_error(rest, total - reference.grads[sample])
+        if error > tolerance:
+            return _does_not_add_up(error, f"the batch without sample {sample}")
+    return None
+
+
+def _does_not_add_up(error: float, what: str) -> Problem:
+    found = (
+        f"the gradient of {what} is not that of its samples' own losses (relative difference {error:.2g}): the loss "
+        "compares samples, normalises over the batch (a mean over all tokens), or leaves some out"
+    )
+    remedy = (
+        "Write each sample's loss from its own outputs and return them as (B,): reduction='none', then a mean over "
+        "each sample's own positions."
+    )
+    return Problem("loss_fn", found, remedy)
+
+
+class EngineRun:
+    """A clipper at work on a subject."""
+
+    def __init__(self, subject: Subject, *, strategy: Strategy, reduction: Reduction, max_grad_norm: float) -> None:
+        """Attach nothing yet.
+
+        Args:
+            subject: What is checked.
+            strategy: Which way to clip.
+            reduction: How a scalar loss is reduced.
+            max_grad_norm: C.
+        """
+        self._subject = subject
+        self._max_grad_norm = max_grad_norm
+        self._make: Callable[[], GhostClipper] = lambda: GhostClipper(
+            subject.model,
+            max_grad_norm=max_grad_norm,
+            strategy=strategy,
+            loss_reduction=reduction,
+            batch_first=subject.axis == 0,
+        )
+        self.strategy: str = strategy
+
+    def attempt(self, batch: Any) -> tuple[Coverage, GhostClipError | None]:
+        """Run forward and backward once.
+
+        Args:
+            batch: The batch.
+
+        Returns:
+            How parameters were handled as far as it came, and why it was refused if it was.
+        """
+        with self._make() as clipper:
+            try:
+                self._step(clipper, batch)
+            except GhostClipError as error:
+                return clipper.coverage(), error
+            finally:
+                clipper.reset()
+            return clipper.coverage(), None
+
+    def compare(self, batch: Any, reference: Reference, parts: Sequence[tuple[int, Any]]) -> StrategyResult:
+        """Compare the clipped sum with the reference, and leave samples out.
+
+        Args:
+            batch: The batch.
+            reference: Every sample's own gradient.
+            parts: Samples and the batch without each of them.
+
+        Returns:
+            How it did.
+        """
+        bound = self._max_grad_norm
+        with self._make() as clipper:
+            # What a clipper asks of its first forward may draw random numbers.
+            self._step(clipper, batch)
+            whole = self._step(clipper, batch)
+            norms_B = clipper.per_sample_norms.double().cpu()
+            self.strategy = clipper.resolve_strategy()
+            moved = [float((whole - self._step(clipper, rest)).norm()) / bound for _, rest in parts]
+        finite_B = reference.norms_B.isfinite() & (reference.norms_B > 0)
+        apart_B = ((norms_B - reference.norms_B).abs() / reference.norms_B)[finite_B]
+        return StrategyResult(
+            self.strategy,
+            relative_error(whole, reference.clipped_sum(bound)),
+            float(apart_B.max()) if apart_B.numel() else 0.0,
+            max(moved, default=None),
+        )
+
+    def _step(self, clipper: GhostClipper, batch: Any) -> Flat:
+        with same_randomness(self._subject.model.parameters()):
+            loss: Tensor = self._subject.loss_fn(self._subject.model, batch)
+            clipper.backward(loss)
+        total = self._subject.collect()
+        clipper.reset()
+        return total
 
 
 @suggests_options
@@ -120,7 +479,7 @@ class _Validation:
             notes=self.notes,
             results=self.results,
             coverage=self.coverage,
-            tolerance=checks.tolerance_of(self.subject),
+            tolerance=tolerance_of(self.subject),
         )
 
     def _engine_accepts(self) -> bool:
@@ -129,7 +488,7 @@ class _Validation:
         self.coverage, refusal = run.attempt(self.batch)
         if refusal is None:
             return True
-        start = checks.find_mixing(self.subject, self.batch) if isinstance(refusal, SampleMixingError) else None
+        start = find_mixing(self.subject, self.batch) if isinstance(refusal, SampleMixingError) else None
         of_loss = isinstance(refusal, LossReductionError) or str(refusal).startswith("the loss")
         place = "loss_fn" if of_loss else "model"
         problem = _mixing(start) if start is not None else Problem.from_error(refusal, place=place)
@@ -140,7 +499,7 @@ class _Validation:
 
     def _compare(self) -> float | None:
         """Compare with one sample at a time; returns C."""
-        random = checks.is_random(self.subject, self.batch)
+        random = is_random(self.subject, self.batch)
         self.per_sample = self._loss_is_per_sample()
         try:
             reference = self._reference(random=random)
@@ -153,28 +512,26 @@ class _Validation:
             return None
         if not random:
             reduction = "none" if self.per_sample else self.reduction
-            problem = checks.loss_problem(self.subject, self.batch, reference, reduction=reduction)
+            problem = loss_problem(self.subject, self.batch, reference, reduction=reduction)
             if problem is not None:
-                start = checks.find_mixing(self.subject, self.batch)
+                start = find_mixing(self.subject, self.batch)
                 self.problems.append(problem if start is None else _mixing(start))
                 return None
         bound = self.max_grad_norm or reference.bound()
-        parts = (
-            [] if random else [(i, checks.without(self.subject, self.batch, i)) for i in checks.left_out(self.subject)]
-        )
+        parts = [] if random else [(i, without(self.subject, self.batch, i)) for i in left_out(self.subject)]
         for strategy in self.strategies:
             self._compare_strategy(strategy, bound, reference, parts)
         return bound
 
     def _reference(self, *, random: bool) -> Reference | None:
         if not random:
-            return checks.one_by_one(self.subject, self.batch)
+            return one_by_one(self.subject, self.batch)
         if self.per_sample:
             self.notes.append(
                 "The loss draws random numbers besides dropout: gradients were compared within one forward, and no "
                 "sample was left out."
             )
-            return checks.in_one_graph(self.subject, self.batch)
+            return in_one_graph(self.subject, self.batch)
         self.notes.append(
             "The loss draws random numbers besides dropout and is a scalar: whether it is a sum of the samples' own "
             "losses could not be checked. Return losses of shape (B,) to have it checked."
@@ -190,7 +547,7 @@ class _Validation:
             self.problems.append(Problem.from_error(error, place=f"strategy '{strategy}'"))
             return
         self.results.append(result)
-        tolerance = checks.tolerance_of(self.subject)
+        tolerance = tolerance_of(self.subject)
         if result.error > tolerance or result.norm_error > tolerance:
             found = f"the clipped sum is off by {result.error:.2g} and norms by {result.norm_error:.2g} (relative)"
             remedy = "This should not happen: please report the model. Meanwhile choose a strategy that is exact here."
@@ -204,8 +561,8 @@ class _Validation:
         with torch.no_grad():
             return self.subject.loss(self.batch).dim() == 1
 
-    def _run(self, strategy: Strategy, max_grad_norm: float) -> checks.EngineRun:
-        return checks.EngineRun(self.subject, strategy=strategy, reduction=self.reduction, max_grad_norm=max_grad_norm)
+    def _run(self, strategy: Strategy, max_grad_norm: float) -> EngineRun:
+        return EngineRun(self.subject, strategy=strategy, reduction=self.reduction, max_grad_norm=max_grad_norm)
 
 
 def _mixing(start: DependenceStart) -> Problem:

@@ -19,8 +19,8 @@ from ghostclip.accounting import (
     privacy_curve,
     trade_off,
 )
-from ghostclip.accounting.composing import truncation_probability
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
+from ghostclip.accounting.pld import truncation_probability
 from ghostclip.errors import BudgetError, InvalidOptionError
 
 DELTA = 1e-5

@@ -14,7 +14,7 @@ from scipy.special import log_ndtr
 
 from benchmarks.accounting.grid import edges, usual
 from ghostclip.accounting import PLDAccountant, RDPAccountant, create_accountant
-from ghostclip.accounting.composing import compose
+from ghostclip.accounting.pld import compose
 
 SPOTS = [
     (1.0, 0.01, 1_000, 1e-5, 1.828),
@@ -208,7 +208,7 @@ def test_many_distinct_steps(monkeypatch):
 def test_grouped_steps_stay_on_either_side(monkeypatch):
     history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(30)]
     exact = bounds(history, 1e-5)
-    monkeypatch.setattr("ghostclip.accounting.composing.MOST_GROUPS", 8)
+    monkeypatch.setattr("ghostclip.accounting.pld.MOST_GROUPS", 8)
     grouped = keeper(history, "pld").whole_history()
     from ghostclip.accounting.pld import pld_epsilon
 

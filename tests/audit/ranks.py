@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ghostclip.distributed import noisy_shard, noisy_sum_, share_noise
+from ghostclip.distributed.agreement import share_noise
+from ghostclip.distributed.release import noisy_sums_
 from ghostclip.noise import make_noise_source
 from ghostclip.noise.keyed import KeyedNoise
 from tests.audit.subject import Batch, Subject, adversarial_records, records
@@ -30,7 +31,8 @@ def run(rank: int, ranks: int, folder: str) -> None:
         found = {"usual": _release(rank, ranks, records(), source)}
         for name, record in adversarial_records().items():
             found[name] = _release(rank, ranks, records().with_record(record), source)
-        found["shard"] = noisy_shard(torch.zeros(8000, dtype=torch.float64), 1.0, source)[0]
+        found["shard"] = torch.zeros(4000, dtype=torch.float64)
+        source.add_shard_(found["shard"], 1.0, offset=4000 * rank, total=4000 * ranks)
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 
@@ -40,5 +42,5 @@ def _release(rank: int, ranks: int, batch: Batch, source: KeyedNoise) -> torch.T
     clipper.backward(nn.functional.cross_entropy(clipper.model(share.x), share.y, reduction="none"))
     sums = [clipper.summed_gradient(p).clone() for p in clipper.trainable_parameters()]
     for part in sums:
-        noisy_sum_(part, 0.0, source)
+        noisy_sums_([part], 0.0, source)
     return torch.cat([part.flatten() for part in sums])

@@ -23,7 +23,7 @@ from ghostclip.optim.foreign import Releases
 from ghostclip.optim.virtual import LogicalBatch
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.charges import Charge
-from ghostclip.privacy.ledger_lines import LedgerPosition
+from ghostclip.privacy.ledger_file import LedgerPosition
 from tests.audit.mutations import Mutation, _all_gradients, _clip, _finite, _norms, _sums, _weighted
 from tests.audit.subject import BOUND
 

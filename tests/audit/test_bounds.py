@@ -10,18 +10,14 @@ from scipy import stats
 
 from ghostclip.audit import (
     METHODS,
-    THRESHOLDS,
     ApproximateTradeOff,
     GaussianTradeOff,
-    OperatingPoint,
     Scores,
     audit_scores,
-    clopper_pearson_upper,
     gaussian_delta,
     gaussian_epsilon,
-    split_point,
-    union_points,
 )
+from ghostclip.audit.methods import THRESHOLDS, OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.errors import DataError, InvalidOptionError
 
 DELTA = 1e-5

@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from ghostclip.audit import (
-    ApproximateTradeOff,
-    GaussianTradeOff,
-    Scores,
-    approximate_dp_p_value,
-    audit_scores,
-    contradicts_f_dp,
-    flip_coins,
-    make_guesses,
-)
-from ghostclip.audit.one_run import Guesses
+from ghostclip.audit import ApproximateTradeOff, GaussianTradeOff, Scores, audit_scores, flip_coins
+from ghostclip.audit.methods import Guesses, approximate_dp_p_value, contradicts_f_dp, make_guesses
 from tests.audit.test_bounds import most_failures
 
 DELTA = 1e-5

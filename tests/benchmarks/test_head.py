@@ -9,7 +9,7 @@ from benchmarks.flops import counter
 from benchmarks.head.capacity import SMALL, largest, peak
 from benchmarks.head.llama import SAMPLES, count
 from benchmarks.head.llama import SMALL as LLAMA
-from ghostclip.kernels.head_norms import norm_flops
+from ghostclip.kernels.head import norm_flops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

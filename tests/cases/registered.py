@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
+from ghostclip.rules.registry import register_grad_sampler, register_norm_sampler
 from tests.cases.table import Case, layer_case, probe_loss
 
 

@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from ghostclip.audit import METHODS, THRESHOLDS, CanaryRecorder, audit_scores, flip_coins, load_scores
+from ghostclip.audit import METHODS, CanaryRecorder, audit_scores, flip_coins, load_scores
+from ghostclip.audit.methods import THRESHOLDS
 from ghostclip.cli import main
 from ghostclip.commands import audit as command
 

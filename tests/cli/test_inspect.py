@@ -12,9 +12,8 @@ import torch
 import ghostclip
 from benchmarks.flops import counter
 from ghostclip.cli import main
-from ghostclip.validation.inspection import inspect_model, load_source
-from ghostclip.validation.inspection.measure import losses_of
-from ghostclip.validation.inspection.sources import InspectionRequest
+from ghostclip.validation.inspection import inspect_model, losses_of
+from ghostclip.validation.sources import InspectionRequest, load_source
 from tests.cli.conftest import Result
 
 SCRIPT = """

@@ -9,11 +9,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ghostclip.finetune.measure import held_out_quality, sample_losses
-from ghostclip.finetune.models import make_model
+from ghostclip.finetune.models import held_out_quality, make_model, sample_losses
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.samples import Sample, SampleDataset
-from ghostclip.finetune.tokens import byte_tokens
+from ghostclip.finetune.samples import Sample, SampleDataset, byte_tokens
 from ghostclip.finetune.training import learning_rate_at
 
 WINDOWS = [[1, 5, 9, 4, 7], [1, 8], [1, 6, 6], [1, 200, 3, 77, 258, 31, 90]]

@@ -132,7 +132,7 @@ def test_a_full_disk_at_the_first_resume_point_leaves_nothing(finetune, text_fil
 def test_a_full_disk_at_the_end_can_be_gone_on_from(finetune, text_file, tmp_path, monkeypatch, record_of):
     out = tmp_path / "out"
     with monkeypatch.context() as full:
-        full.setattr("ghostclip.finetune.output.save_model", disk_full)
+        full.setattr("ghostclip.finetune.run.save_model", disk_full)
         result = finetune("--data", text_file, "--output", out, *TINY)
     assert result.status == 1
     assert (

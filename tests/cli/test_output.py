@@ -6,7 +6,7 @@ import pytest
 
 from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
-from ghostclip.finetune import output
+from ghostclip.finetune import run
 from ghostclip.finetune.record import draw, smoothed
 
 
@@ -26,17 +26,17 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_empty_and_missing_folders_are_usable(tmp_path):
-    output.require_usable(tmp_path, overwrite=False)
-    output.require_usable(tmp_path / "new" / "er", overwrite=False)
+    run.require_usable(tmp_path, overwrite=False)
+    run.require_usable(tmp_path / "new" / "er", overwrite=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_in_use_is_refused_unless_asked(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(OutputError, match="not empty; name another folder; --overwrite"):
-        output.require_usable(tmp_path, overwrite=False)
-    output.require_usable(tmp_path, overwrite=True)
-    output.start_anew(tmp_path)
+        run.require_usable(tmp_path, overwrite=False)
+    run.require_usable(tmp_path, overwrite=True)
+    run.start_anew(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
@@ -44,22 +44,22 @@ def test_file_is_no_folder(tmp_path):
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(OutputError, match="a file lies there"):
-        output.require_usable(path, overwrite=True)
+        run.require_usable(path, overwrite=True)
     with pytest.raises(OutputError, match="cannot be written"):
-        output.require_usable(path / "below", overwrite=False)
+        run.require_usable(path / "below", overwrite=False)
 
 
 def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert output.choose_folder(None, resume=False).name == "ghostclip-run"
+    assert run.choose_folder(None, resume=False).name == "ghostclip-run"
     (tmp_path / "ghostclip-run").mkdir()
     (tmp_path / "ghostclip-run" / "run.json").write_text("{}")
-    assert output.choose_folder(None, resume=False).name == "ghostclip-run-2"
+    assert run.choose_folder(None, resume=False).name == "ghostclip-run-2"
     with pytest.raises(ResumeError, match="no interrupted run"):
-        output.choose_folder(None, resume=True)
+        run.choose_folder(None, resume=True)
     (tmp_path / "ghostclip-run-2" / "private" / "resume").mkdir(parents=True)
     (tmp_path / "ghostclip-run-2" / "private" / "resume" / "state.pt").write_text("")
-    assert output.choose_folder(None, resume=True).name == "ghostclip-run-2"
+    assert run.choose_folder(None, resume=True).name == "ghostclip-run-2"
 
 
 def test_smoothing_starts_at_the_first_value_and_keeps_constants():

@@ -8,8 +8,7 @@ import torch
 
 from ghostclip.errors import DataError
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.samples import cut, split_passages
-from ghostclip.finetune.tokens import byte_tokens
+from ghostclip.finetune.samples import byte_tokens, cut, split_passages
 from tests.randomised import given, st
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from ghostclip.errors import DataError
-from ghostclip.finetune.sources import read_documents
+from ghostclip.finetune.samples import read_documents
 
 
 def test_python_documentation_is_the_default():

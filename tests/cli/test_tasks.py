@@ -18,8 +18,7 @@ import torch
 
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.ranks import Ranks
-from ghostclip.finetune.samples import read_samples
-from ghostclip.finetune.tokens import TokenEncoder, byte_tokens
+from ghostclip.finetune.samples import TokenEncoder, byte_tokens, read_samples
 from tests.cli.conftest import TINY_GIVEN
 
 transformers = pytest.importorskip("transformers")

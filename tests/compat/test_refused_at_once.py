@@ -16,8 +16,7 @@ from ghostclip.errors import (
     UnsupportedModuleError,
 )
 from ghostclip.facade import GradSampleModule
-from ghostclip.validation.fixers import register_module_validator
-from ghostclip.validation.fixers.module_validator import ModuleValidator
+from ghostclip.validation.fixers import ModuleValidator, register_module_validator
 
 
 def make_private(module: nn.Module, *, of: nn.Module | None = None):

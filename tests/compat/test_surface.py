@@ -16,7 +16,7 @@ from benchmarks.opacus_surface.compare import difference  # noqa: E402
 from benchmarks.opacus_surface.walk import Name  # noqa: E402
 from ghostclip.compat.opacus.surface import REFUSED  # noqa: E402
 from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
-from ghostclip.facade.modes import REFUSED_MODES  # noqa: E402
+from ghostclip.facade.module import REFUSED_MODES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "opacus-surface.json"

@@ -9,9 +9,8 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, RandomKey, SecureNoise, keystream, make_noise_source
-from ghostclip.noise.keyed import BLOCK, Block
-from ghostclip.noise.keystream import MAX_BLOCKS
+from ghostclip.noise import ExactNoise, RandomKey, SecureNoise, keyed, make_noise_source
+from ghostclip.noise.keyed import BLOCK, MAX_BLOCKS, Block
 
 LEVELS = ("fast", "secure", "exact")
 
@@ -88,7 +87,7 @@ def test_refuses_ranges():
 def maker(request, monkeypatch):
     """The key stream by the package and by its plain twin."""
     if request.param == "twin":
-        monkeypatch.setattr(keystream, "_ciphers", lambda: None)
+        monkeypatch.setattr(keyed, "_ciphers", lambda: None)
     else:
         pytest.importorskip("cryptography")
 
@@ -98,7 +97,7 @@ def test_key_stream_is_uniform_and_addressed(maker):
     key.load("00112233445566778899aabbccddeeff")
 
     def words(position, number, part, count):
-        return keystream.words_of(key, Block(position, number, count), part=part, count=count)
+        return keyed.words_of(key, Block(position, number, count), part=part, count=count)
 
     one = words(1, 2, 3, 20_000)
     assert one.flags.writeable
@@ -121,16 +120,16 @@ def test_noise_is_the_same_without_the_package(source_type, monkeypatch):
     source = source_type()
     resumed, expected, values = twin(source), zeros(source.level, 40), zeros(source.level, 40)
     source.add_(expected, 5.0)
-    monkeypatch.setattr(keystream, "_ciphers", lambda: None)
+    monkeypatch.setattr(keyed, "_ciphers", lambda: None)
     resumed.add_(values, 5.0)
     assert torch.equal(values, expected)
 
 
 def test_missing_package_is_said(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
-    keystream._ciphers.cache_clear()
+    keyed._ciphers.cache_clear()
     try:
         SecureNoise().add_(torch.zeros(3), 1.0)
     finally:
-        keystream._ciphers.cache_clear()
+        keyed._ciphers.cache_clear()
     assert "package cryptography" in caplog.text

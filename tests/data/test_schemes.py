@@ -11,11 +11,12 @@ import pytest
 import torch
 from scipy import stats
 
-from ghostclip.accounting.events import SamplingEvent
+from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import FullBatch, Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
 from ghostclip.data.selection import independent_coins, permutation, subset, unit_interval
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.noise import RandomKey, WordStream
+from ghostclip.noise import RandomKey
+from ghostclip.noise.keys import WordStream
 
 
 def key():

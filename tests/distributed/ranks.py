@@ -14,16 +14,9 @@ from ghostclip import PrivacyEngine
 from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.sampler import share_sampler
-from ghostclip.distributed import (
-    Share,
-    SharedNoise,
-    broadcast_parameters,
-    noisy_shard,
-    noisy_sum_,
-    noisy_sums_,
-    require_agreement,
-    share_noise,
-)
+from ghostclip.distributed import SharedNoise, broadcast_parameters, require_agreement
+from ghostclip.distributed.agreement import Share, share_noise
+from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import make_noise_source
 
@@ -155,16 +148,15 @@ def _batches() -> dict[str, Any]:
 
 
 def _releases(level: str, rank: int) -> dict[str, Any]:
-    """Release the ranks' sums, whole and in shards."""
+    """Release the ranks' sums."""
     source = make_noise_source(level=level)
     share_noise(source)
     state = source.state_dict()
     whole = partial_sums(level, rank)
     for part in whole:
-        noisy_sum_(part, STD, source)
-    shards = [noisy_shard(part, STD, source) for part in partial_sums(level, rank)]
+        noisy_sums_([part], STD, source)
     require_agreement("noise", source.fingerprint())
-    return {"state": state, "whole": whole, "shards": shards, "position": source.state_dict()["position"]}
+    return {"state": state, "whole": whole, "position": source.state_dict()["position"]}
 
 
 def many(level: str) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.data import DPDataLoader
-from ghostclip.distributed import Share, SharedNoise, broadcast_parameters, require_agreement, require_one_draw
+from ghostclip.distributed import SharedNoise, broadcast_parameters, require_agreement
+from ghostclip.distributed.agreement import Share, require_one_draw
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.loops import data, model, snapshot

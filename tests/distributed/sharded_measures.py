@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.data.tensor_memory import peak_bytes
-from ghostclip.distributed import ShardedModel, noisy_parts_, noisy_sums_, share_noise
+from ghostclip.distributed import ShardedModel
+from ghostclip.distributed.agreement import share_noise
+from ghostclip.distributed.release import noisy_parts_, noisy_sums_
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.sharded import TRAININGS, blocks, built, losses_of, nested, samples, whole_of

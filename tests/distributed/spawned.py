@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ghostclip.noise import make_noise_source
-from ghostclip.noise.packs import add_noise_
+from ghostclip.noise.keyed import add_noise_
 from tests.distributed.sharded import Training, train
 from tests.process_group import process_group, start_ranks
 

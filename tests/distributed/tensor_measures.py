@@ -25,7 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.distributed import ShardedModel, SharedNoise, noisy_parts_, share_noise
+from ghostclip.distributed import ShardedModel, SharedNoise
+from ghostclip.distributed.agreement import share_noise
+from ghostclip.distributed.release import noisy_parts_
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source

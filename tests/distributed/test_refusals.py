@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.capture.divided import leaves_empty
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.distributed import ShardedModel, Share, broadcast_parameters, require_equal_weights, require_one_draw
-from ghostclip.distributed.weights import digests
+from ghostclip.distributed import ShardedModel, broadcast_parameters
+from ghostclip.distributed.agreement import Share, require_one_draw
+from ghostclip.distributed.weights import digests, require_equal_weights
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model
 from tests.distributed.refusals import find

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ghostclip.noise import make_noise_source
-from ghostclip.noise.packs import add_noise_
+from ghostclip.noise.keyed import add_noise_
 from tests.distributed.sharded_measures import SHAPES, STD, find
 from tests.distributed.spawned import assert_parts_of_one_draw, found_by_ranks
 

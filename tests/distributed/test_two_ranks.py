@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ghostclip.data import Poisson, PrivateSampler
-from ghostclip.distributed import noisy_shard, noisy_sum_, require_agreement, share_noise, world_size
+from ghostclip.distributed import require_agreement, world_size
+from ghostclip.distributed.agreement import share_noise
+from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, find, many, model, partial_sums, train
@@ -66,6 +68,7 @@ def test_a_release_is_that_of_one_process(found, level):
             assert torch.equal(one, total)
         else:
             torch.testing.assert_close(one, total, rtol=1e-6, atol=2e-4)
+    assert {result["position"] for result in results} == {len(SHAPES)}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -84,22 +87,6 @@ def test_each_rank_draws_its_share_of_the_noise_of_one_process(found, level):
     assert (one["drawn again"], two["drawn again"]) == (elements, 0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_shards_of_a_release_are_that_of_one_process(found, level):
-    results = [rank["noise"][level] for rank in found]
-    source = alone(results[0]["state"])
-    for _ in SHAPES:
-        source.skip()
-    for index in range(len(SHAPES)):
-        total = sum(partial_sums(level, rank)[index] for rank in range(RANKS)).flatten()
-        source.add_(total, STD)
-        shards = [result["shards"][index] for result in results]
-        assert shards[0][1] == 0
-        assert shards[1][1] == len(shards[0][0])
-        assert torch.equal(torch.cat([shard for shard, _ in shards]), total)
-    assert {result["position"] for result in results} == {2 * len(SHAPES)}
-
-
 def test_ranks_that_differ_are_refused_on_every_rank(found):
     for rank in found:
         sampling, level, step, noise, covered = rank["refused"]
@@ -115,18 +102,16 @@ def test_without_other_ranks_nothing_is_exchanged():
     require_agreement("step", 3)
     with pytest.raises(InvalidOptionError, match="init_process_group"):
         share_noise(make_noise_source())
-    source = make_noise_source()
-    twin = alone(source.state_dict())
+    source, plain = make_noise_source(), torch.zeros(5, 4)
+    alone(source.state_dict()).add_(plain, 1.0)
     whole = torch.zeros(4, 5).t()
-    noisy_sum_(whole, 1.0, source)
-    shard, start = noisy_shard(torch.zeros(5, 4), 1.0, twin)
-    assert start == 0
-    assert torch.equal(shard, whole.flatten())
+    noisy_sums_([whole], 1.0, source)
+    assert torch.equal(plain, whole)
 
 
 def test_16_bit_sums_are_refused():
     with pytest.raises(InvalidOptionError, match="bfloat16"):
-        noisy_shard(torch.zeros(3, dtype=torch.bfloat16), 1.0, make_noise_source())
+        noisy_sums_([torch.zeros(3, dtype=torch.bfloat16)], 1.0, make_noise_source())
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:invalid value encountered:RuntimeWarning")

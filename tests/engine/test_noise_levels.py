@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.accounting import create_accountant
-from ghostclip.accounting.discrete_gaussian import discretisation_delta
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, ExactRelease
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.digest import digest_of
-from ghostclip.privacy.discretisation import STEPS_PER_BOUND, released_bounds
+from ghostclip.privacy.charges import STEPS_PER_BOUND, discretisation_delta, released_bounds
+from ghostclip.privacy.checkpoints import digest_of
 from tests.engine.training import declared, small_data, small_model
 from tests.process_group import process_group
 

@@ -21,7 +21,7 @@ from ghostclip.errors import (
 from ghostclip.factors import Head, Rows, inner
 from ghostclip.factors import head as head_factors
 from ghostclip.factors.head import Shared
-from ghostclip.kernels import head, head_norms
+from ghostclip.kernels import head
 from ghostclip.kernels.head import Form, Table, Tokens
 from ghostclip.losses import head_losses, linear_cross_entropy, token_losses
 from tests.cases import by_name
@@ -39,7 +39,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(head, "TILE", 60)
     monkeypatch.setattr(head, "ROWS", 20)
     monkeypatch.setattr(head, "NARROWEST", 3)
-    monkeypatch.setattr(head_norms, "SUBTILE", 100)
+    monkeypatch.setattr(head, "SUBTILE", 100)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -55,7 +55,7 @@ def test_many_tiles_match_one_sample_autograd(case, dtype, strategy):
 @pytest.mark.parametrize("name", ["head_tied_bias_long", "head_every_option", "head_picked", "head_checkpointed"])
 def test_norms_from_gram_matrices_match_one_sample_autograd(name, strategy, monkeypatch):
     """Of a vocabulary as small as these the gradient is the cheaper form."""
-    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: True)
+    monkeypatch.setattr(head, "prefers_gram", lambda *sizes: True)
     for dtype in (torch.float64, torch.float32):
         outcome = run(by_name(name), engine(strategy), dtype)
         check_sum(outcome, expected(name), dtype)
@@ -172,7 +172,7 @@ def _factor(dtype, *, positions=40, bias=True, **options):
 @pytest.mark.parametrize("positions", [1, 2, 7, 33, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_norms_are_never_below_those_of_the_gradients_that_are_added(dtype, positions, gram, monkeypatch):
-    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: gram)
+    monkeypatch.setattr(head, "prefers_gram", lambda *sizes: gram)
     factor = _factor(dtype, positions=positions, **OPTIONS)
     true_B = factor.in_double().materialize().flatten(1).square().sum(1)
     found = factor.sqnorm()
@@ -185,7 +185,7 @@ def test_norms_are_never_below_those_of_the_gradients_that_are_added(dtype, posi
 @pytest.mark.parametrize("gram", [True, False])
 def test_positions_that_oppose_each_other(gram, monkeypatch):
     """What is left of a sum that cancels is rounding, which the error must cover."""
-    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: gram)
+    monkeypatch.setattr(head, "prefers_gram", lambda *sizes: gram)
     factor = _factor(torch.float32, positions=64, bias=False)
     x_BTI, label_BT, lse_BT, grad_BT = (part.clone() for part in factor.tokens)
     x_BTI[:], label_BT[:], lse_BT[:] = x_BTI[:, :1], label_BT[:, 1:2], lse_BT[:, :1]
@@ -217,7 +217,7 @@ class _Opposed(nn.Module):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rest", [0.0, 1e-7, 1e-6, 1e-4, 1e-2])
 def test_positions_that_oppose_each_other_keep_the_bound(rest, bias, gram, strategy, monkeypatch):
-    monkeypatch.setattr(head_norms, "prefers_gram", lambda *sizes: gram)
+    monkeypatch.setattr(head, "prefers_gram", lambda *sizes: gram)
     torch.manual_seed(3)
     x = 5 * torch.randn(3, 40, 12)
     x[0] = x[0, :1] + rest * torch.randn(40, 12)
@@ -400,7 +400,7 @@ def test_operations_of_the_head(strategy, products, tied, positions):
     with GhostClipper(model, max_grad_norm=1.0, strategy=strategy, probe=False) as clipper:
         units = _units(lambda ids: clipper.backward(model(ids)), positions=positions)
         costs = [row.cost.private for row in clipper.coverage() if row.plan == "tiles of logits, contract"]
-    norm = head_norms.norm_flops(positions, 32, 9000) / (2 * positions * 9000 * 32)
+    norm = head.norm_flops(positions, 32, 9000) / (2 * positions * 9000 * 32)
     assert norm <= 1.0
     assert tied or costs == [pytest.approx((products + norm) * 2 * 4 * positions * 9000 * 32)]
     products += tied * positions / 9000 * (1 + 1 / 32)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ghostclip import DeclaredSampling, GhostClipper, PrivacyEngine
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import InvalidOptionError, TamperedGradientError
-from ghostclip.kernels import reads
+from ghostclip.kernels import runtime
 from ghostclip.optim import DPOptimizer
 from tests.host_reads import HostReadError, host_reads
 
@@ -109,7 +109,7 @@ class _Training:
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch):
     """Whatever asks whether a read waits is told that it does, as on a GPU."""
-    monkeypatch.setattr(reads, "wait", lambda tensor: True)
+    monkeypatch.setattr(runtime, "wait", lambda tensor: True)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,13 +6,8 @@ import weakref
 import pytest
 import torch
 
-from ghostclip.factors import Dense, Permuted, Windows, joined, kernel_gradients
-from ghostclip.factors.kernel_gradients import (
-    KernelGradients,
-    unfolded,
-    unfolded_channels_last,
-    unfolded_in_phases,
-)
+from ghostclip.factors import Dense, Permuted, Windows, convolution, joined
+from ghostclip.factors.convolution import KernelGradients, unfolded, unfolded_channels_last, unfolded_in_phases
 from tests.factors.largest import LargestTensor
 from tests.factors.test_windows import TABLE, B, _by_autograd, _factor, _geometry
 
@@ -50,13 +45,13 @@ def factor(request, monkeypatch):
     layout, name = request.param
     if name in PHASES:
         monkeypatch.setitem(TABLE, name, PHASES[name])
-    monkeypatch.setattr(kernel_gradients, "_cheapest", lambda *given: layout)
+    monkeypatch.setattr(convolution, "_cheapest", lambda *given: layout)
     return _factor(name)
 
 
 @pytest.mark.parametrize("elements", [1, 1 << 18], ids=["one_by_one", "at_once"])
 def test_every_layout(factor, elements, monkeypatch):
-    monkeypatch.setattr(kernel_gradients, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", elements)
     expected = _by_autograd(factor)
     torch.testing.assert_close(factor.materialize(), expected)
     # Samples may lie apart, the numbers of one do not.
@@ -103,7 +98,7 @@ def _windows(shape, size, **given):
 def test_layout_follows_what_lies_side_by_side(factor, layout):
     """The fastest of the three, measured, for each of these sizes."""
     found = factor()
-    assert kernel_gradients._cheapest(found.x_BKC, found.g_BKO, found.geometry) is layout
+    assert convolution._cheapest(found.x_BKC, found.g_BKO, found.geometry) is layout
 
 
 def test_kept_gradients_are_not_put_in_order_sample_by_sample():

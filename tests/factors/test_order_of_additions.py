@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ghostclip import GhostClipper
 from ghostclip.factors.inner import inner
 from ghostclip.factors.rows import Rows
-from ghostclip.kernels import reads, rows
+from ghostclip.kernels import runtime, sums
 
 
 class AnyOrder(TorchDispatchMode):
@@ -41,8 +41,8 @@ class AnyOrder(TorchDispatchMode):
 
 @pytest.fixture
 def parallel(monkeypatch):
-    monkeypatch.setattr(rows, "is_parallel", lambda tensor: True)
-    monkeypatch.setattr(reads, "wait", lambda tensor: True)
+    monkeypatch.setattr(sums, "is_parallel", lambda tensor: True)
+    monkeypatch.setattr(runtime, "wait", lambda tensor: True)
 
 
 def test_the_emulation_changes_sums():
@@ -123,5 +123,5 @@ def test_rows_are_added_as_index_add_adds(device):
     generator = torch.Generator().manual_seed(1)
     index_R, source = torch.randint(5, (200,), generator=generator), torch.randn(200, 3, generator=generator)
     wanted = torch.zeros(5, 3).index_add_(0, index_R, source)
-    found = rows.add_rows_(torch.zeros(5, 3, device=device), index_R.to(device), source.to(device))
+    found = sums.add_rows_(torch.zeros(5, 3, device=device), index_R.to(device), source.to(device))
     torch.testing.assert_close(found.cpu(), wanted)

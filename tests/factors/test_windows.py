@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from ghostclip.factors import Dense, Outer, Windows, joined, kernel_gradients
+from ghostclip.factors import Dense, Outer, Windows, convolution, joined
 from ghostclip.factors.convolution import Geometry
 from tests.exactness.runs import engine
 from tests.factors.largest import LargestTensor
@@ -102,7 +102,7 @@ def test_every_form_of_norm(factor):
 
 def test_in_parts(factor, monkeypatch):
     whole = factor.materialize(), factor.sqnorm().value_B
-    monkeypatch.setattr(kernel_gradients, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1)
     torch.testing.assert_close(factor.materialize(), whole[0])
     torch.testing.assert_close(factor.sqnorm().value_B, whole[1])
@@ -210,7 +210,7 @@ def test_pixels_over_estimate_what_they_cannot_resolve():
 )
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
 def test_windows_are_never_unfolded_whole(channels, outputs, size, options, strategy, monkeypatch):
-    monkeypatch.setattr(kernel_gradients, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1 << 12)
     monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1 << 12)
     samples, model = 8, nn.Conv2d(channels, outputs, **{"kernel_size": 3, **options})
     x = torch.randn(samples, channels, size, size)

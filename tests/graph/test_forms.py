@@ -16,7 +16,7 @@ from ghostclip.factors import Dense, Outer, Permuted, Rows
 from ghostclip.graph import forms, rewrite
 from ghostclip.graph.axes import first_of
 from ghostclip.graph.trace import operation
-from ghostclip.kernels import gram, reads
+from ghostclip.kernels import gram, runtime
 from tests.graph.steps import ATEN, eager_sums, sums
 
 
@@ -133,7 +133,7 @@ def _norms(a, g):
 def test_a_gram_is_written_down_without_a_loop_over_samples(positions):
     products = set()
     for samples in (2, 40):
-        with reads.none():
+        with runtime.none():
             graph = _torch.traced(_norms, [torch.ones(samples, positions, 300), torch.ones(samples, positions, 520)])
         products.add(sum("bmm" in str(node.target) for node in graph.graph.nodes))
     assert len(products) == 1
@@ -143,7 +143,7 @@ def test_a_gram_is_written_down_without_a_loop_over_samples(positions):
 @pytest.mark.parametrize("positions", [31, 64, 300, 1100])
 def test_a_gram_that_is_written_down_is_bounded(positions):
     a, g = torch.randn(3, positions, 40), torch.randn(3, positions, 33)
-    with reads.none():
+    with runtime.none():
         value_N, error_N, *_ = _norms(a, g)
     exact_N = torch.einsum("nto,nti->noi", g.double(), a.double()).square().sum((1, 2))
     assert ((value_N.double() - exact_N).abs() <= error_N).all()

@@ -461,7 +461,7 @@ _refusal(
 @row(ROWS, **_HOST, outcome="refused", note="precision='16-mixed'.*bf16-mixed")
 def adaptive_loss_scale(folder: Path) -> None:
     """precision="16-mixed" (on a CPU Lightning makes bf16-mixed of it)."""
-    from ghostclip.integrations.lightning.refusals import refuse
+    from ghostclip.integrations.lightning import refuse
 
     trainer = trainer_of(World(folder=str(folder)))
     trainer.precision_plugin.precision = "16-mixed"

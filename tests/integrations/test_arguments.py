@@ -8,9 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.integrations._host import HostTraining
-from ghostclip.integrations.training.arguments import PrivacyArguments, suggests_fields
-from ghostclip.integrations.training.refusals import refuse
+from ghostclip.integrations._host import HostTraining, PrivacyArguments, suggests_fields
+from ghostclip.integrations._trainer import refuse
 
 
 @suggests_fields

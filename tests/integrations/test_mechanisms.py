@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.integrations.training.arguments import MECHANISMS, PrivacyArguments
+from ghostclip.integrations._host import MECHANISMS, PrivacyArguments
 from tests.integrations.test_longer_than_planned import _Module, _Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]

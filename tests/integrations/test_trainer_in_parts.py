@@ -58,7 +58,7 @@ def _trained(folder, toy, mesh):
     said = trainer.train().metrics
     state = model.state_dict()
     if mesh is not None:
-        from ghostclip.distributed.whole import gathered_whole
+        from ghostclip.distributed.weights import gathered_whole
 
         state = gathered_whole(state)
     return {"weights": dict(state), "loss": said["train_loss"], "epsilon": said["epsilon"]}

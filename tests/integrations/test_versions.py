@@ -6,31 +6,31 @@ import warnings
 
 import pytest
 
-from ghostclip.integrations import _versions
+from ghostclip.integrations import _host
 
 
 @pytest.fixture(autouse=True)
 def _unwarned():
-    _versions.warn_if_untested.cache_clear()
+    _host.warn_if_untested.cache_clear()
     yield
-    _versions.warn_if_untested.cache_clear()
+    _host.warn_if_untested.cache_clear()
 
 
 @pytest.mark.parametrize("installed", ["4.46.0", "4.57.3.dev0", "5.23.1", "5.23"])
 def test_a_version_in_the_range_is_silent(installed, monkeypatch):
-    monkeypatch.setitem(_versions.TESTED, "transformers", ("4.46", "5.23"))
-    monkeypatch.setattr(_versions.metadata, "version", lambda _: installed)
-    _versions.warn_if_untested("transformers")
+    monkeypatch.setitem(_host.TESTED, "transformers", ("4.46", "5.23"))
+    monkeypatch.setattr(_host.metadata, "version", lambda _: installed)
+    _host.warn_if_untested("transformers")
 
 
 @pytest.mark.parametrize("installed", ["5.24.0", "6.0.0rc1"])
 def test_a_newer_version_is_noted_once_for_who_looks(installed, monkeypatch, caplog):
-    monkeypatch.setitem(_versions.TESTED, "transformers", ("4.46", "5.23"))
-    monkeypatch.setattr(_versions.metadata, "version", lambda _: installed)
+    monkeypatch.setitem(_host.TESTED, "transformers", ("4.46", "5.23"))
+    monkeypatch.setattr(_host.metadata, "version", lambda _: installed)
     with caplog.at_level("DEBUG"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        _versions.warn_if_untested("transformers")
-        _versions.warn_if_untested("transformers")
+        _host.warn_if_untested("transformers")
+        _host.warn_if_untested("transformers")
     (said,) = caplog.records
     assert said.levelname == "DEBUG"
     assert f"transformers {installed} is installed" in said.getMessage()
@@ -38,16 +38,16 @@ def test_a_newer_version_is_noted_once_for_who_looks(installed, monkeypatch, cap
 
 @pytest.mark.parametrize("installed", ["4.45.9", "3"])
 def test_an_older_version_is_said_once_with_both(installed, monkeypatch):
-    monkeypatch.setitem(_versions.TESTED, "transformers", ("4.46", "5.23"))
-    monkeypatch.setattr(_versions.metadata, "version", lambda _: installed)
+    monkeypatch.setitem(_host.TESTED, "transformers", ("4.46", "5.23"))
+    monkeypatch.setattr(_host.metadata, "version", lambda _: installed)
     with pytest.warns(UserWarning, match=f"transformers {installed} is installed; .* 4.46 to 5.23"):
-        _versions.warn_if_untested("transformers")
+        _host.warn_if_untested("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _versions.warn_if_untested("transformers")
+        _host.warn_if_untested("transformers")
 
 
-@pytest.mark.parametrize("distribution", sorted(_versions.TESTED))
+@pytest.mark.parametrize("distribution", sorted(_host.TESTED))
 def test_what_is_installed_here_is_in_the_range(distribution):
     pytest.importorskip(distribution.replace("-", "_"))
-    _versions.warn_if_untested(distribution)
+    _host.warn_if_untested(distribution)

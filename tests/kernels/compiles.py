@@ -13,7 +13,7 @@ from typing import Any
 from triton import compiler
 from triton.backends.compiler import GPUTarget
 
-from ghostclip.kernels._compiled import affine, gram, noise, outer, rows
+from ghostclip.kernels import triton_noise, triton_products, triton_sums
 from ghostclip.kernels.bounds import CHAIN_OF_KERNELS, COLUMNS, FORMED_COLUMNS, UNIT_CHAIN
 
 SIZES = ("positions", "inputs", "outputs", "tiles", "programs", "samples", "splits", "features", "share")
@@ -36,18 +36,18 @@ def _cases(data: str) -> list[tuple[Any, dict[str, Any], int]]:
     for block, chunk in tiles:
         matrix, deep = {"BLOCK": block, "CHUNK": chunk}, 64 if block == 128 else 32
         cases += [
-            (gram._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS), "SUMMED": 0}, 8),
-            (gram._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS), "SUMMED": 2}, 8),
-            (outer._square, {**matrix, "BLOCK_T": deep, "COLUMNS": FORMED_COLUMNS}, block // 16),
-            (outer._weighted_sum, {**matrix, "BLOCK_T": deep, "GROUP": 8, "ADD": True}, block // 16),
+            (triton_products._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS), "SUMMED": 0}, 8),
+            (triton_products._gram, {**matrix, "BLOCK_K": deep, "COLUMNS": len(COLUMNS), "SUMMED": 2}, 8),
+            (triton_products._square, {**matrix, "BLOCK_T": deep, "COLUMNS": FORMED_COLUMNS}, block // 16),
+            (triton_products._weighted_sum, {**matrix, "BLOCK_T": deep, "GROUP": 8, "ADD": True}, block // 16),
         ]
     if data == "fp32":
         cases += [
-            (rows._row_squares, {"BLOCK_R": 4, "BLOCK_I": 1024}, 4),
-            (affine._norm_affine, {"CENTRED": True, "BLOCK_T": 4, "BLOCK_F": 1024}, 4),
-            (affine._norm_affine, {"CENTRED": False, "BLOCK_T": 1, "BLOCK_F": 8192}, 8),
-            (noise._add_noise, {**NOISE, "ALIGNED": True, "ROUNDS": 20}, 4),
-            (noise._add_noise, {**NOISE, "ALIGNED": False, "ROUNDS": 8}, 4),
+            (triton_sums._row_squares, {"BLOCK_R": 4, "BLOCK_I": 1024}, 4),
+            (triton_sums._norm_affine, {"CENTRED": True, "BLOCK_T": 4, "BLOCK_F": 1024}, 4),
+            (triton_sums._norm_affine, {"CENTRED": False, "BLOCK_T": 1, "BLOCK_F": 8192}, 8),
+            (triton_noise._add_noise, {**NOISE, "ALIGNED": True, "ROUNDS": 20}, 4),
+            (triton_noise._add_noise, {**NOISE, "ALIGNED": False, "ROUNDS": 8}, 4),
         ]
     return cases
 

@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 
 from ghostclip import GhostClipper, kernels
-from ghostclip.kernels import gram, outer
-from ghostclip.kernels._compiled import noise
+from ghostclip.kernels import gram, outer, triton_noise
 
 
 @triton.jit
 def _pairs(radius_ptr, angle_ptr, cosine_ptr, sine_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     radius = tl.load(radius_ptr + i).to(tl.uint64, bitcast=True)
-    cosine, sine = noise.normal_pair(radius, tl.load(angle_ptr + i).to(tl.uint64, bitcast=True))
+    cosine, sine = triton_noise.normal_pair(radius, tl.load(angle_ptr + i).to(tl.uint64, bitcast=True))
     tl.store(cosine_ptr + i, cosine)
     tl.store(sine_ptr + i, sine)
 
@@ -34,8 +33,8 @@ def normal_pair(radius: torch.Tensor, angle: torch.Tensor) -> tuple[torch.Tensor
 def noise_launches(count: int) -> int:
     """How many kernels add noise to a tensor of so many elements."""
     tensor = torch.empty(1).expand(count)
-    with mock.patch.object(noise, "_add_noise", mock.MagicMock()) as kernel:
-        noise.add_noise(tensor, [0] * 16, (1.0, 2.0), (0, count), (1 << 15, 8))
+    with mock.patch.object(triton_noise, "_add_noise", mock.MagicMock()) as kernel:
+        triton_noise.add_noise(tensor, [0] * 16, (1.0, 2.0), (0, count), (1 << 15, 8))
     # Each block of noise is in one grid.
     assert sum(grid[0] for (grid,), _ in kernel.__getitem__.call_args_list) == -(-count // (1 << 15))
     return kernel.__getitem__.return_value.call_count

@@ -10,7 +10,7 @@ import torch
 from ghostclip.kernels import fingerprints
 from ghostclip.kernels.fingerprints import WIDTH, content_prints
 from ghostclip.optim import release
-from ghostclip.privacy import digest
+from ghostclip.privacy import checkpoints
 from tests.traffic import GPU, counted
 
 
@@ -98,14 +98,14 @@ def read(monkeypatch):
         found.append(sum(one.numel() for one in prints))
         return [[0, 0] for _ in prints]
 
-    for place in (release, digest):
+    for place in (release, checkpoints):
         monkeypatch.setattr(place, "read_prints", count)
     yield found
     # Weights of a fake device must not be found on a real one.
     fingerprints._weights_of_row.cache_clear()
 
 
-@pytest.mark.parametrize("of", [release.fingerprint, lambda tensors: digest.digest_of({"model": tensors})])
+@pytest.mark.parametrize("of", [release.fingerprint, lambda tensors: checkpoints.digest_of({"model": tensors})])
 def test_values_stay_on_the_gpu(read, of):
     """Before, 4 bytes of every value were copied to the host and hashed there."""
     with counted() as traffic:
@@ -129,10 +129,12 @@ def test_numbers_are_read_once_for_each_device():
 def test_digests_of_earlier_versions_are_understood():
     state = {"model": {"w": torch.arange(3.0), "c": torch.zeros(2, dtype=torch.complex64)}, "n": 3, "none": None}
     earlier = hashlib.blake2b(digest_size=16)
-    digest._add(earlier, state, lambda values: earlier.update(values.view(torch.uint8).numpy().data))
+    checkpoints._add(earlier, state, lambda values: earlier.update(values.view(torch.uint8).numpy().data))
     assert earlier.hexdigest() == "5be42653b9f82d2f98bc3c0e6f17002d"
-    for saved in (earlier.hexdigest(), digest.digest_of(state)):
-        assert digest.is_digest_of(saved, state)
-        assert not digest.is_digest_of(saved, {**state, "n": 4})
-        assert not digest.is_digest_of(saved, {**state, "model": {"w": torch.arange(3.0) + 1, "c": torch.zeros(2)}})
-    assert not digest.is_digest_of(None, state)
+    for saved in (earlier.hexdigest(), checkpoints.digest_of(state)):
+        assert checkpoints.is_digest_of(saved, state)
+        assert not checkpoints.is_digest_of(saved, {**state, "n": 4})
+        assert not checkpoints.is_digest_of(
+            saved, {**state, "model": {"w": torch.arange(3.0) + 1, "c": torch.zeros(2)}}
+        )
+    assert not checkpoints.is_digest_of(None, state)

@@ -7,8 +7,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import GhostClipper
-from ghostclip.kernels import precision
-from ghostclip.kernels.precision import full_convolutions, full_precision
+from ghostclip.kernels import products
+from ghostclip.kernels.products import full_convolutions, full_precision
 
 needs_switches = pytest.mark.skipif(
     not hasattr(torch.backends.cudnn, "conv"), reason="a torch from before 2.9 has other switches"
@@ -99,10 +99,10 @@ def _ten_bits(x):
 def on_a_gpu(monkeypatch):
     """Let products be rounded as on a GPU, by the GPU's switches."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    for switches in (precision._switches, precision._convolution_switches):
+    for switches in (products._switches, products._convolution_switches):
         switches.cache_clear()
     yield
-    for switches in (precision._switches, precision._convolution_switches):
+    for switches in (products._switches, products._convolution_switches):
         switches.cache_clear()
 
 

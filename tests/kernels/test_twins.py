@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ghostclip import kernels
 from ghostclip.errors import InvalidOptionError
-from ghostclip.kernels import switch, twins
+from ghostclip.kernels import runtime
+from ghostclip.kernels.bounds import Bounded
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def _poisoned(poisoned_memory):
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """As on a GPU, but for the device."""
-    monkeypatch.setattr(switch, "runs_on", lambda device: True)
+    monkeypatch.setattr(runtime, "runs_on", lambda device: True)
 
 
 @pytest.mark.parametrize("positions", [1, 2, 3, 7, 63, 64, 131, 160])
@@ -103,7 +104,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(("pair", "make"), EXAMPLES)
 def test_kernel_agrees_on_its_own_examples(fast, pair, make):
     """What is compared before a kernel is first used on a device."""
-    assert twins.difference(fast(pair.name, *make(CPU)), pair.naive(*make(CPU))) < twins.AGREEMENT / 10
+    assert runtime.difference(fast(pair.name, *make(CPU)), pair.naive(*make(CPU))) < runtime.AGREEMENT / 10
 
 
 @pytest.mark.usefixtures("kernels_everywhere")
@@ -127,7 +128,7 @@ def _pair(fast_value, calls=None):
             calls.append(1)
         return fast_value(x)
 
-    return twins.Twins("doubled", lambda x: 2 * x, fast, (lambda device: (torch.ones(3, device=device),),))
+    return runtime.Twins("doubled", lambda x: 2 * x, fast, (lambda device: (torch.ones(3, device=device),),))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,11 @@ def test_the_switch(mode, pays, used):
 
 def test_on_a_gpu_that_is_not_the_current_one_the_twin_is_used(monkeypatch):
     """Triton would start the kernel on the current one."""
-    monkeypatch.setattr(switch, "runs_on", lambda device: True)
+    monkeypatch.setattr(runtime, "runs_on", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     pair = _pair(lambda x: x + x)
     pair._trusted.update({torch.device("cuda", index): True for index in range(2)})
-    monkeypatch.setattr(twins, "_PLAIN", (SimpleNamespace,))
+    monkeypatch.setattr(runtime, "_PLAIN", (SimpleNamespace,))
     here, there = (SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32) for index in range(2))
     with kernels.using("on"):
         assert pair.pick(here) == pair.fast
@@ -155,11 +156,11 @@ def test_on_a_gpu_that_is_not_the_current_one_the_twin_is_used(monkeypatch):
 
 
 def test_the_environment(monkeypatch):
-    monkeypatch.setenv(switch.VARIABLE, "off")
+    monkeypatch.setenv(runtime.VARIABLE, "off")
     assert kernels.mode() == "off"
     with kernels.using("on"):
         assert kernels.mode() == "on"
-    monkeypatch.setenv(switch.VARIABLE, "of")
+    monkeypatch.setenv(runtime.VARIABLE, "of")
     with pytest.raises(InvalidOptionError, match="GHOSTCLIP_KERNELS"):
         kernels.mode()
     with pytest.raises(InvalidOptionError, match="mode"):
@@ -167,8 +168,8 @@ def test_the_environment(monkeypatch):
 
 
 def test_set_mode_is_for_good(monkeypatch):
-    monkeypatch.setattr(switch, "_set", [])
-    monkeypatch.setenv(switch.VARIABLE, "on")
+    monkeypatch.setattr(runtime, "_set", [])
+    monkeypatch.setenv(runtime.VARIABLE, "on")
     kernels.set_mode("off")
     assert kernels.mode() == "off"
 
@@ -195,8 +196,8 @@ def test_a_wrong_kernel_is_not_used(wrong, caplog):
 @pytest.mark.parametrize("error", [0.0, 0.1, 0.5, 2.0])
 def test_a_bound_may_be_larger_but_not_much_smaller(error):
     one = torch.ones(2)
-    pair = [(kernels.Bounded(one, share * one, one, one), one) for share in (error, 1)]
-    assert twins.difference(*pair) == (float("inf") if error <= 0.1 else 0)
+    pair = [(Bounded(one, share * one, one, one), one) for share in (error, 1)]
+    assert runtime.difference(*pair) == (float("inf") if error <= 0.1 else 0)
 
 
 @pytest.mark.usefixtures("kernels_everywhere")

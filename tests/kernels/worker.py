@@ -19,7 +19,7 @@ import torch
 
 from ghostclip import kernels
 
-MATRIX_MODULES = ("gram", "outer", "rows", "affine")
+PROGRAMS = ("triton_products._PROGRAMS", "triton_sums._ROW_PROGRAMS", "triton_sums._AFFINE_PROGRAMS")
 
 
 @contextmanager
@@ -55,15 +55,16 @@ def call_here(
     from tests.kernels import pairs
 
     fast = {pair.name: pair.fast for pair in kernels.TWINS} | pairs.FUNCTIONS
-    room = "ghostclip.kernels._compiled"
-    limits = [(f"{room}.{module}._PROGRAMS", programs) for module in MATRIX_MODULES]
-    limits += [(f"{room}.outer._WANTED", programs), (f"{room}.tiles._ENOUGH", enough)]
+    limits = [
+        *((name, programs) for name in (*PROGRAMS, "triton_products._WANTED")),
+        ("triton_products._ENOUGH", enough),
+    ]
     with ExitStack() as stack:
         for place, number in limits:
             if number is not None:
-                stack.enter_context(mock.patch(place, number))
+                stack.enter_context(mock.patch(f"ghostclip.kernels.{place}", number))
         if workspace is not None:
-            stack.enter_context(mock.patch("ghostclip.kernels.workspace.elements", return_value=workspace))
+            stack.enter_context(mock.patch("ghostclip.kernels.runtime.elements", return_value=workspace))
         return fast[name](*arguments, **options)
 
 

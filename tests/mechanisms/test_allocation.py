@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ghostclip.accounting import bounding_accountant, get_noise_multiplier
-from ghostclip.accounting.allocation import allocated
 from ghostclip.accounting.calibration import smallest_noise_multiplier
-from ghostclip.accounting.pairs import Cells, DiscretePair
+from ghostclip.accounting.pairs import Cells, DiscretePair, allocated
 from ghostclip.data import RandomAllocation
 from ghostclip.errors import InvalidOptionError
 

@@ -10,9 +10,8 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, RandomKey, discrete, discrete_gaussian
-from ghostclip.noise.keyed import Block
-from ghostclip.noise.keystream import words_of
+from ghostclip.noise import ExactNoise, RandomKey, discrete_gaussian, exact
+from ghostclip.noise.keyed import Block, words_of
 
 DRAWS = 60_000
 
@@ -58,40 +57,40 @@ def test_large_scales_are_normal_to_the_eye(scale):
 
 def test_slow_decisions_are_the_fast_ones(monkeypatch):
     """With its tolerances widened, thousands of decisions go through decimal arithmetic and none of them changes."""
-    exact = []
+    slow = []
     for name in ("_exact_floor", "_exactly_below"):
-        original = getattr(discrete, name)
-        monkeypatch.setattr(discrete, name, lambda *given, f=original: exact.append(f.__name__) or f(*given))
+        original = getattr(exact, name)
+        monkeypatch.setattr(exact, name, lambda *given, f=original: slow.append(f.__name__) or f(*given))
     expected = [discrete_gaussian(words(), 300, scale) for scale in (0.9, 50.0, 2.0**24 / 3)]
-    assert not exact
-    monkeypatch.setattr(discrete, "_LOG_ERROR", 2.0**-4)
-    monkeypatch.setattr(discrete, "_PROBABILITY_ERROR", 2.0**-3)
+    assert not slow
+    monkeypatch.setattr(exact, "_LOG_ERROR", 2.0**-4)
+    monkeypatch.setattr(exact, "_PROBABILITY_ERROR", 2.0**-3)
     for scale, values in zip((0.9, 50.0, 2.0**24 / 3), expected, strict=True):
         assert np.array_equal(discrete_gaussian(words(), 300, scale), values)
-    assert exact.count("_exact_floor") > 500
-    assert exact.count("_exactly_below") > 300
+    assert slow.count("_exact_floor") > 500
+    assert slow.count("_exactly_below") > 300
 
 
 def test_further_bits_decide_where_63_do_not():
     """A uniform begins with the 63 bits of exp(-1): with zeros after them it is below, with ones above."""
     word = 3393088950634442637
     assert math.isclose(word / 2**63, math.exp(-1))
-    below, above = (discrete._MoreBits(constant(value), 0) for value in (0, 2**64 - 1))
-    assert discrete._exact_floor(word, 1, below) == 1
-    assert discrete._exact_floor(word, 1, above) == 0
-    below, above = (discrete._MoreBits(constant(value), 0) for value in (0, 2**64 - 1))
-    assert discrete._exactly_below(word, 1, below)
-    assert not discrete._exactly_below(word, 1, above)
-    found = discrete._floor_of_exponential(np.array([word, word], dtype=np.uint64), 1, discrete._MoreBits(words(), 9))
+    below, above = (exact._MoreBits(constant(value), 0) for value in (0, 2**64 - 1))
+    assert exact._exact_floor(word, 1, below) == 1
+    assert exact._exact_floor(word, 1, above) == 0
+    below, above = (exact._MoreBits(constant(value), 0) for value in (0, 2**64 - 1))
+    assert exact._exactly_below(word, 1, below)
+    assert not exact._exactly_below(word, 1, above)
+    found = exact._floor_of_exponential(np.array([word, word], dtype=np.uint64), 1, exact._MoreBits(words(), 9))
     assert set(found.tolist()) <= {0, 1}
 
 
 def test_a_uniform_that_begins_with_zeros_is_placed_by_what_follows():
-    bits = discrete._MoreBits(lambda part, count: np.array([0, 0, 0, 1][:count] + [5] * (count - 4), np.uint64), 0)
+    bits = exact._MoreBits(lambda part, count: np.array([0, 0, 0, 1][:count] + [5] * (count - 4), np.uint64), 0)
     # Of 63 + 256 bits all but the last are 0: u lies in [1, 2)·2^-319, and log u between -221.2 and -220.4.
     with pytest.raises(StopIteration):
         _stop_after(bits, 2)
-    assert discrete._exact_floor(0, 1, discrete._MoreBits(constant(1), 0)) == math.floor(127 * math.log(2))
+    assert exact._exact_floor(0, 1, exact._MoreBits(constant(1), 0)) == math.floor(127 * math.log(2))
 
 
 def _stop_after(bits, number):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import special
 
-from ghostclip.accounting.discrete_gaussian import discretisation_delta
 from ghostclip.errors import InvalidOptionError
+from ghostclip.privacy.charges import discretisation_delta
 
 
 @pytest.mark.parametrize("scale", [4.0, 5.5, 8.0, 16.0])

@@ -8,7 +8,8 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, ExactSums, Grid
+from ghostclip.noise import ExactNoise, Grid
+from ghostclip.noise.exact import ExactSums
 
 C = 0.7
 

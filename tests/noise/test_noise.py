@@ -13,7 +13,8 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.noise import FastNoise, SecureNoise, box_muller, continuous, keyed, make_noise_source
+from ghostclip.noise import FastNoise, SecureNoise, continuous, keyed, make_noise_source
+from ghostclip.noise.continuous import box_muller
 
 DRAWS = 200_000
 LEVELS = ("fast", "secure")

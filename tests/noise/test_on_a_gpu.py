@@ -47,7 +47,7 @@ def launched(monkeypatch):
         return part_N.add_(1.0)
 
     monkeypatch.setattr(kernels.Twins, "pick", lambda self, *tensors, **options: kernel)
-    monkeypatch.setattr(continuous.switch, "installed", lambda: True)
+    monkeypatch.setattr(continuous.runtime, "installed", lambda: True)
     with kernels.using("on"):
         yield found
 
@@ -88,7 +88,7 @@ def test_secure_noise_is_made_on_the_device_without_kernels_too(monkeypatch):
 
 
 def test_the_state_says_where_noise_comes_from(monkeypatch):
-    monkeypatch.setattr(continuous.switch, "installed", lambda: True)
+    monkeypatch.setattr(continuous.runtime, "installed", lambda: True)
     with kernels.using("off"):
         plain = FastNoise()
     with kernels.using("auto"):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ghostclip.noise import FastNoise, add_noise_, make_noise_source
-from ghostclip.noise.keyed import BLOCK, skip_noise
-from ghostclip.noise.packs import draws_at_once, packs
+from ghostclip.noise.keyed import BLOCK, draws_at_once, packs, skip_noise
 
 SHAPES = ((), (3,), (BLOCK - 1,), (5, 7), (2, 0), (BLOCK,), (2 * BLOCK + 3,), (63, 61), (1,))
 
@@ -86,7 +85,7 @@ def test_tensors_of_one_kind_are_divided_as_any(empty, monkeypatch):
         for limit in (0, 1, 30, 5000, 2 * total // 3, total - 1, total, total + 1, 10**9):
             found = [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
             with monkeypatch.context() as patched:
-                patched.setattr("ghostclip.noise.packs._are_of_one_kind", lambda *_: False)
+                patched.setattr("ghostclip.noise.keyed._are_of_one_kind", lambda *_: False)
                 assert found == [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
 
 

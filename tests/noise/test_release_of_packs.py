@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from ghostclip.noise import FastNoise, add_noise_, continuous, make_noise_source, threads
+from ghostclip.noise import FastNoise, add_noise_, continuous, keyed, make_noise_source
 from ghostclip.noise.keyed import BLOCK, Block
 from ghostclip.noise.keys import RandomKey
 
@@ -120,7 +120,7 @@ def test_what_a_thread_raises_arrives():
 
     for job, workers in ((fail, 1), (fail, 3), (fail_elsewhere, 2)):
         with pytest.raises(RuntimeError, match="in a thread"):
-            threads.run(iter([job] * 3), workers=workers)
+            keyed.run(iter([job] * 3), workers=workers)
 
 
 def test_threads_hold_less_than_the_largest_tensor(monkeypatch):

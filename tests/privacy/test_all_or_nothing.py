@@ -8,13 +8,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.accounting.interface import IAccountant
+from ghostclip.accounting.accountant import IAccountant
 from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.digest import digest_of
+from ghostclip.privacy.checkpoints import digest_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import small_data
 

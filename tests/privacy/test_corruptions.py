@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.corruptions import KINDS, Corruptions, Training
-from ghostclip.privacy import checkpoints, ledger_lines, optimizer_state
+from ghostclip.privacy import checkpoints, ledger_file, optimizer_state
 from ghostclip.privacy.ledger_file import LedgerFile
 
 
@@ -23,7 +23,7 @@ def test_every_damage_is_refused_or_harmless(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "works"),
     [
-        (ledger_lines, "_hash_of", lambda *_: "0" * 32),
+        (ledger_file, "_hash_of", lambda *_: "0" * 32),
         (LedgerFile, "require", lambda *_: None),
         (checkpoints, "is_digest_of", lambda *_: True),
         (optimizer_state, "is_digest_of", lambda *_: True),

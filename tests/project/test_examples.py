@@ -21,7 +21,7 @@ from tests.project.source import module_name, python_files
 FIRST = {
     "ghostclip.engine": "PrivacyEngine.make_private make_private_with_epsilon get_epsilon summary save_checkpoint",
     "ghostclip.clipper": "GhostClipper GhostClipper.backward GhostClipper.coverage",
-    "ghostclip.validation.fixers.module_validator": "ModuleValidator.fix ModuleValidator.validate",
+    "ghostclip.validation.fixers": "ModuleValidator.fix ModuleValidator.validate",
     "ghostclip.clipping.policies": "flat automatic normalised psac per_layer per_group",
     "ghostclip.data.loader": "DPDataLoader",
     "ghostclip.data.batch_memory_manager": "BatchMemoryManager",

@@ -20,14 +20,13 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.facade.module:forward",
     "ghostclip.facade.criterion:__call__",
     "ghostclip.facade.criterion:per_sample",
-    "ghostclip.facade.deferred:__call__",
     "ghostclip.finetune.training:on_step_end",
     "ghostclip.graph.step:__call__",
     "ghostclip.graph.trace:forward",
-    "ghostclip.distributed.parallel:forward",
+    "ghostclip.distributed.weights:forward",
     "ghostclip.distributed.pipelined:step",
     "ghostclip.integrations.trl:__call__",
-    "ghostclip.scaling.source:_attention",
+    "ghostclip.scaling.models:_attention",
 }
 
 # Leftovers of writing, and places that exist on one machine only. Spelt so that this file does not match itself.

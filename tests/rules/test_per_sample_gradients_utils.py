@@ -7,8 +7,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from ghostclip.compat.opacus.utils.per_sample_gradients_utils import compute_opacus_grad_sample, get_grad_sample_modes
 from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModelError
-from ghostclip.rules import modules
-from ghostclip.rules.modules import register_grad_sampler
+from ghostclip.rules import registry
+from ghostclip.rules.registry import register_grad_sampler
 from ghostclip.validation.layer_check import (
     check_per_sample_gradients_are_correct,
     compute_grad_sample,
@@ -22,7 +22,7 @@ from tests.cases.registered import ByGradients, affine_gradients
 @pytest.fixture
 def wrong_layer(monkeypatch):
     """Return a layer whose sampler halves a gradient."""
-    monkeypatch.setattr(modules, "_GRADIENTS", dict(modules._GRADIENTS))
+    monkeypatch.setattr(registry, "_GRADIENTS", dict(registry._GRADIENTS))
 
     class Wrong(ByGradients):
         """A layer with a wrong sampler."""

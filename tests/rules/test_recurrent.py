@@ -8,8 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import ghostclip
 from benchmarks.flops import counter
 from ghostclip.errors import DataError, SampleMixingError, UncoveredParameterError
-from ghostclip.rules.recurrent import WRITTEN_OUT, recurrent_product
-from ghostclip.rules.recurrent_steps import Steps
+from ghostclip.rules.recurrent import WRITTEN_OUT, Steps, recurrent_product
 
 KINDS = {
     "lstm": lambda **options: nn.LSTM(4, 5, **options),

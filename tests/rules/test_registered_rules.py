@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.factors import Dense
-from ghostclip.rules import Captured, modules, register_rule, registry
-from ghostclip.rules.modules import register_grad_sampler, register_norm_sampler
+from ghostclip.rules import Captured, register_rule, registry
+from ghostclip.rules.registry import register_grad_sampler, register_norm_sampler
 from tests.cases.registered import Affine, Around, ByGradients, ByNorms, affine_gradients, affine_norms
 from tests.exactness.runs import STRATEGIES, engine
 from tests.reference import clip_and_sum, per_sample_gradients
@@ -38,7 +38,7 @@ def tables(monkeypatch):
     """Let a test register what it likes."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     for name in ("_GRADIENTS", "_NORMS"):
-        monkeypatch.setattr(modules, name, dict(getattr(modules, name)))
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
 def _scale_rule(call):
@@ -259,5 +259,5 @@ def _compare_without_reference(model):
 
 
 def test_samplers_registered_in_the_table_of_cases_are_used():
-    assert modules.samplers_of(ByNorms(5, 5)).norms is affine_norms
-    assert modules.samplers_of(Unregistered(5, 5)) is None
+    assert registry.samplers_of(ByNorms(5, 5)).norms is affine_norms
+    assert registry.samplers_of(Unregistered(5, 5)) is None

@@ -24,7 +24,7 @@ from ghostclip import GhostClipper
 from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.scaling import Mesh, load_planned, plan_devices
-from ghostclip.scaling.local import blocks_of, held_values, keep_one_shard, units_of
+from ghostclip.scaling.models import blocks_of, held_values, keep_one_shard, units_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -237,7 +237,7 @@ class _AllPositions(TorchFunctionMode):
 def test_bytes_of_split_sequences_are_those_of_a_private_step(folder, monkeypatch):
     """Keys and values, factors of some layers and each sample's sums of the others, on a fake process group."""
     ranks, samples = 5, 10
-    monkeypatch.setattr("ghostclip.distributed.context.gathered", lambda what, value, group: [value])
+    monkeypatch.setattr("ghostclip.distributed.sample_ranks.gathered", lambda what, value, group: [value])
     with _pretended(ranks):
         sequences = SplitSequences(init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)))
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="sdpa")).train()

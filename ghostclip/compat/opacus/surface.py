@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from ghostclip.errors import NotOfferedError
-from ghostclip.facade.modes import NO_OP, SHARDED
+from ghostclip.facade.module import NO_OP, SHARDED
 
 PACKAGE: Final = "ghostclip.compat.opacus"
 
@@ -48,7 +48,7 @@ MODULES: Final[dict[str, str]] = {
     "AbstractGradSampleModule=GradSampleModule",
     "grad_sample.gsm_exp_weights": "^facade: GradSampleModuleExpandedWeights=GradSampleModule",
     "grad_sample.utils": "^.training: get_gsm_class get_hooks_class prepare_module wrap_model=prepare_module; "
-    "rules.modules: register_grad_sampler register_norm_sampler",
+    "rules.registry: register_grad_sampler register_norm_sampler",
     "layers.dp_multihead_attention": "^.torch_layers: DPMultiheadAttention SequenceBias",
     "layers.dp_rnn": "^.torch_layers: DPGRU DPGRUCell DPLSTM DPLSTMCell DPRNN DPRNNCell RNNLinear",
     "layers.param_rename": "^.torch_layers: RenameParamsMixin",
@@ -81,7 +81,8 @@ MODULES: Final[dict[str, str]] = {
     "utils.module_utils": ".functions: are_state_dict_equal clone_module get_submodule has_trainable_params "
     "parametrized_modules requires_grad trainable_modules trainable_parameters",
     "utils.packed_sequences": ".functions: compute_seq_lengths",
-    "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report compute_grad_sample is_batch_empty "
+    "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report=LayerReport "
+    "compute_grad_sample is_batch_empty "
     "check_per_sample_gradients_are_correct compute_microbatch_grad_sample per_sample_gradient_report "
     "compute_opacus_grad_sample=compute_grad_sample; .functions: clone_module "
     "compute_grad_samples_microbatch_and_opacus get_grad_sample_modes",
@@ -89,10 +90,10 @@ MODULES: Final[dict[str, str]] = {
     "utils.uniform_sampler": _SAMPLERS,
     "validators": ".validators: batch_norm instance_norm",
     "validators.batch_norm": f"errors: ShouldReplaceModuleError UnsupportableModuleError UnsupportedModuleError; "
-    f"validation.fixers.batch_norm: fix validate; {_REGISTER}",
+    f"validation.fixers: fix=fix_batch_norm validate=validate_batch_norm; {_REGISTER}",
     "validators.errors": f"^errors: {_ERRORS} NotYetSupportedModuleError UnsupportedError",
     "validators.instance_norm": "errors: IllegalModuleConfigurationError UnsupportedModuleError; "
-    f"validation.fixers.instance_norm: fix validate; {_REGISTER}",
+    f"validation.fixers: fix=fix_instance_norm validate=validate_instance_norm; {_REGISTER}",
     "validators.module_validator": "^errors: UnsupportedModuleError; validation.fixers: ModuleValidator",
     "validators.utils": f"^validation.fixers: ModuleValidator; {_REGISTER}",
 }

@@ -32,7 +32,7 @@ from ghostclip.compat.opacus.signatures import defaults, options_of, takes
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleHooks, PrivateCriterion, PrivateLoss, strategy_of
-from ghostclip.facade.handle import ClipperHandle, clipper_of
+from ghostclip.facade.module import ClipperHandle, clipper_of
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import release_of
 from ghostclip.privacy.budget import Budget

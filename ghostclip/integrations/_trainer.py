@@ -1,0 +1,536 @@
+"""A private run of a Trainer of transformers, and what it refuses; `ghostclip.integrations.transformers` uses both.
+
+Trainer sees one *ticket* for each of the `gradient_accumulation_steps` batches that it takes for a step; the last of
+them stands for a whole Poisson batch, which is computed in physical ones. So its steps, schedules and epochs count
+releases. Options and overrides that contradict a private training are refused, each with its remedy.
+
+Before the first step two records show that the loss is the model's own, and a record's alone: it may depend on the
+records beside it without any mixing of rows, through the length that they are padded to (a softmax over all positions,
+positions counted from a padded end), which no engine sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from ghostclip.data import BatchMemoryManager, DPDataLoader
+from ghostclip.data.collation import unlike_pair
+from ghostclip.data.out_of_memory import count_rows, rows_of
+from ghostclip.engine import PrivacyEngine
+from ghostclip.errors import (
+    DataError,
+    GhostClipError,
+    InvalidOptionError,
+    LossReductionError,
+    SampleMixingError,
+    UnsupportedModelError,
+)
+from ghostclip.facade import GradSampleModule
+from ghostclip.integrations._host import HostTraining, PrivacyArguments
+from ghostclip.language.record_losses import OWN
+from ghostclip.language.tasks import without_trace
+from ghostclip.optim import DPOptimizer
+from ghostclip.optim.wrapped import WrappedOptimizer
+
+Loss = Callable[[dict[str, Any]], Tensor | None]
+
+
+def require_own_loss(batch: Mapping[str, Any], *, own: Loss, ours: Loss, tolerance: float) -> None:
+    """Check, on one record, that the loss which stands in the place of the model's own is the same.
+
+    Args:
+        batch: A few records.
+        own: The model's own loss of a batch; None where it has none.
+        ours: The loss in its place.
+        tolerance: How far they may differ by rounding, relative.
+
+    Raises:
+        LossReductionError: If the model adds something to it, or computes another one.
+    """
+    for record in _records(batch):
+        theirs = own(dict(record))
+        if theirs is None or not bool(theirs.isfinite().all()):
+            continue
+        found = ours(dict(record))
+        if found is not None and not _alike(theirs, found, tolerance):
+            raise LossReductionError(
+                f"the model's own loss of one record is {float(theirs):.5g}, that of the record's labels "
+                f"{float(found):.5g}, so that it adds something (a balancing or auxiliary loss?) or computes another. "
+                f"Switch that off in the model's config, or {OWN}."
+            )
+
+
+def require_padding_without_effect(batch: Mapping[str, Any], *, ours: Loss, tolerance: float) -> None:
+    """Check that the loss of a record is the same without the padding that longer records give it.
+
+    Args:
+        batch: A few records of different lengths, with an attention mask.
+        ours: The loss of a batch.
+        tolerance: How far they may differ by rounding, relative.
+
+    Raises:
+        SampleMixingError: If it is not.
+    """
+    for record in _records(batch):
+        cut = _without_padding(record)
+        if cut is None:
+            continue
+        padded, alone = ours(dict(record)), ours(cut)
+        if padded is not None and alone is not None and not _alike(padded, alone, tolerance):
+            raise SampleMixingError(
+                f"a record's loss is {float(alone):.5g} alone and {float(padded):.5g} with the padding of a longer "
+                "record beside it, so that the longest record of a batch changes all others' gradients. Let the "
+                "collator pad all records to one length (padding='max_length'), or on the side and with the positions "
+                "that the model expects."
+            )
+
+
+def _records(batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    size = count_rows(batch) or 0
+    for number in range(size):
+        yield rows_of(dict(batch), size, slice(number, number + 1))
+
+
+def _without_padding(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a record without the columns that its mask leaves out; None where that cannot be told."""
+    mask = record.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()) or not bool(mask.any()):
+        return None
+    kept = mask[0] != 0
+    cut: dict[str, Any] = {}
+    for name, value in record.items():
+        along = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == len(kept)
+        if along and name == "labels" and bool((value[0, ~kept] != -100).any()):
+            return None
+        cut[name] = value[:, kept] if along else value
+    return cut
+
+
+def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return abs(float(one) - float(other)) <= tolerance * max(1.0, abs(float(one)))
+
+
+_OURS: Final = ("ghostclip", "transformers", "trl")
+# Each changes what a draw is, or reads gradients where there are none before the release.
+_OVERRIDES: Final = ("get_train_dataloader", "_get_train_sampler")
+# Trainers of trl whose records are pairs of texts, and those that know it.
+_OF_PAIRS: Final = {"DPOTrainer": "DPDPOTrainer", "RewardTrainer": "DPRewardTrainer"}
+
+# Name of the option, whether a value contradicts, why, and what to do.
+_OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
+    (
+        "train_sampling_strategy",
+        lambda value: value != "random",
+        "records are drawn independently of each other and of their order and length",
+        "Leave it out",
+    ),
+    (
+        "group_by_length",
+        bool,
+        "records are drawn independently of each other and of their length",
+        "Leave it out",
+    ),
+    (
+        "neftune_noise_alpha",
+        lambda value: value is not None,
+        "its noise is scaled by the batch's longest record, which so changes the other records' gradients",
+        "Leave it out",
+    ),
+    (
+        "auto_find_batch_size",
+        bool,
+        "it starts anew with another batch, which is another mechanism",
+        "Leave it out: what does not fit in memory is halved in any case, and physical_batch='auto' finds a size",
+    ),
+    (
+        "fp16",
+        bool,
+        "its loss scale adapts to the data",
+        "Use bf16=True",
+    ),
+    (
+        "use_liger_kernel",
+        bool,
+        "its fused layers are autograd functions that hide each record's gradient",
+        "Leave it out; vocabulary_head='fused' saves what its fused loss would",
+    ),
+    ("deepspeed", bool, "it sums gradients by itself", "Start processes with torchrun instead"),
+    (
+        "fsdp",
+        bool,
+        "it shards parameters below the clipping",
+        "Start processes with torchrun, and give a model that fully_shard has divided among them",
+    ),
+    (
+        "parallelism_config",
+        lambda value: value is not None,
+        "it splits records or parameters over processes",
+        "Leave it out and start processes with torchrun",
+    ),
+    (
+        "n_gpu",
+        lambda value: value > 1,
+        "nn.DataParallel runs copies of the model that nobody clips",
+        "Start a process for each device with torchrun, or show it one device (CUDA_VISIBLE_DEVICES)",
+    ),
+    (
+        "ignore_data_skip",
+        bool,
+        "a resumed training goes on with its draws, and nothing has to be skipped",
+        "Leave it out",
+    ),
+    (
+        "dataloader_in_order",
+        lambda value: value is False,
+        "parts of a batch must come in order",
+        "Leave it out",
+    ),
+    (
+        "optim",
+        lambda value: "layerwise" in str(value).lower() or str(value).lower().endswith("lomo"),
+        "it updates parameters during the backward, before there is a release",
+        "Use another optimizer (adamw_torch)",
+    ),
+    (
+        "padding_free",
+        bool,
+        "it puts the records of a batch into one row, so that the row would count as one record",
+        "Use padding_free=False",
+    ),
+    (
+        "activation_offloading",
+        bool,
+        "it moves what the clipping keeps",
+        "Use gradient_checkpointing=True",
+    ),
+)
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse a training that could not be private, before it begins.
+
+    Args:
+        trainer: The trainer.
+
+    Raises:
+        InvalidOptionError: If an option contradicts privacy.
+        DataError: If its data cannot be sampled from.
+        UnsupportedModelError: If its model cannot be trained so.
+    """
+    foreign = next((kind for kind in type(trainer).__mro__ if _library(kind) == "sentence_transformers"), None)
+    if foreign is not None:
+        raise InvalidOptionError(
+            f"{type(trainer).__name__}: sentence-transformers' {foreign.__name__} makes its batches by itself, and "
+            "most of its losses compare the texts of a batch with each other, so that no bound holds. Train its model "
+            "in a loop of your own, by PrivacyEngine.make_private(module=model, ...), with a loss of each text or "
+            "pair alone: (cosine_similarity(model(first)['sentence_embedding'], model(second)['sentence_embedding']) "
+            "- scores) ** 2, its mean backwards."
+        )
+    arguments = trainer.args
+    if not isinstance(arguments, PrivacyArguments):
+        raise InvalidOptionError(
+            f"args={type(arguments).__name__}: it does not say what privacy costs. Use DPTrainingArguments (or the "
+            "class with DP in its name beside this trainer), which takes the same options and target_epsilon."
+        )
+    kinds = {kind.__name__ for kind in type(trainer).__mro__}
+    for theirs, ours in _OF_PAIRS.items():
+        if theirs in kinds and ours not in kinds:
+            raise InvalidOptionError(
+                f"{type(trainer).__name__}: a record of trl's {theirs} is a pair of answers, in two rows of a batch. "
+                f"Inherit from ghostclip.integrations.trl.{ours}, which clips both together, in the place of {theirs}."
+            )
+    for name, contradicts, why, remedy in _OPTIONS:
+        value = getattr(arguments, name, None)
+        if value is not None and contradicts(value):
+            raise InvalidOptionError(f"{name}={_shown(value)}: {why}. {remedy}.")
+    if getattr(trainer, "is_deepspeed_enabled", False) or getattr(trainer, "is_fsdp_enabled", False):
+        raise InvalidOptionError("accelerate is configured for DeepSpeed or FSDP: start processes with torchrun.")
+    _refuse_overrides(trainer)
+    _refuse_data(trainer.train_dataset)
+    _refuse_model(trainer)
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _shown(value: Any) -> str:
+    text = repr(getattr(value, "value", value))
+    return text if len(text) < 60 else type(value).__name__
+
+
+def _refuse_overrides(trainer: Any) -> None:
+    for name in _OVERRIDES:
+        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+        if owner is not None and _library(owner) not in _OURS:
+            raise InvalidOptionError(
+                f"{owner.__name__}.{name}: the batches of a private training are drawn by ghostclip, each record with "
+                "the same probability. Leave the override out (weights of records belong into the loss)."
+            )
+
+
+def _refuse_data(dataset: Any) -> None:
+    if dataset is None:
+        raise DataError("train_dataset=None: a training needs one.")
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"train_dataset {type(dataset).__name__} (streaming): private sampling draws records by number from a data "
+            "set of known length. Make it one: a list, or datasets.Dataset.from_generator (streaming=False)."
+        )
+
+
+def _refuse_model(trainer: Any) -> None:
+    model = trainer.model
+    if isinstance(model, GradSampleModule):
+        raise InvalidOptionError(
+            "model is wrapped by make_private already: pass the model itself, the trainer makes it private."
+        )
+    if isinstance(trainer.optimizer, WrappedOptimizer) and trainer.private_run is None:
+        raise InvalidOptionError("optimizers: the optimizer is private already; pass the plain one, or none.")
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: output_router_logits=True adds a loss that balances the experts over the whole "
+            "batch, no sum over records. Set model.config.output_router_logits = False (trl: "
+            "router_aux_loss_coef=0.0)."
+        )
+
+
+def unexpected(batch: Any) -> GhostClipError:
+    """Return the error for a batch that the private loader did not hand out.
+
+    Args:
+        batch: What came in its place.
+
+    Returns:
+        The error.
+    """
+    return DataError(
+        f"training_step() was given a {type(batch).__name__} that the private loader did not hand out. Let the trainer "
+        "make its loader (get_train_dataloader)."
+    )
+
+
+class Ticket(dict[str, Any]):
+    """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed.
+
+    Attributes:
+        is_last: As given.
+        records: Of this process in the logical batch, afterwards.
+
+    Args:
+        is_last: Whether the logical batch is computed with it.
+    """
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.is_last, self.records = is_last, 0
+
+
+class Tickets(Dataset[Ticket]):
+    """The tickets of an epoch.
+
+    Args:
+        steps: Releases of an epoch.
+        parts: Tickets for each.
+    """
+
+    def __init__(self, steps: int, parts: int) -> None:
+        self._steps, self._parts = steps, parts
+
+    def __getitem__(self, number: int) -> Ticket:
+        return Ticket(is_last=(number + 1) % self._parts == 0)
+
+    def __len__(self) -> int:
+        return self._steps * self._parts
+
+
+class PrivateRun:
+    """What makes the training of one trainer private; lives as long as the trainer.
+
+    Attributes:
+        training: The engine, the private loader and optimizer.
+        steps: Releases of an epoch.
+
+    Args:
+        dataset: The records.
+        collate: Makes a batch from records.
+        arguments: Training arguments joined with `PrivacyArguments`.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
+        self._arguments = arguments
+        self._records = dataset, collate
+        self.training = HostTraining(
+            arguments, max_grad_norm=arguments.max_grad_norm, rank=lambda: int(arguments.process_index)
+        )
+        self.steps = len(self._private_loader().private_sampler)
+        self._pass: Iterator[Any] | None = None
+        self._physical: Any = None
+        self._manager: BatchMemoryManager | None = None
+
+    @property
+    def engine(self) -> PrivacyEngine:
+        """What keeps the account."""
+        return self.training.engine
+
+    @property
+    def optimizer(self) -> DPOptimizer | None:
+        """What releases, once it is made."""
+        found: DPOptimizer | None = self.training.optimizer
+        return found
+
+    # What the host is given
+
+    def tickets(self) -> DataLoader[Ticket]:
+        """Return the loader that the host iterates over: as many batches as it expects, without records."""
+        parts = int(self._arguments.gradient_accumulation_steps)
+        tickets = Tickets(self.steps, parts)
+        # One by one by a sampler: a resumed training passes over the first ones of it.
+        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=itemgetter(0))
+
+    def make_private(self, model: nn.Module, optimizer: Optimizer) -> Any:
+        """Make the host's optimizer private.
+
+        Args:
+            model: The model, which stays what it is.
+            optimizer: The host's.
+
+        Returns:
+            The private optimizer.
+        """
+        arguments, loader = self._arguments, self.training.loader
+        assert loader is not None, "made with the run"
+        model.train()
+        _, private = self.training.make_private(model, optimizer, steps=self.planned_steps, wrap_model=False)
+        self._manager = BatchMemoryManager(
+            data_loader=loader,
+            max_physical_batch_size=arguments.physical_batch or int(arguments.train_batch_size),
+            optimizer=self.training.optimizer,
+        )
+        return private
+
+    def releases(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is the private one, of a training that has not ended."""
+        private = self.optimizer
+        return private is not None and optimizer is private and private.clipper.attached
+
+    # A step
+
+    def compute(self, work: Callable[[Any], Tensor], ticket: Ticket, main_input: str) -> Tensor:
+        """Run forward and backward of the next logical batch, in physical ones, up to the release.
+
+        Args:
+            work: Runs forward and backward on a part and returns its mean loss.
+            ticket: Is told how many tokens were computed.
+            main_input: Name of the input that tokens are counted in.
+
+        Returns:
+            The mean loss; 0 of a batch without records.
+        """
+        assert self.optimizer is not None, "made private before the first step"
+        losses: list[tuple[Tensor, int]] = []
+        counts, in_parts = [0, 0], self.optimizer.clipper.is_sharded
+        while True:
+            batch = self._next_physical()
+            token = self.optimizer.current_token
+            assert token is not None, "the loader hands out batches with tokens"
+            if in_parts:
+                # Ranks that hold the model in parts run it equally often, on no record too.
+                losses.append((work(batch), token.size))
+            elif token.size:
+                losses += self._physical.run(batch, lambda part: (work(part), count_rows(part) or 0))
+            if token.size:
+                _count(batch, main_input, counts)
+            if token.is_last:
+                break
+            self.optimizer.step()
+        ticket[main_input] = torch.empty(counts[0], device="meta")
+        ticket["attention_mask"] = torch.tensor(counts[1])
+        ticket.records = rows = sum(rows for _, rows in losses)
+        device = self.optimizer.params[0].device
+        return sum((loss * (count / rows) for loss, count in losses if count), torch.zeros((), device=device))
+
+    def example(self) -> tuple[Any, bool]:
+        """Return a batch of two records, of different lengths if there are, and whether lengths differ."""
+        return unlike_pair(*self._records)
+
+    def rehearse(self, losses: Callable[[], Tensor]) -> None:
+        """Run a forward and backward whose sums are dropped; the engine's checks see it.
+
+        Args:
+            losses: Runs the model and returns the loss of each record, or a mean of them.
+        """
+        assert self.optimizer is not None, "made private before the first step"
+        clipper = self.optimizer.clipper
+        with without_trace(clipper.model), self.optimizer.rehearsal():
+            clipper.backward(losses())
+            clipper.reset()
+
+    def close(self) -> None:
+        """End the pass over the data, whose rest is dropped, and leave the model as it was."""
+        if self._pass is not None:
+            self._pass.close()  # type: ignore[attr-defined]
+            self._pass = None
+        self.training.leave()
+
+    def epsilon(self) -> float:
+        """Return ε at the δ that was given, of all releases up to now."""
+        return self.training.epsilon()
+
+    @property
+    def physical_batch_size(self) -> int:
+        """The most records that are computed at once now."""
+        assert self._manager is not None, "made private before"
+        return self._manager.physical_batch_size
+
+    def _next_physical(self) -> Any:
+        for _ in range(2):
+            if self._pass is None:
+                assert self._manager is not None, "made private before the first step"
+                self._physical = self._manager.__enter__()
+                self._pass = iter(self._physical)
+            try:
+                return next(self._pass)
+            except StopIteration:
+                self._pass = None
+        raise DataError("the private loader hands out no further batch (a budget is spent?).")
+
+    @property
+    def planned_steps(self) -> int:
+        """Releases of the whole training, as the host counts them."""
+        if self._arguments.max_steps > 0:
+            return int(self._arguments.max_steps)
+        return math.ceil(self._arguments.num_train_epochs * self.steps)
+
+    def _private_loader(self) -> DPDataLoader:
+        arguments, (dataset, collate) = self._arguments, self._records
+        workers = int(arguments.dataloader_num_workers)
+        each, parts = int(arguments.train_batch_size), int(arguments.gradient_accumulation_steps)
+        plain = DataLoader(
+            dataset,
+            batch_size=each,
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=arguments.dataloader_pin_memory and torch.cuda.is_available(),
+            prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
+        )
+        ranks = int(arguments.world_size)
+        return self.training.private_loader(plain, ranks=ranks, accumulated=parts, place="train_dataset")
+
+
+def _count(part: Any, main_input: str, counts: list[int]) -> None:
+    """Add the tokens of a part to those counted: all, and those that are no padding."""
+    main, mask = part.get(main_input), part.get("attention_mask")
+    if isinstance(main, Tensor):
+        counts[0] += main.numel()
+        counts[1] += int(mask.sum()) if isinstance(mask, Tensor) else main.numel()

@@ -1,0 +1,728 @@
+"""Lightning: a callback that makes a Trainer's training private, and a data module of Poisson batches.
+
+`PrivacyCallback` is all that a script needs. Who calls `PrivacyEngine` in `configure_optimizers`, as Opacus's guide has
+it, needs `DPLightningDataModule` for the loader. Fabric needs neither: `make_private`, then `fabric.setup`.
+
+With the callback, Lightning's batches become draws, so that its steps, epochs, schedules and logs count releases. In
+automatic optimization a draw is computed in parts that fit in memory: the strategy's `training_step` runs forward and
+backward of each part, and what it returns is the mean loss without a graph.
+
+Lightning comes under two names, `lightning.pytorch` and `pytorch_lightning`, whose classes do not know each other. The
+classes here take their bases from what is in use, and importing them imports neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ghostclip import _validate
+from ghostclip.data import DPDataLoader
+from ghostclip.data.out_of_memory import count_rows
+from ghostclip.distributed import world_size
+from ghostclip.errors import InvalidOptionError, NotOfferedError
+from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested
+
+_LIBRARIES = ("lightning", "pytorch_lightning")
+_PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def base_of(datamodule: Any) -> type:
+    """Return the `LightningDataModule` that a module derives from, of whichever library.
+
+    Args:
+        datamodule: What the user gave.
+
+    Returns:
+        The class.
+
+    Raises:
+        InvalidOptionError: If it is no data module.
+    """
+    for kind in type(datamodule).__mro__:
+        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _LIBRARIES:
+            return kind
+    raise InvalidOptionError(
+        f"datamodule {type(datamodule).__name__}: not a LightningDataModule. Give the one that the trainer would get, "
+        "or make the loader private yourself (DPDataLoader.from_data_loader)."
+    )
+
+
+def callback_bases() -> tuple[type, ...]:
+    """Return the `Callback` classes of the libraries that are in use, or of the one that is installed.
+
+    Returns:
+        One class, or two where a process uses both.
+
+    Raises:
+        NotOfferedError: If neither is installed.
+    """
+    used = [name for name in _LIBRARIES if _PLACES[name] in sys.modules] or list(_LIBRARIES)
+    found: list[type] = []
+    for name in used:
+        try:
+            found.append(importlib.import_module(_PLACES[name]).Callback)
+        except ImportError:
+            continue
+        warn_if_untested(name.replace("_", "-"))
+        if _PLACES[name] not in sys.modules:
+            break
+    if not found:
+        raise NotOfferedError(
+            "ghostclip.integrations.lightning: neither lightning nor pytorch_lightning is installed. Install one: "
+            "pip install lightning."
+        )
+    return tuple(found)
+
+
+@lru_cache
+def joined(kind: Any, bases: tuple[type, ...]) -> type:
+    """Return a class that derives from one of ours and from Lightning's.
+
+    Args:
+        kind: Ours.
+        bases: Lightning's.
+
+    Returns:
+        The class, the same one for the same arguments; it is called as ours.
+    """
+    named = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind, *bases), named)
+
+
+# Name of the option, whether a value contradicts, why, and what to do.
+_OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
+    (
+        "gradient_clip_val",
+        bool,
+        "the batch's gradient would be clipped, which bounds no record's influence",
+        "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record",
+    ),
+    (
+        "precision",
+        lambda value: value == "16-mixed",
+        "its loss scale adapts to the data",
+        "Use precision='bf16-mixed'",
+    ),
+    (
+        "reload_dataloaders_every_n_epochs",
+        bool,
+        "the account is of one loader over one data set",
+        "Leave it out",
+    ),
+)
+_CALLBACKS: Final = {
+    "GradientAccumulationScheduler": (
+        "it changes the size of a draw in the course of the training, which is another mechanism",
+        "Use Trainer(accumulate_grad_batches=...)",
+    ),
+    "BatchSizeFinder": (
+        "it tries batch sizes on records, and another batch size is another mechanism",
+        "Leave it out: PrivacyCallback(physical_batch='auto') finds what fits in memory",
+    ),
+    "LearningRateFinder": (
+        "its trials are steps on the same records, and cost ε",
+        "Try learning rates on public data",
+    ),
+}
+# Of processes whose memory is gone when the training has ended.
+_LAUNCHER: Final = "_MultiProcessingLauncher"
+_STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+def refuse(trainer: Any) -> None:
+    """Refuse what contradicts a private training.
+
+    Args:
+        trainer: The trainer, before anything was trained.
+
+    Raises:
+        InvalidOptionError: Names the option, its value, why and the remedy.
+    """
+    for name, contradicts, why, remedy in _OPTIONS:
+        owner = trainer if hasattr(trainer, name) else trainer.fit_loop
+        value = getattr(owner, name, None)
+        if value is None:
+            value = getattr(trainer._data_connector, name, None)
+        if contradicts(value):
+            raise InvalidOptionError(f"Trainer({name}={value!r}): {why}. {remedy}.")
+    for callback in trainer.callbacks:
+        found = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)
+        if found is not None:
+            why, remedy = _CALLBACKS[found]
+            raise InvalidOptionError(f"callback {found}: {why}. {remedy}.")
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    if not any(kind in _STRATEGIES for kind in kinds):
+        raise InvalidOptionError(
+            f"strategy {kinds[0]}: it shards or exchanges gradients by itself, where there are none before the "
+            "release. Use strategy='ddp', or one device."
+        )
+    launcher = trainer.strategy.launcher
+    if any(kind.__name__ == _LAUNCHER for kind in type(launcher).__mro__):
+        raise InvalidOptionError(
+            "strategy that starts the training in processes of its own (ddp_notebook, ddp_fork, ddp_spawn): weights "
+            "come back from there and the account does not, so that ε would be 0 here, and begin at 0 in the next fit. "
+            "Use strategy='ddp' in a script (python train.py, torchrun), or in a notebook one device: devices=1, "
+            "strategy='auto'."
+        )
+
+
+class DPLightningDataModule:
+    """Stands for a data module whose training loader samples as the accountant assumes; the rest is the module's own.
+
+    An instance is also one of the `LightningDataModule` that the given module derives from.
+
+    Attributes:
+        datamodule: The module.
+        generator: As given.
+
+    Args:
+        datamodule: Any Lightning data module; its training loader becomes a `DPDataLoader`.
+        generator: Makes the sampling reproducible, and so not private against who knows it.
+
+    Raises:
+        InvalidOptionError: If it is no Lightning data module.
+    """
+
+    def __new__(cls, datamodule: Any, generator: torch.Generator | None = None) -> DPLightningDataModule:
+        """Make an instance of the class that also derives from Lightning's."""
+        del generator
+        base = base_of(datamodule)
+        kind: Any = cls
+        if not issubclass(cls, base):
+            kind = joined(kind, (base,))
+        made: DPLightningDataModule = object.__new__(kind)
+        return made
+
+    def __init__(self, datamodule: Any, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.datamodule = datamodule
+        self.generator = generator
+
+    def prepare_data(self) -> None:
+        """Let the module prepare its data."""
+        self.datamodule.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Let the module set up.
+
+        Args:
+            stage: As Lightning gives it.
+        """
+        self.datamodule.setup(stage)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let the module clean up.
+
+        Args:
+            stage: As Lightning gives it.
+        """
+        self.datamodule.teardown(stage)
+
+    def train_dataloader(self) -> DPDataLoader:
+        """Return the module's training loader with private sampling.
+
+        Returns:
+            The loader.
+        """
+        return DPDataLoader.from_data_loader(self.datamodule.train_dataloader(), generator=self.generator)
+
+    def val_dataloader(self) -> Any:
+        """Return the module's own."""
+        return self.datamodule.val_dataloader()
+
+    def test_dataloader(self) -> Any:
+        """Return the module's own."""
+        return self.datamodule.test_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        """Return the module's own."""
+        return self.datamodule.predict_dataloader()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Let the module move a batch.
+
+        Args:
+            batch: The batch.
+            device: Where to.
+            dataloader_idx: Which loader it is from.
+
+        Returns:
+            The batch, there.
+        """
+        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Let the module change a batch before it is moved.
+
+        Args:
+            batch: The batch.
+            dataloader_idx: Which loader it is from.
+
+        Returns:
+            The batch.
+        """
+        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Let the module change a batch after it was moved.
+
+        Args:
+            batch: The batch.
+            dataloader_idx: Which loader it is from.
+
+        Returns:
+            The batch.
+        """
+        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the module wants in a checkpoint."""
+        return self.datamodule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand the module what it had put into a checkpoint.
+
+        Args:
+            state_dict: Its state.
+        """
+        self.datamodule.load_state_dict(state_dict)
+
+
+_ENTIRE = 1.0
+
+
+class PrivacyCallback:
+    """Makes the training of a Lightning Trainer private: ``Trainer(callbacks=[PrivacyCallback(...)])``, nothing else.
+
+    The training loader, wherever it comes from (a data module, the module, `fit`), is replaced by one with Poisson
+    sampling and the same options. The optimizers that `configure_optimizers` returns become private. On average a
+    Poisson batch has the loader's batch size × `accumulate_grad_batches` × processes records; a process computes at
+    most the loader's batch size at once. ε at `target_delta` is logged as "epsilon" every `log_every_n_steps` steps and
+    every epoch, and shown in the progress bar.
+
+    Checkpoints hold the privacy account and the positions of sampling, noise and dropout, so `fit(ckpt_path=...)`
+    continues as if nothing had happened. Keep them as secret as the data, because they hold the keys; publish the state
+    of the module only.
+
+    In manual optimization a Poisson batch is computed whole, by the module's code, and `accumulate_grad_batches` is 1.
+    Several optimizers each step once per batch, after one backward for all of them. If only a part of the module sees
+    records, as a GAN's discriminator does, name it with `module`: the other optimizers stay as they are.
+
+    Privacy:
+        One record is one entry of the training data set. ε covers the trained parameters; not losses and metrics that
+        are logged, nor what `training_step` mixes before the model sees it (mixup), which nothing here can see; with
+        `module` not what another part is trained on but that module's outputs and parameters. Options
+        of the Trainer that contradict a private training are refused before the first step.
+
+    Attributes:
+        training: Engine, loader and optimizer.
+
+    Args:
+        max_grad_norm: C, the bound on each record's gradient.
+        target_epsilon: ε that the whole training may cost; the noise follows from `max_epochs` or `max_steps`. Give
+            this or `noise_multiplier`.
+        noise_multiplier: σ, the standard deviation of the noise in units of C.
+        target_delta: δ, well below 1/N for N records.
+        planned_epochs: Number of epochs for which `target_epsilon` shall last, if the training will be resumed and
+            continue beyond `max_epochs`.
+        clipping: As in `PrivacyEngine.make_private`.
+        grad_sample_mode: "auto", "bookkeeping" or "hooks".
+        physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
+            size at once. Either way what does not fit is halved.
+        noise_level: "fast", "secure" or "exact".
+        mechanism: "poisson", "balls_in_bins", "unamplified", "banded_inverse", "banded_matrix_factorization" or
+            "buffered_toeplitz"; see `ghostclip.mechanisms`.
+        noise_bands: Bands of correlated noise; of "buffered_toeplitz" its buffers.
+        ledger: A file that every release is written to before it is applied.
+        reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
+        module: Name of the submodule that alone is trained on records ("discriminator"), by an optimizer of its own, in
+            manual optimization; None for all that is trained.
+
+    Raises:
+        InvalidOptionError: If an option is out of range.
+
+    Example:
+        >>> privacy = PrivacyCallback(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
+        >>> Trainer(max_epochs=3, callbacks=[privacy]).fit(module, datamodule)
+    """
+
+    def __init__(  # noqa: PLR0913 - every option of the mechanism by its name
+        self,
+        *,
+        max_grad_norm: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        target_delta: float | None = None,
+        planned_epochs: float | None = None,
+        clipping: str = "flat",
+        grad_sample_mode: str = "auto",
+        physical_batch: str | None = None,
+        noise_level: str = "fast",
+        mechanism: str = "poisson",
+        noise_bands: int = 4,
+        ledger: str | None = None,
+        reproducible_seed: int | None = None,
+        module: str | None = None,
+    ) -> None:
+        bases, before = callback_bases(), set(vars(self))
+        self._kind = type(self)
+        if not isinstance(self, bases):
+            # A Trainer takes what derives from the Callback of its library, which is not imported before.
+            self.__class__ = joined(type(self), bases)  # type: ignore[arg-type]
+        super().__init__()
+        _validate.positive(max_grad_norm, "max_grad_norm")
+        if grad_sample_mode == "graph":
+            raise InvalidOptionError(
+                "grad_sample_mode='graph': a LightningModule's training_step runs before anyone knows its loss. Use "
+                "'auto', or a loop of your own with ghostclip.GraphStep."
+            )
+        options: dict[str, Any] = {
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "planned_epochs": planned_epochs,
+            "noise_multiplier": noise_multiplier,
+            "clipping": clipping,
+            "physical_batch": physical_batch,
+            "grad_sample_mode": grad_sample_mode,
+            "noise_level": noise_level,
+            "mechanism": mechanism,
+            "noise_bands": noise_bands,
+            "ledger": ledger,
+            "reproducible_seed": reproducible_seed,
+        }
+        self._given = {"max_grad_norm": max_grad_norm, "module": module, **options}
+        arguments = PrivacyArguments(**options)
+        self._rank, self._module = 0, module
+        self._said: set[str] = set()
+        self.training = HostTraining(arguments, max_grad_norm=max_grad_norm, rank=lambda: self._rank)
+        self._undo: list[Callable[[], None]] = []
+        self._randomness: Any = None
+        self._accumulated = 1
+        self._draws: _Draws | None = None
+        self._ours = vars(self).keys() - before | {"_ours"}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what another process makes a callback of, before a training: its options, and what a subclass holds.
+
+        Returns:
+            As for pickle.
+
+        Raises:
+            NotOfferedError: A training has begun: a copy would have an account of its own.
+        """
+        if self.training.optimizer is not None:
+            raise NotOfferedError(
+                "PrivacyCallback: a training has begun, whose account a copy would not share. Copy the callback before "
+                "it, or save a checkpoint."
+            )
+        own = {name: value for name, value in vars(self).items() if name not in self._ours}
+        return _remade, (self._kind, self._given, own)
+
+    @property
+    def epsilon(self) -> float:
+        """ε at the δ that was given, of all releases up to now."""
+        return self.training.epsilon()
+
+    # Before the first step
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what contradicts, and replace the training loader wherever it comes from.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            stage: Only "fit" is private.
+        """
+        if stage != "fit":
+            return
+        self._restore()
+        refuse(trainer)
+        self._draws = None
+        self._rank = int(trainer.global_rank)
+        self._accumulated = int(trainer.accumulate_grad_batches)
+        # Lightning would divide losses by it, and step in between.
+        self._replace(trainer, "accumulate_grad_batches", 1)
+        source = trainer.fit_loop._data_source
+        if source.is_module():
+            given = getattr(source.instance, source.name)
+            self._replace(source.instance, source.name, wraps(given)(lambda: self._private(given, trainer)))
+        else:
+            loader = source.instance
+            self._replace(source, "instance", self._private(lambda: loader, trainer))
+        del pl_module
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the optimizers private.
+
+        Args:
+            trainer: The trainer; its optimizers are made, and no checkpoint is loaded yet.
+            pl_module: Its module.
+
+        Raises:
+            InvalidOptionError: If there is no optimizer, or none of the private submodule alone.
+        """
+        if not trainer.optimizers:
+            raise InvalidOptionError(
+                "configure_optimizers: it returned none, so that there is nothing to make private."
+            )
+        if self._draws is None:
+            source = trainer.fit_loop._data_source
+            getattr(source.instance, source.name)()
+        model, places = self._private_part(pl_module, trainer.optimizers)
+        optimizers = [trainer.optimizers[place] for place in places]
+        _, private = self.training.make_private(
+            model,
+            optimizers[0] if len(optimizers) == 1 else optimizers,
+            steps=self._planned_steps(trainer),
+            wrap_model=False,
+        )
+        made = dict(zip(places, [private] if len(optimizers) == 1 else private, strict=True))
+        trainer.optimizers = [made.get(place, one) for place, one in enumerate(trainer.optimizers)]
+        strategy = trainer.strategy
+        if isinstance(strategy.model, nn.parallel.DistributedDataParallel):
+            # Ranks run forward different numbers of times; sums and weights are exchanged at the step.
+            strategy.model = pl_module
+        if pl_module.automatic_optimization:
+            self._replace(strategy, "training_step", self._in_parts(trainer, pl_module, strategy.training_step))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue dropout where a checkpoint left it.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+        """
+        del trainer, pl_module
+        if self._randomness is not None and self._rank < len(self._randomness):
+            cpu, cuda = self._randomness[self._rank]
+            torch.set_rng_state(cpu)
+            if cuda is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(cuda)
+        self._randomness = None
+
+    # What is said, and kept
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log ε with the step's other values.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            outputs: Of the step.
+            batch: Its batch.
+            batch_idx: Its number.
+        """
+        del outputs, batch
+        if batch_idx == 0:
+            self._warn_of_monitors(trainer)
+        if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
+            pl_module.log("epsilon", self.epsilon, prog_bar=True, batch_size=1)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log ε with the epoch's other values.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+        """
+        pl_module.log("epsilon", self.epsilon, prog_bar=True)
+        self._warn_of_monitors(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the generators that dropout draws from, of all ranks; the account is the optimizer's.
+
+        Returns:
+            For each rank the CPU's, and the GPU's or None. Lightning asks on all ranks and saves what the first says.
+        """
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        own = torch.get_rng_state(), cuda
+        if world_size() == 1:
+            return {"randomness": [own]}
+        states: list[Any] = [None] * world_size()
+        distributed.all_gather_object(states, own)
+        return {"randomness": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the positions until training starts.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        self._randomness = state_dict["randomness"]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave trainer, module and data as they were.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            stage: Only "fit" was private.
+        """
+        del trainer, pl_module
+        if stage == "fit":
+            self._restore()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave trainer, module and data as they were.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its module.
+            exception: What ended the training.
+        """
+        del trainer, pl_module, exception
+        self._restore()
+
+    # A step
+
+    def _in_parts(self, trainer: Any, pl_module: Any, one_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that computes a draw in parts, backward included."""
+        zero_grad = pl_module.optimizer_zero_grad
+        # Lightning discards gradients between forward and backward: here that is before the first part.
+        self._replace(pl_module, "optimizer_zero_grad", wraps(zero_grad)(lambda *_: None))
+
+        def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
+            output = one_step(part, *more)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            rows = count_rows(part) or 0
+            if not isinstance(loss, Tensor):
+                raise InvalidOptionError(
+                    "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
+                    "depend on its records. Return a loss for every batch; one of no records is a step of noise."
+                )
+            pl_module.backward(loss)
+            return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
+
+        def step(batch: Any, *more: Any) -> Any:
+            optimizer = trainer.optimizers[0]
+            zero_grad(trainer.current_epoch, more[0] if more else 0, optimizer)
+            return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
+
+        return step
+
+    def _warn_of_monitors(self, trainer: Any) -> None:
+        """Say once of each value of private batches that a stop, a checkpoint or a learning rate follows it."""
+        logged = {f"{one.meta.name}{end}" for one in trainer._results.values() for end in ("", "_step", "_epoch")}
+        follow = {type(one).__name__: getattr(one, "monitor", None) for one in trainer.callbacks}
+        follow |= {
+            type(one.scheduler).__name__: one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau
+        }
+        for who, monitor in follow.items():
+            if monitor in logged - {"epsilon"} - self._said:
+                self._said.add(monitor)
+                warnings.warn(
+                    f"{who}(monitor={monitor!r}): it is computed from private records, and what follows it (when to "
+                    "stop, which checkpoint is best, a learning rate) tells of them beyond ε. Monitor a value of "
+                    "public "
+                    "records, let the learning rate follow the steps, or keep the last checkpoint.",
+                    stacklevel=2,
+                )
+
+    def _private_part(self, pl_module: Any, optimizers: list[Any]) -> tuple[nn.Module, list[int]]:
+        """Return what is trained on records, and the places of its optimizers."""
+        if self._module is None:
+            return pl_module, list(range(len(optimizers)))
+        part = dict(pl_module.named_modules()).get(self._module)
+        own = set() if part is None else {id(p) for p in part.parameters()}
+        held = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
+        places = [place for place, ids in enumerate(held) if ids & own]
+        if part is None or not places or any(held[place] - own for place in places) or pl_module.automatic_optimization:
+            raise InvalidOptionError(
+                f"PrivacyCallback(module={self._module!r}): name a submodule of {type(pl_module).__name__} (one of "
+                f"{', '.join(name for name, _ in pl_module.named_children())}) whose optimizer holds its parameters "
+                "and no others, in manual optimization (self.automatic_optimization = False)."
+            )
+        return part, places
+
+    def _planned_steps(self, trainer: Any) -> int | None:
+        """Return the releases of the whole training, as Lightning counts them; None where it does not know."""
+        assert self.training.loader is not None, "the loader is made first"
+        length, limit = len(self.training.loader), trainer.limit_train_batches
+        per_epoch = min(length, limit) if isinstance(limit, int) else int(length * (limit or _ENTIRE))
+        bounds = [trainer.max_steps] if trainer.max_steps > 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            bounds.append(trainer.max_epochs * per_epoch)
+        return min(bounds) if bounds else None
+
+    def _private(self, given: Callable[[], Any], trainer: Any) -> Any:
+        """Return the draws of this training, made at the first call."""
+        if self._draws is None:
+            ranks = int(trainer.world_size)
+            made = self.training.private_loader(
+                given(), ranks=ranks, accumulated=self._accumulated, place="train_dataloader"
+            )
+            self._draws = _Draws(made)
+        return self._draws
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until the training ends."""
+        own = vars(owner).get(name)
+        was_own = name in vars(owner)
+
+        def undo() -> None:
+            if was_own:
+                setattr(owner, name, own)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+        setattr(owner, name, value)
+        self._undo.append(undo)
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.training.leave()
+
+
+def _remade(kind: type[PrivacyCallback], options: dict[str, Any], own: dict[str, Any]) -> PrivacyCallback:
+    made = kind.__new__(kind)
+    PrivacyCallback.__init__(made, **options)
+    vars(made).update(own)
+    return made
+
+
+class _Draws:
+    """A private loader that Lightning takes as it comes: it would deal a DataLoader out to the processes once more.
+
+    Args:
+        loader: The private loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _together(found: list[tuple[Any, int]]) -> Any:
+    """Return the output of a step made of those of its parts: the mean loss, rows joined, other values of the last."""
+    rows = max(1, sum(count for _, count in found))
+    if not isinstance(found[0][0], Mapping):
+        return _leaf(sum((loss * (count / rows) for loss, count in found), torch.zeros_like(found[0][0])))
+    made = dict(found[-1][0])
+    for name, value in made.items():
+        parts = [(output[name], count) for output, count in found]
+        if all(isinstance(part, Tensor) and part.dim() and part.shape[0] == count for part, count in parts):
+            made[name] = torch.cat([part for part, _ in parts])
+        elif name == "loss":
+            made[name] = sum((part * (count / rows) for part, count in parts), torch.zeros_like(value))
+    made["loss"] = _leaf(made["loss"])
+    return made
+
+
+def _leaf(loss: Tensor) -> Tensor:
+    """Return a loss whose backward, which Lightning calls, reaches nothing."""
+    return loss.detach().requires_grad_()

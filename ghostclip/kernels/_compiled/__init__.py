@@ -1,1 +1,0 @@
-"""The kernels themselves: the only modules that import Triton, loaded when one is first used."""

@@ -1,0 +1,652 @@
+"""``inspect_model``: what clipping a model's gradients would take, what that costs, and what stands in its way.
+
+Call sites and sizes of one step, operations and memory of a step without privacy are measured without training, and
+from them the largest physical batch that fits on a device. All of it also works on the meta device, where tensors have
+shapes and no numbers.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from ghostclip import _torch, _tree, _validate
+from ghostclip.capture.call_sites import CallSite
+from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.in_place import in_place_of
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipper import GhostClipper, Strategy
+from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, coverage_of, readable_bytes
+from ghostclip.planning.plan import MEMORY_BUDGET
+from ghostclip.validation.fixers import ModuleValidator
+from ghostclip.validation.sources import Source
+from ghostclip.validation.validate import Problem
+
+Shape = tuple[int, ...]
+
+
+def _attention(  # noqa: PLR0913 - the operator's own arguments, by their names
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    dropout_p: object = None,
+    is_causal: object = None,
+    out_shape: object = None,
+) -> int:
+    # The formula knows no heads that share keys, which change nothing in the products of each head.
+    heads = query[1:2]
+    return int(sdpa_flop_count(query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
+
+
+def _attention_backward(  # noqa: PLR0913 - as above
+    grad: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    out_shape: object = None,
+) -> int:
+    heads = query[1:2]
+    return int(sdpa_backward_flop_count(grad, query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
+
+
+_FORWARD, _BACKWARD = _torch.cpu_attention()
+# What torch's counter passes over on a CPU.
+_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
+    _FORWARD: _attention,
+    _BACKWARD: _attention_backward,
+}
+
+
+@dataclass
+class BlockCost:
+    """What one block of a model takes of a step without privacy.
+
+    Attributes:
+        forward: FLOPs of the products of its forward.
+        saved: Bytes that its forward keeps for the backward.
+        entering: Bytes of its first argument, which activation checkpointing keeps in the place of these.
+    """
+
+    forward: int = 0
+    saved: int = 0
+    entering: int = 0
+
+
+@dataclass(frozen=True)
+class OrdinaryStep:
+    """A step without privacy.
+
+    Attributes:
+        forward: FLOPs of the products of its forward.
+        backward: FLOPs of the products of its backward.
+        saved: Bytes that the forward keeps for the backward, parameters left out.
+        blocks: What the blocks that were named take of forward and saved bytes.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+    blocks: tuple[BlockCost, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of both."""
+        return self.forward + self.backward
+
+
+def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
+    """Return a loss for every sample: the mean square of the first output that has a batch axis.
+
+    Args:
+        output: Whatever a model returned.
+        batch_size: B.
+        axis: The batch axis.
+
+    Returns:
+        Losses, shape ``(B,)``.
+
+    Raises:
+        UnsupportedModelError: No output has a batch axis and requires grad.
+    """
+    logits = getattr(output, "logits", None)
+    for leaf in [logits, *_tree.leaves(output)]:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
+            continue
+        place = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
+        if leaf.shape[place] == batch_size:
+            return leaf.movedim(place, 0).reshape(batch_size, -1).float().square().mean(1)
+    raise UnsupportedModelError(
+        f"the model returned no tensor with {batch_size} samples that depends on a trainable parameter. Return outputs "
+        "with a batch axis."
+    )
+
+
+def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequence[nn.Module] = ()) -> OrdinaryStep:
+    """Count a step without privacy.
+
+    Args:
+        model: The model; its gradients are None afterwards.
+        losses: Runs the forward.
+        blocks: Parts of the model, none inside another, that are counted by themselves as well.
+
+    Returns:
+        What it takes.
+    """
+    own = {_torch.memory_key(parameter) for parameter in model.parameters()}
+    saved: set[int] = set()
+    # The last is whatever runs in none of them.
+    counted = [BlockCost() for _ in (*blocks, model)]
+    running = [counted[-1]]
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = _torch.memory_key(tensor)
+        if key not in own and key not in saved:
+            saved.add(key)
+            running[-1].saved += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as forward, ExitStack() as stack:
+        for module, block in zip(blocks, counted, strict=False):
+            stack.enter_context(_counting(module, block, running, forward))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = losses().sum()
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as backward:
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    total = sum(block.saved for block in counted)
+    return OrdinaryStep(forward.get_total_flops(), backward.get_total_flops(), total, tuple(counted[:-1]))
+
+
+@contextmanager
+def _counting(module: nn.Module, block: BlockCost, running: list[BlockCost], flops: FlopCounterMode) -> Iterator[None]:
+    """Let what a module does count as a block's."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = next((leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        block.entering = 0 if first is None else first.numel() * first.element_size()
+        before = flops.get_total_flops()
+        running.append(block)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.pop()
+            block.forward += flops.get_total_flops() - before
+
+    with in_place_of(module, run):
+        yield
+
+
+class _Sizes:
+    """Listens to a backward and keeps nothing but what call sites note themselves."""
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Form the factors and drop them."""
+        with torch.no_grad():
+            use.parameter_factors(grad)
+
+
+def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> list[CallSite]:
+    """Run one step on shapes, and return where parameters met samples, with the sizes of both.
+
+    Args:
+        model: The model, on any device.
+        losses: Runs the forward.
+        axis: The batch axis.
+
+    Returns:
+        The call sites; they hold no tensor of the step.
+    """
+    capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
+    try:
+        loss = losses().sum()
+        with capture.listening(_Sizes()):
+            capture.run_backward([loss], [None])
+        return list(capture.sites.table.values())
+    finally:
+        capture.close()
+
+
+def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, axis: int) -> Coverage:
+    """Plan one step from shapes alone.
+
+    Args:
+        model: The model, on any device.
+        losses: Runs the forward.
+        strategy: What the plan is for.
+        axis: The batch axis.
+
+    Returns:
+        The table.
+    """
+    return coverage_of(model, call_sites(model, losses, axis=axis), strategy=strategy)
+
+
+def _ignored(*args: Any) -> None:
+    return None
+
+
+# Values that an optimizer keeps for every trainable one.
+OPTIMIZERS: Final[dict[str, int]] = {"adamw": 2, "momentum": 1, "sgd": 0}
+DEVICES: Final[tuple[int, ...]] = tuple(size * 10**9 for size in (8, 16, 24, 40, 80))
+# Of a device: the rest is for the library's own buffers, for what operations need while they run, and for gaps.
+USABLE: Final = 0.9
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a private step; those of a device are counted in GB of 1000 MB.
+
+    Attributes:
+        parameters: All weights.
+        gradients: The clipped sum, and its noisy release in its place.
+        optimizer: State of the optimizer.
+        activations: What the forward keeps for the backward, of the whole batch.
+        clipping: What clipping keeps besides, of the whole batch, at most.
+        batch_size: B.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    clipping: int
+    batch_size: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All bytes, at most."""
+        return self.fixed + self.activations + self.clipping
+
+    def physical_batch(self, device_bytes: int) -> int:
+        """Return the largest physical batch that fits, if every sample takes as much as these; 0 where not one does.
+
+        Args:
+            device_bytes: Memory of the device, of which a tenth is left.
+
+        Returns:
+            Samples.
+        """
+        a_sample = max(1.0, (self.activations + self.clipping) / self.batch_size)
+        return max(0, int((USABLE * device_bytes - self.fixed) / a_sample))
+
+    def as_dict(self, devices: Sequence[int]) -> dict[str, object]:
+        """Return everything as plain numbers, for JSON.
+
+        Args:
+            devices: Memory of the devices in question.
+
+        Returns:
+            Bytes by part, and physical batches by bytes of a device.
+        """
+        return {
+            **asdict(self),
+            "total": self.total,
+            "physical_batch": {str(size): self.physical_batch(size) for size in devices},
+        }
+
+    def text(self, optimizer: str, devices: Sequence[int]) -> list[str]:
+        """Return two lines for people.
+
+        Args:
+            optimizer: Its name.
+            devices: Memory of the devices in question.
+
+        Returns:
+            The parts, and what fits where.
+        """
+        parts = [("parameters", self.parameters), ("gradients", self.gradients)]
+        parts += [(f"state of {optimizer}", self.optimizer)] if self.optimizer else []
+        parts += [("activations", self.activations), ("clipping", self.clipping)]
+        shown = " + ".join(f"{readable_bytes(size)} {name}" for name, size in parts)
+        fits = [(readable_bytes(size).replace(".0 ", " "), self.physical_batch(size)) for size in devices]
+        fitting = [(name, batch) for name, batch in fits if batch]
+        places = [
+            f"on {name} at {'' if number else 'physical batch '}{batch}" for number, (name, batch) in enumerate(fitting)
+        ]
+        none = ", ".join(name for name, batch in fits if not batch)
+        lines = [f"in bytes, at most: {readable_bytes(self.total)} = {shown}"]
+        lines += [f"fits {', '.join(places)}"] if places else []
+        lines += [f"does not fit on {none}"] if none else []
+        return lines
+
+
+def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_size: int) -> StepMemory:
+    """Add up a private step.
+
+    Args:
+        model: The model.
+        optimizer: One of `OPTIMIZERS`.
+        saved: Bytes that the forward keeps for the backward.
+        held: Bytes that clipping keeps besides.
+        batch_size: B.
+
+    Returns:
+        The memory.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # Sums are kept in float32 at least.
+    sums = sum(p.numel() * max(4, p.element_size()) for p in trained)
+    state = OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in trained)
+    return StepMemory(
+        parameters=sum(p.numel() * p.element_size() for p in model.parameters()), gradients=sums, optimizer=state,
+        activations=saved, clipping=held, batch_size=batch_size,
+    )  # fmt: skip
+
+
+# Strategies of two backwards run everything without parameters backwards once more.
+_TWO_PASS: Final = ("ghost", "fast")
+# Whole layers that torch's counter passes over where they run as one kernel.
+_PASSED_OVER: Final = ("lstm:", "gru:", "rnn_tanh:", "rnn_relu:", f"{_torch.GROUPED_MM}:", "grouped_mm:")
+# Places that are named before the rest is only counted.
+_SHOWN: Final = 4
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Result of an inspection.
+
+    Attributes:
+        title: What was inspected.
+        batch_size: B.
+        coverage: How every trainable parameter is handled, with plan and cost where the engine came that far.
+        problems: What is refused, and how to mend it.
+        plain: A step without privacy; None where the model could not be run.
+        parameters: Elements of all parameters, and of the trainable ones.
+        parameter_bytes: Bytes of all parameters and of the trainable ones' gradients.
+        by_shapes: The plan was made on the meta device.
+        memory: Bytes of a private step; None where the model could not be run.
+        optimizer: Whose state is counted.
+        devices: Bytes of the devices that are in question; none for a stand-in, which says nothing of them.
+    """
+
+    title: str
+    batch_size: int
+    coverage: Coverage
+    problems: list[Problem] = field(default_factory=list)
+    plain: OrdinaryStep | None = None
+    parameters: tuple[int, int] = (0, 0)
+    parameter_bytes: int = 0
+    by_shapes: bool = False
+    memory: StepMemory | None = None
+    optimizer: str = "adamw"
+    devices: tuple[int, ...] = DEVICES
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is refused."""
+        return not self.problems
+
+    @property
+    def base_flops(self) -> int:
+        """FLOPs of a non-private step: the layers in the table, and whatever was counted besides."""
+        counted = sum(
+            row.cost.base for row in self.coverage if self.by_shapes or not row.handled.startswith(_PASSED_OVER)
+        )
+        rest = 0 if self.plain is None else max(0, self.plain.flops - counted)
+        return rest + self.coverage.total.base
+
+    @property
+    def flop_ratio(self) -> float | None:
+        """FLOPs of a private step over those of a non-private one, with everything that has no parameters."""
+        if self.plain is None or not self.ok or not self.base_flops:
+            return None
+        total = self.coverage.total
+        # What the table does not cover costs the same; its backward, two thirds of it, is run again in a second one.
+        rest = self.base_flops - total.base
+        again = rest * 2 // 3 if self.coverage.strategy in _TWO_PASS else 0
+        return (rest + total.private + again) / self.base_flops
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Bytes of a private step over those of a non-private one, at most."""
+        if self.plain is None or not self.ok:
+            return None
+        return self.coverage.memory_ratio
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain numbers and texts, for JSON."""
+        plain = self.plain
+        return {
+            "model": self.title,
+            "batch_size": self.batch_size,
+            "ok": self.ok,
+            "problems": [{"place": p.place, "found": p.found, "remedy": p.remedy} for p in self.problems],
+            "flop_ratio": self.flop_ratio,
+            "memory_ratio_at_most": self.memory_ratio,
+            "memory": None if self.memory is None else self.memory.as_dict(self.devices),
+            "optimizer": self.optimizer,
+            "non_private": None if plain is None else {"flops": self.base_flops, "saved_bytes": plain.saved},
+            "parameters": {"all": self.parameters[0], "trainable": self.parameters[1]},
+            "coverage": self.coverage.as_dict(),
+        }
+
+    def __str__(self) -> str:
+        """Return a page of text, layers that differ by their number alone in one line."""
+        every, trainable = self.parameters
+        verdict = "nothing is refused" if self.ok else "refused as it is"
+        lines = [
+            f"{self.title}",
+            f"{self.batch_size} samples, {trainable:,} of {every:,} parameters trainable, strategy "
+            f"{self.coverage.strategy}: {verdict}.",
+        ]
+        for problem, places in _alike(self.problems):
+            more = f" and {len(places) - _SHOWN} more like it" if len(places) > _SHOWN else ""
+            lines += ["", f"REFUSED {', '.join(places[:_SHOWN])}{more}", f"  found:  {problem.found}"]
+            lines += [f"  remedy: {problem.remedy}"] if problem.remedy else []
+        if len(self.coverage.unused) < len(self.coverage):
+            lines += ["", layers_table(self.coverage, priced=self.ok)]
+        if self.ok and not self.devices:
+            lines += ["", "A small stand-in shows no costs: --full plans the real sizes."]
+        elif self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
+            base = readable_bytes(self.coverage.base_bytes)
+            held = readable_bytes(self.coverage.total.held)
+            of = f"the {self.base_flops / 1e9:.4g} GFLOP of a non-private step"
+            beyond = f"{held} beyond {base} of parameters, gradients and activations"
+            lines += ["", f"expected FLOPs:  {self.flop_ratio:.3f} x {of}"]
+            lines += [f"expected memory: at most {self.memory_ratio:.2f} x ({beyond})"]
+            assert self.memory is not None
+            lines += self.memory.text(self.optimizer, self.devices)
+        return "\n".join(lines)
+
+
+@_validate.suggests_options
+def inspect_model(
+    source: Source,
+    *,
+    strategy: Strategy = "auto",
+    trainable: str = "",
+    proof: Source | None = None,
+    optimizer: str = "adamw",
+    devices: Sequence[int] = DEVICES,
+) -> Inspection:
+    """Inspect a model on one batch.
+
+    Args:
+        source: The model and the batch; on the meta device only the plan is made.
+        strategy: How gradients would be clipped.
+        trainable: Regular expression; only parameters whose name it is found in are trained. Empty for all as they are.
+        proof: A small model of the same kind, on which the engine runs where ``source`` has no numbers.
+        optimizer: Whose state is counted: "adamw", "momentum" (SGD with momentum) or "sgd".
+        devices: Memory in bytes of the devices in question; by default of the usual sizes.
+
+    Returns:
+        What was found.
+
+    A model that fails on the batch raises ``DataError``; one that runs on numbers only, and has none (a mixture of
+    experts on the meta device), ``UnsupportedModelError``.
+    """
+    _validate.choice(optimizer, "optimizer", OPTIMIZERS)
+    model = source.model
+    for part in (source, proof):
+        if part is not None:
+            train_only(part.model, trainable)
+    run = proof or source
+    problems = [Problem.from_error(error, place="model") for error in ModuleValidator.validate(run.model)]
+    coverage, refusal = _attempt(run, strategy)
+    if refusal is not None:
+        problem = Problem.from_error(refusal, place="model")
+        problems += [] if problem.place in {known.place for known in problems} else [problem]
+    plain = memory = None
+    size = _batch_size(source)
+    parameter_bytes = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
+    if not problems:
+        coverage, plain = _priced(source, coverage, by_shapes=proof is not None)
+        # What the forward keeps was counted, which is more than the inputs of the layers that coverage knows of.
+        coverage.base_bytes = parameter_bytes + plain.saved
+        held = coverage.total.held
+        if proof is not None and coverage.strategy == "bookkeeping":
+            # Which layers the memory budget lets keep more cannot be told from shapes alone; how much it allows can.
+            held = max(held, int((MEMORY_BUDGET - 1) * coverage.base_bytes))
+        memory = memory_of(model, optimizer=optimizer, saved=plain.saved, held=held, batch_size=size)
+    return Inspection(
+        source.title,
+        size,
+        coverage,
+        problems,
+        plain,
+        (sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        parameter_bytes,
+        proof is not None,
+        memory,
+        optimizer,
+        () if source.stand_in else tuple(devices),
+    )
+
+
+def _priced(source: Source, coverage: Coverage, *, by_shapes: bool) -> tuple[Coverage, OrdinaryStep]:
+    """Return the table, made from shapes alone if asked to, and a step without privacy."""
+    failure: Exception | None = None
+    for attempt in (source, _with_whole_mask(source)):
+        losses = _losses(attempt)
+        try:
+            if by_shapes:
+                coverage = planned(source.model, losses, strategy=coverage.strategy, axis=source.batch_axis)
+            return coverage, plain_step(source.model, losses)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            failure = error
+    text = " ".join(str(failure).split())[:160]
+    what = "planned from shapes alone: leave out --full" if by_shapes else "run without a clipper"
+    raise UnsupportedModelError(f"{source.title}: cannot be {what} ({text})") from failure
+
+
+def _with_whole_mask(source: Source) -> Source:
+    """Give a model of tokens a ready-made mask, so that it need not look into its inputs to make one."""
+    if not isinstance(source.batch, dict) or "input_ids" not in source.batch:
+        return source
+    ids_BT = source.batch["input_ids"]
+    mask = torch.ones(ids_BT.shape[0], 1, ids_BT.shape[1], ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
+    return replace(source, batch={**source.batch, "attention_mask": mask})
+
+
+def _attempt(source: Source, strategy: Strategy) -> tuple[Coverage, GhostClipError | None]:
+    """Run the engine once, as it would in training."""
+    axis = source.batch_axis
+    with GhostClipper(source.model, max_grad_norm=1.0, strategy=strategy, batch_first=axis == 0) as clipper:
+        try:
+            clipper.backward(_losses(source)())
+        except GhostClipError as error:
+            return clipper.coverage(), error
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            text = " ".join(str(error).split())
+            raise DataError(
+                f"{source.title}: the model fails on this batch ({type(error).__name__}: {text})"
+            ) from error
+        finally:
+            clipper.reset()
+        return clipper.coverage(), None
+
+
+def _batch_size(source: Source) -> int:
+    from ghostclip.capture.inputs import batch_size_of
+
+    batch = source.batch
+    if isinstance(batch, dict):
+        return batch_size_of((), batch, source.batch_axis)
+    return batch_size_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, source.batch_axis)
+
+
+def _losses(source: Source) -> Callable[[], Tensor]:
+    size, axis = _batch_size(source), source.batch_axis
+    return lambda: losses_of(source.call(), batch_size=size, axis=axis)
+
+
+def train_only(model: nn.Module, pattern: str) -> None:
+    """Freeze all parameters but those whose name a regular expression is found in; empty leaves them as they are.
+
+    Args:
+        model: The model.
+        pattern: The expression.
+
+    Raises:
+        InvalidOptionError: It is none, or matches nothing.
+    """
+    if not pattern:
+        return
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidOptionError(f"--trainable {pattern!r} is no regular expression: {error}") from None
+    names = [name for name, _ in model.named_parameters()]
+    if not any(wanted.search(name) for name in names):
+        shown = ", ".join(names[:3])
+        raise InvalidOptionError(f"--trainable {pattern!r} matches none of the {len(names)} parameters ({shown}, ...)")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(wanted.search(name)))
+
+
+def _alike(problems: list[Problem]) -> list[tuple[Problem, list[str]]]:
+    """Gather problems of one kind: the first of them, with the places of all."""
+    groups: dict[tuple[str, str], tuple[Problem, list[str]]] = {}
+    for problem in problems:
+        key = re.sub(r"\d+", "*", problem.found), problem.remedy
+        groups.setdefault(key, (problem, []))[1].append(problem.place)
+    return list(groups.values())
+
+
+def layers_table(coverage: Coverage, *, priced: bool) -> str:
+    """Lay out the rows of a coverage, those alike in everything but the numbers in their path as one.
+
+    Args:
+        coverage: The rows.
+        priced: Whether to show what they cost.
+
+    Returns:
+        Lines of text.
+    """
+    alike: dict[tuple[object, ...], list[CoverageRow]] = {}
+    for row in coverage:
+        key = (re.sub(r"\d+", "*", row.name), row.module_type, row.shape, row.handled, row.plan, row.cost)
+        alike.setdefault(key, []).append(row)
+    header = ("parameter", "times", "type", "shape", "rung", "handled", "plan", "FLOPs", "holds")
+    lines = []
+    for rows in alike.values():
+        row = rows[0]
+        cost = sum((other.cost for other in rows[1:]), row.cost)
+        name = row.name if len(rows) == 1 else re.sub(r"\d+", "*", row.name)
+        ratio = f"{cost.private / cost.base:.2f}x" if priced and cost.base else ""
+        held = readable_bytes(cost.held) if priced else ""
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        lines.append((name, str(len(rows)), row.module_type, shape, row.rung, row.handled, row.plan, ratio, held))
+    if priced:
+        total = coverage.total
+        ratio = f"{coverage.flop_ratio:.2f}x"
+        lines.append(("total", str(len(coverage)), "", "", "", "", "", ratio, readable_bytes(total.held)))
+    return as_table(header, lines)

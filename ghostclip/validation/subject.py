@@ -1,0 +1,326 @@
+"""What is checked: batches of any form, loss functions as users have them, a model left as it was, and the slow twin.
+
+The slow twin are gradients by plain autograd, of one sample or of some, without the engine.
+
+Shape letter: B samples.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _torch, _tree
+from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.evidence.dependence import batch_axis_of, same_randomness
+from ghostclip.evidence.module_state import restored
+
+
+def plain_batch(batch: Any) -> Any:
+    """Return a batch with other mappings (such as those of tokenizers) made dictionaries, inside others as well.
+
+    Args:
+        batch: A tensor, or nested tuples, lists and mappings of tensors.
+
+    Returns:
+        The same tensors.
+    """
+    if isinstance(batch, Mapping):
+        return {key: plain_batch(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        return type(batch)(plain_batch(item) for item in batch)
+    return batch
+
+
+def count_samples(batch: Any, *, axis: int) -> int:
+    """Return the number of samples of a batch, which its first tensor with a batch axis tells.
+
+    Args:
+        batch: Nested tuples, lists and dictionaries of tensors.
+        axis: The batch axis (0, or 1 with ``batch_first=False``).
+
+    Returns:
+        B, at least 2.
+
+    Raises:
+        DataError: There is no such tensor, or there are fewer than two samples, or all samples are the same.
+    """
+    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not tensors:
+        raise DataError(
+            "validate: the batch holds no tensor with a batch axis. Give a tensor, a tuple, a list or a dict."
+        )
+    first = tensors[0]
+    size = first.shape[axis if axis < first.dim() else 0]
+    if size < 2:
+        raise DataError(
+            f"validate: the batch has {size} sample(s); whether samples mix shows from two on. Give 2 to 16 samples."
+        )
+    if all(_are_all_alike(tensor, size=size, axis=axis) for tensor in tensors):
+        raise DataError(
+            f"validate: the {size} samples of the batch are all the same, so that replacing one by another shows "
+            "nothing. Give samples that differ."
+        )
+    return size
+
+
+def _are_all_alike(tensor: Tensor, *, size: int, axis: int) -> bool:
+    place = batch_axis_of(tensor, batch_size=size, axis=axis)
+    return place is None or torch.equal(tensor, tensor.roll(1, place))
+
+
+def take(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> Any:
+    """Return some samples of a batch, the batch axis kept.
+
+    Args:
+        batch: Nested tuples, lists and dictionaries of tensors.
+        samples: Their numbers.
+        batch_size: B.
+        axis: The batch axis.
+
+    Returns:
+        New tensors; those without B samples as they are.
+    """
+
+    def pick(leaf: Any) -> Any:
+        place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
+        if place is None:
+            return leaf
+        return leaf.index_select(place, torch.tensor(list(samples), device=leaf.device))
+
+    return _tree.mapped(pick, batch)
+
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+
+def as_loss_fn(loss: nn.Module | Callable[..., Tensor] | None, batch: Any) -> LossFn:
+    """Return the function that computes the loss of a batch.
+
+    Args:
+        loss: A criterion (a module, or a function of torch.nn.functional) for batches of inputs and targets; a function
+            that is called as it is, ``loss(model, batch)``; None for models that compute their own loss.
+        batch: A batch, which tells whether the other two are possible.
+
+    Returns:
+        Called with the model and a batch.
+
+    Raises:
+        InvalidOptionError: The loss is none of these, or does not go with the batch.
+    """
+    if loss is None:
+        if not isinstance(batch, Mapping):
+            raise InvalidOptionError(
+                f"loss=None: the model's own loss is model(**batch).loss, for which the batch has to be a dict (with "
+                f"labels); it is a {type(batch).__name__}. Give the loss: a criterion, or a function of model and "
+                "batch."
+            )
+        return own_loss
+    if isinstance(loss, nn.Module) or getattr(loss, "__module__", None) == "torch.nn.functional":
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise InvalidOptionError(
+                f"loss={type(loss).__name__}: a criterion is called with model(inputs) and targets, for which the "
+                "batch has to be a pair. Give a function instead: loss(model, batch)."
+            )
+        return lambda model, pair: loss(model(pair[0]), pair[1])
+    if not callable(loss):
+        raise InvalidOptionError(
+            f"loss={loss!r}: give a criterion, a function of model and batch, or None for a model with its own loss."
+        )
+    return loss
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return the loss that a model computes itself, as those of transformers do.
+
+    Args:
+        model: The model.
+        batch: Its arguments, labels among them.
+
+    Returns:
+        The loss.
+
+    Raises:
+        InvalidOptionError: The model returns none.
+    """
+    output = model(**batch)
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise InvalidOptionError(
+            f"loss=None: {type(model).__name__} returned no loss for a batch of {', '.join(batch)}. Add the labels to "
+            "the batch, or give the loss: a function of model and batch."
+        )
+    return found
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put everything about a model, and the global generators, back as they were.
+
+    Args:
+        model: The model. Its ``.grad`` are None inside.
+
+    Yields:
+        Nothing.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    places = {tensor.device for tensor in tensors}
+    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
+    with restored(model), torch.random.fork_rng(devices=devices):
+        try:
+            for parameter, _ in grads:
+                parameter.grad = None
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+            for module, training in modes:
+                module.training = training
+            for parameter, grad in grads:
+                parameter.grad = grad
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    # A copy counts as a change of the tensor: only where it is needed.
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set every dropout rate that modules keep as a number to 0: dropout layers, attention, recurrent layers, paths.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    changed: list[tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            rate = "drop" in name.lower() or (name == "p" and isinstance(module, _torch.AnyDropout))
+            if rate and isinstance(value, float) and 0 < value <= 1:
+                changed.append((module, name, value))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+# One gradient over all trainable parameters, float64, flat.
+Flat = Tensor
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        model: The model.
+        loss_fn: Called with the model and a batch.
+        batch_size: B of the whole batch.
+        axis: The batch axis.
+        tolerance: Relative error up to which gradients count as the same; None for what the precision explains.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    batch_size: int
+    axis: int
+    tolerance: float | None = None
+
+    def loss(self, batch: Any) -> Tensor:
+        """Return the loss of a batch, with the generators at the same place each time.
+
+        Args:
+            batch: The batch, or some of its samples.
+
+        Returns:
+            Whatever the loss function returns.
+        """
+        with same_randomness(self.model.parameters()):
+            return self.loss_fn(self.model, batch)
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The trainable parameters."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def gradient(self, batch: Any) -> Flat:
+        """Return the gradient of the sum of a batch's losses by plain autograd."""
+        with same_randomness(self.model.parameters()):
+            # Not autograd.grad: reentrant checkpointing accepts a full backward only.
+            self.loss_fn(self.model, batch).sum().backward()
+        return self.collect()
+
+    def collect(self) -> Flat:
+        """Return what lies in ``.grad``, and empty it."""
+        parts = []
+        for parameter in self.trainable:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parts.append((grad.to_dense() if grad.is_sparse else grad).detach().double().flatten().cpu())
+            parameter.grad = None
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Gradients of all samples, each of its own loss alone.
+
+    Attributes:
+        grads: One for each sample.
+    """
+
+    grads: Sequence[Flat]
+
+    @property
+    def norms_B(self) -> Tensor:
+        """Norm of every sample's gradient, float64."""
+        return torch.stack([grad.norm() for grad in self.grads])
+
+    def bound(self) -> float:
+        """Return a clipping norm between the two middle norms: some samples are clipped and some are not."""
+        ordered = self.norms_B[self.norms_B.isfinite()].sort().values
+        if len(ordered) == 0 or ordered[-1] == 0:
+            return 1.0
+        middle = len(ordered) // 2
+        return float(ordered[max(middle - 1, 0) : middle + 1].mean()) or float(ordered[-1]) / 2
+
+    def clipped_sum(self, max_grad_norm: float) -> Flat:
+        """Return the sum of the clipped gradients; a sample that is not finite contributes nothing."""
+        coef_B = clip_coefficients(self.norms_B, max_grad_norm)
+        total = torch.zeros_like(self.grads[0])
+        for grad, coef, norm in zip(self.grads, coef_B, self.norms_B, strict=True):
+            if norm.isfinite():
+                total += coef * grad
+        return total
+
+
+def relative_error(got: Flat, want: Flat) -> float:
+    """Return the relative distance of two gradients.
+
+    Args:
+        got: One.
+        want: The other, whose norm is the unit; where both are zero the error is 0.
+
+    Returns:
+        A number of at least 0.
+    """
+    distance, unit = float((got - want).norm()), float(want.norm())
+    return distance / unit if unit else (0.0 if distance == 0 else float("inf"))
