@@ -63,6 +63,11 @@ def _architectures(options: argparse.Namespace) -> None:
         # Some rows anew: the others stay.
         report = json.loads(earlier.read_text())
         rows = {row["name"]: row for row in report["rows"]}
+        now = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+        anew = (
+            f"rows of {len(options.only)} architectures on {now['date']}, commit {str(now['machine']['commit'])[:10]}"
+        )
+        report["anew"] = [*report.get("anew", []), anew]
     begun = time.monotonic()
     for found in table.names():
         if options.only and found.name not in options.only:

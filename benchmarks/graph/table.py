@@ -142,6 +142,7 @@ def text(report: dict[str, Any]) -> str:
         f"sample at a time. {kinds['graph']} of {len(rows)} are one graph (largest relative error {largest:.0e}), "
         f"{kinds['eager']} are computed eagerly for the reason beside them, {kinds['refused']} are refused by the "
         f"eager engine as well, {kinds['failed']} failed in this run.",
+        *(f"Measured anew: {anew}." for anew in report.get("anew", [])),
         "",
         "Times: CPU time of a compiled step in float32, one thread, over an ordinary eager step of the same model, and "
         f"in brackets that of book-keeping; {timed} were compiled and timed, on {report['machine']['cpu']}. Models as "

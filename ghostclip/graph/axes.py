@@ -172,7 +172,8 @@ class _Reader:
             raise NoGraphError(
                 f"{named(node)} has shape {grown} with one sample more: two axes hold samples, or a part"
             )
-        return self._folded(node, axis, rows)
+        # Of no entries none lies anywhere.
+        return self._folded(node, axis, rows) if value.numel() else SampleLayout(axis, 0, rows)
 
     def _folded(self, node: fx.Node, axis: int, rows: int) -> SampleLayout:
         """Return how the rows of a sample lie along an axis."""
