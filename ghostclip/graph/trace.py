@@ -303,6 +303,9 @@ def _refuse_large(graph: fx.GraphModule, inputs: Inputs) -> None:
     """Refuse weights that are taken once for every token where these are more than memory should hold."""
     own = set(list(graph.graph.nodes)[: inputs.fixed])
     for node in graph.graph.nodes:
+        # Weights in another dtype or order are weights.
+        if node.op == "call_function" and operation(node) != "index" and set(node.all_input_nodes) <= own:
+            own.add(node)
         if operation(node) == "index" and node.args[0] in own and node.meta["val"].numel() > _MOST_TAKEN:
             raise NoGraphError("its experts' weights, once for each token, are too large")
 

@@ -170,3 +170,17 @@ def test_what_is_not_linear_in_a_sum_over_samples_is_refused(operation, argument
         linear(operation, arguments(own, one), {}, (3,))
     found = linear(operation, arguments(one, own), {}, (3,))
     assert found.per_sample().shape == (4, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_of_every_token_s_experts_are_not_more_than_memory_should_hold(dtype, monkeypatch):
+    def losses_of(model, x, y):
+        weights = model.first.weight.to(dtype).mT[x.argmax(1)]
+        return (model(x) * weights[:, :3]).sum(1)
+
+    model = net()
+    inputs = inputs_of(model, (batch(), {}), lambda x: 0)
+    trace(model, losses_of, inputs)
+    monkeypatch.setattr("ghostclip.graph.trace._MOST_TAKEN", 40)
+    with pytest.raises(NoGraphError, match="experts' weights, once for each token"):
+        trace(model, losses_of, inputs)
