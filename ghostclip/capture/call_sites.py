@@ -28,8 +28,8 @@ class CallSite:
     chosen: tuple[str, int] | None = None  # the row map that evidence confirmed (its key), once there was evidence
     attempts: int = 0  # how many probes passed it without a gradient to judge by
     at_once: bool = False  # gradients could be formed there for all samples at once, without a rule
-    statistics: dict[str, Statistics] = field(default_factory=dict)  # of each argument in the last backward
-    sizes: tuple[Any, ...] = ()  # the sizes that the statistics are of
+    statistics: dict[str, Statistics] = field(default_factory=dict)  # of each argument in the largest backward so far
+    largest: int = -1  # elements of the gradient that came in it
     ways: set[Any] = field(default_factory=set)  # proved ways by which forwards reach it
     way: Any = None  # the proved way of the latest forward
 

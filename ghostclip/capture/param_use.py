@@ -121,19 +121,13 @@ class ParamUse:
             return row_map.split(tensor, num_batch_dims, batch_size)
 
         pairs: list[tuple[str, Factor]] = []
-        is_explained = self.site.sizes == self.sizes(grad, saved)
+        is_explained = grad.numel() <= self.site.largest
         for key, factor in self.factors(saved, grad, split).items():
             pulled = self._pulled(key, factor)
-            if not is_explained:
+            if not is_explained or key not in self.site.statistics:
                 self.explain(key, factor, grad, saved, pulled[0][1] if len(pulled) == 1 else None)
             pairs += pulled
         return pairs
-
-    def sizes(self, grad: Tensor, saved: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
-        """Return the sizes that its statistics follow from: the number of samples, and the shapes."""
-        if saved is None:
-            saved = self.node.saved_tensors if self.node is not None else ()
-        return self.forward.batch_size, grad.shape, *[tensor.shape for tensor in saved]
 
     def explain(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
         """Store statistics of an argument for the coverage report."""
@@ -141,7 +135,7 @@ class ParamUse:
         self.site.statistics[key] = statistics_of(
             self.targets[key], factor, grad, where=self._circumstances(key, saved), pulled=pulled
         )
-        self.site.sizes = self.sizes(grad, saved)
+        self.site.largest = grad.numel()
 
     def _pulled(self, key: str, factor: Factor) -> list[tuple[str, Factor]]:
         """Return the factors of the trainable parameters behind a target."""

@@ -1,4 +1,4 @@
-"""What arrived at a call site in its last backward: the sizes that say what a parameter costs, and no tensor.
+"""What arrived at a call site in its largest backward: the sizes that say what a parameter costs, and no tensor.
 
 Shape letters: B samples, S slots (groups of a convolution), N = B·S, T positions, I inputs, O outputs.
 """

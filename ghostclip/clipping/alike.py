@@ -287,20 +287,15 @@ def _train(found: Sequence[_Waiting]) -> bool:
 
 
 def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
-    """Note the sizes at every call site where they are new."""
+    """Note the sizes at every call site where they are the largest so far."""
     parts: dict[str, list[Factor]] = {}
-    sizes = found[0].use.sizes(found[0].grad)
-    if found[0].use.site.sizes == sizes:
-        sizes = found[0].use.site.sizes
     for number, (use, grad, _) in enumerate(found):
-        # One object for all of them once they have been explained.
-        if use.site.sizes is sizes or use.site.sizes == sizes:
+        if grad.numel() <= use.site.largest:
             continue
         saved = () if use.node is None else use.node.saved_tensors
         parts = parts or {key: apart(factor, len(found)) for key, factor in formed.items()}
         for key, factors in parts.items():
             use.explain(key, factors[number], grad, saved, factors[number])
-        use.site.sizes = sizes
 
 
 def apart(factor: Factor, layers: int) -> list[Factor]:

@@ -196,7 +196,7 @@ class CoverageRow:
     # how it was captured: ``"rule"``, ``"elementwise"``, ``"general"`` (one gradient per sample), each perhaps
     # ``"derived"`` as well; empty where it was not used
     rung: str = ""
-    plan: str = ""  # how norm and clipped sum are formed at the sizes of the last backward; empty before the first
+    plan: str = ""  # how norm and clipped sum are formed in the largest backward; empty before the first
     cost: Cost = field(default_factory=Cost)
     axes: str = ""  # which rows of its operations' data belong to which sample, where evidence has decided it
 
