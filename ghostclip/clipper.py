@@ -601,7 +601,7 @@ class GhostClipper:
         return self._capture.axis
 
     def coverage(self) -> Coverage:
-        """Return how every trainable parameter is handled, and its cost at the last batch's sizes; print with str().
+        """Return how every trainable parameter is handled, and its cost in the largest batch; print with str().
 
         Returns:
             The table.

@@ -8,6 +8,7 @@ from torch.nn import functional
 import ghostclip
 from benchmarks.flops import counter
 from benchmarks.models import GPT, MLP, MnistCNN
+from ghostclip.capture import param_use
 from ghostclip.planning.plan import Planner
 from tests.cases import by_name
 from tests.cases.table import next_token_loss, probe_loss
@@ -184,3 +185,19 @@ def test_table_is_text_and_plain_numbers():
     assert plain["total"]["count"] == sum(p.numel() for p in model.parameters())
     assert plain["parameters"][0]["name"] == "0.weight"
     assert functional.relu(torch.tensor(plain["total"]["flop_ratio"])) >= 1
+
+
+@pytest.mark.parametrize("depth", [1, 3], ids=["a layer by itself", "layers that are joined"])
+def test_the_report_is_of_the_largest_batch_and_costs_smaller_ones_nothing(depth, monkeypatch):
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(depth)))
+    reports, seen = [], []
+    original = param_use.statistics_of
+    monkeypatch.setattr(param_use, "statistics_of", lambda *args, **rest: (seen.append(1), original(*args, **rest))[1])
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0, probe=False) as clipper:
+        for size in (6, 3, 5, 8):
+            seen.clear()
+            clipper.backward(probe_loss(model(torch.randn(size, 6))))
+            assert bool(seen) is (size in (6, 8))
+            reports.append([row.cost.base for row in clipper.coverage() if row.cost.base])
+    assert reports[0] == reports[1] == reports[2]
+    assert all(larger > smaller for smaller, larger in zip(reports[2], reports[3], strict=True))
