@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,8 +34,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--with-memory", action="store_true", help="measure memory in a quick run too, which takes minutes"
     )
     parser.add_argument("--no-memory", action="store_true", help="time and operations alone")
+    parser.add_argument("--add", action="store_true", help="only --engine's rows: those of others stay in the report")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     options = parser.parse_args(arguments)
+    if options.add and not options.engine:
+        parser.error("--add without --engine: name the engines whose rows are measured anew")
     refuse_unknown(parser, "--task", options.task, [task.name for task in tasks(quick=True)])
     refuse_unknown(parser, "--engine", options.engine, [engine.name for engine in every_engine()])
     if options.quick:
@@ -58,6 +63,31 @@ def chosen(names: list[str] | None) -> list[Engine]:
     return [engine for engine in every_engine() if not (names and engine.private and engine.name not in names)]
 
 
+def added(report: dict[str, Any], earlier: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Some engines' rows in an earlier report; ratios are to the non-private engine of their own run.
+
+    Args:
+        report: What was measured now.
+        earlier: The report that is there.
+        names: The engines.
+
+    Returns:
+        The earlier report with their rows, and the command they are of.
+    """
+    rows = {task["name"]: [row for row in task["engines"] if row["name"] in names] for task in report["tasks"]}
+    tasks = [
+        {
+            **task,
+            "engines": [row for row in task["engines"] if row["name"] not in names or task["name"] not in rows]
+            + rows.get(task["name"], []),
+        }
+        for task in earlier["tasks"]
+    ]
+    commit = str(report["machine"]["commit"])[:10]
+    command = f"{earlier['command'].split('; later: ')[0]}; later: {report['command']} at commit {commit}"
+    return {**earlier, "command": command, "tasks": tasks}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the whole comparison.
 
@@ -76,13 +106,15 @@ def main(arguments: list[str] | None = None) -> int:
     report = head("benchmarks", sys.argv[1:] if arguments is None else arguments, device, quick=options.quick)
     report |= {"missing": missing(), "quoted": list(QUOTED), "tasks": []}
     limits, name = _limits(options), stem("report", device, quick=options.quick)
+    earlier = json.loads((options.out / f"{name}.json").read_text(encoding="utf-8")) if options.add else None
     for task in tasks(quick=options.quick):
         if options.task and task.name not in options.task:
             continue
         report["tasks"].append(measure_task(task, wanted, device, limits, quick=options.quick))
         # After every task, so that a run that is cut short has what it measured.
-        path = write(options.out, name, report, markdown(report))
-        plot(report, path.with_suffix(".png"))
+        whole = report if earlier is None else added(report, earlier, options.engine)
+        path = write(options.out, name, whole, markdown(whole))
+        plot(whole, path.with_suffix(".png"))
     print(f"\n{markdown(report)}\nwritten: {options.out / name}.json, .md, .png")
     rows = [row for task in report["tasks"] for row in task["engines"]]
     return int(any(row["status"] != "ok" and row["title"].startswith("ghostclip") for row in rows))

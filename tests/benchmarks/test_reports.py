@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import __main__ as program
 from benchmarks import capacity, memory, run, scaling
+from benchmarks.__main__ import added
 from benchmarks.engines import NON_PRIVATE
 from benchmarks.files import stem
 from benchmarks.headline import fastest_peer, summary
@@ -190,3 +191,24 @@ print(given_back, faults(), machine.describe(torch.device("cpu"))["heap_is_kept"
     assert int(given_back) > 10_000
     assert int(kept) < 100
     assert said == "True"
+
+
+def test_rows_of_engines_join_a_report_that_is_there():
+    def report(command, **tasks):
+        return {
+            "command": command,
+            "machine": {"commit": "0123456789abcdef"},
+            "tasks": [
+                {"name": name, "engines": [{"name": engine, "run": command} for engine in engines]}
+                for name, engines in tasks.items()
+            ],
+        }
+
+    earlier = report("first", cnn=["nonprivate", "bookkeeping", "graph"], mlp=["nonprivate", "bookkeeping"])
+    both = added(report("second", cnn=["nonprivate", "graph"]), earlier, ["graph"])
+    found = {task["name"]: [(row["name"], row["run"]) for row in task["engines"]] for task in both["tasks"]}
+    assert found == {
+        "cnn": [("nonprivate", "first"), ("bookkeeping", "first"), ("graph", "second")],
+        "mlp": [("nonprivate", "first"), ("bookkeeping", "first")],
+    }
+    assert both["command"] == "first; later: second at commit 0123456789"
