@@ -34,7 +34,7 @@ _CALLS_BY_UNITS: Final = 24_000_000_000
 _CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
 
 
-class _Waiting(NamedTuple):
+class _SharedInput(NamedTuple):
     """One layer's gradients: a sum over positions of products of the shared tensor with another."""
 
     use: ParamUse
@@ -52,7 +52,7 @@ class Together:
     # backward. Which tensors are the same is read off the factors themselves, both alive.
     def __init__(self, total: GroupNorms) -> None:
         self._total = total
-        self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
+        self._waiting: defaultdict[Any, list[_SharedInput]] = defaultdict(list)
 
     def takes(self, use: ParamUse, name: str, factor: Any) -> bool:
         """Take a factor whose input others read as well; return whether its norm is added here."""
@@ -70,7 +70,7 @@ class Together:
                 place = input_NTI.data_ptr(), input_NTI.shape, input_NTI.stride()
                 key = id(forward), place, input_NTI.dtype, other_NTO.dtype
                 same = self._waiting[key]
-                same.append(_Waiting(use, name, factor, input_NTI, other_NTO, versions(factor)))
+                same.append(_SharedInput(use, name, factor, input_NTI, other_NTO, versions(factor)))
                 if len(same) == readers:
                     self._add(self._waiting.pop(key))
                 return True
@@ -81,7 +81,7 @@ class Together:
         while self._waiting:
             self._add(self._waiting.popitem()[1])
 
-    def _add(self, found: Sequence[_Waiting]) -> None:
+    def _add(self, found: Sequence[_SharedInput]) -> None:
         for waiting in found:
             if versions(waiting.factor) != waiting.versions:
                 raise TamperedGradientError(changed_in_place(waiting.name))
@@ -103,13 +103,13 @@ class Together:
             self._total.add_norm_of(waiting.name, waiting.factor)
 
 
-def _apart(found: Sequence[_Waiting], by: Mapping[str, bool]) -> int:
+def _apart(found: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
     """Return the FLOPs of the products of the norms one by one, per sample."""
     sizes = [waiting.factor.sizes for waiting in found]
     return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
-def _explain(waiting: _Waiting, flops: int, readers: int) -> None:
+def _explain(waiting: _SharedInput, flops: int, readers: int) -> None:
     """Note, for the coverage report, a layer's share of a Gram matrix that is formed for several."""
     plan = f"symmetric Gram, its input's shared by {readers}"
     for key, arrived in waiting.use.site.statistics.items():

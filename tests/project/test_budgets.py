@@ -1,0 +1,128 @@
+"""The size of the package and the way of a step are budgets: whoever raises one changes a number here, and says why."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+
+ROOT = Path(ghostclip.__file__).parent
+# Lines of code (no docstring, comment or blank line) of each room; "." is what lies beside the rooms.
+ROOMS = {
+    ".": 1_980, "accounting": 1_810, "assembly": 450, "audit": 615, "capture": 5_230, "clipping": 3_485,
+    "commands": 585, "compat": 745, "data": 1_930, "distributed": 1_895, "evidence": 3_885, "facade": 565,
+    "factors": 1_540, "finetune": 1_740, "graph": 2_155, "integrations": 1_690, "kernels": 2_275, "language": 375,
+    "mechanisms": 520, "noise": 930, "optim": 1_535, "planning": 1_095, "privacy": 1_905, "rules": 1_300,
+    "scaling": 695, "validation": 1_885,
+}  # fmt: skip
+FILES, SMALL_FILES, SMALL = 299, 84, 60
+# Of a steady step with the whole engine, for batches whose size was met before: calls of our functions, and files.
+WAYS = {"linear": (945, 99), "mlp": (1_110, 99)}
+# Rooms of what such a step does without.
+ELSEWHERE = frozenset(
+    {"audit", "commands", "compat", "finetune", "integrations", "language", "mechanisms", "scaling", "validation"}
+)
+
+
+def code_lines(path: Path) -> int:
+    text = path.read_text(encoding="utf-8")
+    strings = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for part in node.body:
+                if (
+                    isinstance(part, ast.Expr)
+                    and isinstance(part.value, ast.Constant)
+                    and type(part.value.value) is str
+                ):
+                    strings.update(range(part.lineno, (part.end_lineno or part.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(number not in strings and bool(line.strip()) and line.strip()[0] != "#" for number, line in lines)
+
+
+def _counted() -> dict[Path, int]:
+    return {path.relative_to(ROOT): code_lines(path) for path in ROOT.rglob("*.py")}
+
+
+def test_every_room_keeps_its_lines_and_budgets_stay_close():
+    rooms = Counter[str]()
+    for path, lines in _counted().items():
+        rooms[path.parts[0] if len(path.parts) > 1 else "."] += lines
+    assert rooms.keys() == ROOMS.keys()
+    over = {room: (lines, ROOMS[room]) for room, lines in rooms.items() if lines > ROOMS[room]}
+    assert not over, f"lines of code and budgets: {over}"
+    loose = {room: (lines, ROOMS[room]) for room, lines in rooms.items() if lines < ROOMS[room] - 50}
+    assert not loose, f"rooms that have become smaller keep that: lower their budgets: {loose}"
+
+
+def test_there_are_no_more_files():
+    files = _counted()
+    assert len(files) <= FILES
+    assert sum(lines < SMALL for lines in files.values()) <= SMALL_FILES
+
+
+def test_a_class_name_means_one_thing():
+    names = Counter(
+        node.name
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
+class _Way:
+    """Counts calls of the package's functions."""
+
+    def __init__(self) -> None:
+        self.calls, self.files = 0, set[Path]()
+
+    def __call__(self, frame, event, argument):
+        del argument
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(f"{ROOT}/"):
+            self.calls += 1
+            self.files.add(Path(path).relative_to(ROOT))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_way_of_a_step(name):
+    torch.manual_seed(0)
+    layers = {"linear": [nn.Linear(20, 2)], "mlp": [nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)]}
+    model, x = nn.Sequential(*layers[name]) if name == "mlp" else layers[name][0], torch.randn(40, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private = ghostclip.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=20), noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+    module, optimizer, criterion, loader = private
+    ways, sizes = [], set[int]()
+    while len(ways) < 8:
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            way = _Way()
+            sys.setprofile(way)
+            inputs, targets = next(batches)
+            optimizer.zero_grad()
+            criterion(module(inputs), targets).backward()
+            optimizer.step()
+            sys.setprofile(None)
+            if len(inputs) in sizes and optimizer.releases > 20:
+                ways.append(way)
+            sizes.add(len(inputs))
+    shortest = min(ways, key=lambda way: way.calls)
+    most, files = WAYS[name]
+    assert most - 40 <= shortest.calls <= most, "calls of a steady step"
+    assert len(shortest.files) <= files
+    assert not {path.parts[0] for path in shortest.files} & ELSEWHERE
