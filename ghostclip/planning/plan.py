@@ -9,7 +9,7 @@ Shape letters: N samples, T positions, I inputs, O outputs.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -88,14 +88,16 @@ class Planner:
     def before(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the parameters whose per-sample gradients a backward stores although they are the larger form."""
         # None under activation checkpointing, where reading the graph would run it again.
-        return self._plan("before", forward, lambda: footprint_of(loss, parameters.values()))
+        return self._plan("before", forward, parameters, lambda: footprint_of(loss, parameters.values()))
 
     def during(self, use: ParamUse, grad: Tensor, parameters: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the same for a backward that the user has begun, at the first use whose gradient arrives."""
         # What the loss itself stored is not known, so that there may be fewer.
-        return self._plan("during", use.forward, lambda: footprint_from(use, grad, parameters.values()))
+        return self._plan("during", use.forward, parameters, lambda: footprint_from(use, grad, parameters.values()))
 
-    def _plan(self, when: str, forward: ForwardContext, footprint: Callable[[], Footprint]) -> frozenset[str]:
+    def _plan(
+        self, when: str, forward: ForwardContext, parameters: Mapping[str, Tensor], footprint: Callable[[], Footprint]
+    ) -> frozenset[str]:
         if forward.runs_again:
             self.latest = frozenset()
             return self.latest
@@ -107,7 +109,8 @@ class Planner:
         key = (when, forward.batch_size, tuple(forward.sizes), forward.unplanned, self.budget)
         if key not in self._plans:
             with torch.no_grad():
-                self._plans[key] = self._decide(footprint(), forward)
+                pays = _may_pay(forward, parameters)
+                self._plans[key] = self._decide(footprint(), forward) if pays else frozenset()
             if len(self._plans) > _CACHED:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
@@ -127,6 +130,40 @@ class Planner:
         # What is added stays until the end, so that the tightest later moment counts.
         free = np.minimum.accumulate((limit - np.array(held))[::-1])[::-1].clip(min=0)
         return _knapsack([(item, _estimated(item.shape)) for item in items], free, limit)
+
+
+def _may_pay(forward: ForwardContext, parameters: Mapping[str, Tensor]) -> bool:
+    """Return whether any layer could gain by a plan: to read a backward's graph takes longer than all else in a step.
+
+    Batches drawn at random have another size each, and those of texts another length.
+    """
+    seen = set[Any]()
+    for site, sizes in forward.uses:
+        for weight in (parameters[name] for name in site.names if name in parameters):
+            kind = (weight.shape, weight.dtype, sizes)
+            if weight.dim() != 2 or kind in seen:
+                continue
+            seen.add(kind)
+            positions, rest = divmod(math.prod(sizes), max(1, forward.batch_size))
+            if not sizes or rest or any(_pays(shape) for shape in _shapes_of(weight, positions, forward.batch_size)):
+                return True
+    return False
+
+
+def _shapes_of(weight: Tensor, positions: int, samples: int) -> Iterator[Shape]:
+    """Yield the sizes that a product with a matrix may turn out to have."""
+    kind, (inputs, outputs) = weight.device.type, weight.shape
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    for dtype in {weight.dtype, torch.get_autocast_dtype(kind) if autocast else weight.dtype}:
+        yield Shape(samples, positions, inputs, outputs, dtype, weight.device)
+        yield Shape(samples, positions, outputs, inputs, dtype, weight.device)
+
+
+def _pays(shape: Shape) -> bool:
+    """Return whether a layer that the rule does not cover would save something."""
+    _, positions, inputs, outputs, dtype, _ = shape
+    by_rule = positions <= 1 or planner.keeps_per_sample(positions, inputs, outputs, dtype.itemsize)
+    return not by_rule and _estimated(shape) > 0
 
 
 def _held(footprint: Footprint, forward: ForwardContext) -> tuple[list[int], list[Item]]:

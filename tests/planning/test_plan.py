@@ -188,3 +188,25 @@ def test_knapsack_fits_at_every_moment_and_none_that_fits_saves_more(sizes, free
         itertools.combinations([item.name for item, _ in items], count) for count in range(len(items) + 1)
     )
     assert saved(chosen) == max(saved(names) for names in every if fits(names))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize(("positions", "inputs", "outputs"), [(2, 200, 300), (12, 24, 40), (40, 60, 90), (90, 50, 30)])
+def test_what_no_layer_gains_by_is_known_without_the_backward_s_graph(positions, inputs, outputs, dtype, monkeypatch):
+    def planned():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Linear(outputs, inputs), nn.Linear(inputs, 3))
+        with GhostClipper(model, max_grad_norm=1.0, memory_budget=8.0, probe=False) as clipper:
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                losses_B = model(torch.randn(5, positions, inputs)).float().square().mean((1, 2))
+                clipper.backward(losses_B)
+            return clipper.planner.latest
+
+    with monkeypatch.context() as patched:
+        patched.setattr(planning, "_may_pay", lambda *_: True)
+        want = planned()
+    assert planned() == want
+    if not want:
+        monkeypatch.setattr(planning, "footprint_of", lambda *_: pytest.fail("the backward's graph was read"))
+        monkeypatch.setattr(planning, "_estimated", lambda shape: -1.0)
+        assert planned() == want
