@@ -79,12 +79,9 @@ SHOWN = (
     "MLP",
     "Embedding, LSTM",
 )
-# What "auto" becomes in mid-training where the loss is known.
-GRAPHS = "ghostclip, graphs"
 # Beside ordinary training: (name in tables, does an engine belong to it).
 SIDES: dict[str, Callable[[Row], bool]] = {
     "ghostclip": lambda row: row["name"] == OURS,
-    GRAPHS: lambda row: row["name"] == "graph",
     "Opacus, its fastest mode": lambda row: row["name"].startswith("opacus"),
     "torch.func": lambda row: row["name"] == "torch-func",
 }
@@ -143,7 +140,6 @@ def short_plot(report: Mapping[str, Any], path: Path) -> None:
     # Told apart by the colour-blind, and in print by their marks (Okabe and Ito 2008).
     looks = {
         "ghostclip": ("#0072B2", "o"),
-        GRAPHS: ("#56B4E9", "D"),
         "Opacus, its fastest mode": ("#E69F00", "s"),
         "torch.func": ("#009E73", "^"),
     }
