@@ -68,6 +68,7 @@ class GraphStep:
         clipper: As given.
         options: As given; those of graphs that are compiled from then on.
         reasons: Why batches were computed eagerly, and how many physical batches for each reason.
+        branches: Which way branches on data go in all graphs; None before the first one.
 
     Raises:
         InvalidOptionError: The clipper has another strategy, or its parameters are sharded.
@@ -105,7 +106,7 @@ class GraphStep:
         self._steps: dict[Hashable, CompiledStep | str] = {}
         self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
         self._verified: frozenset[str] = frozenset()
-        self._branches: Sequence[bool] | None = None
+        self.branches: tuple[bool, ...] | None = None
         clipper.describe_graphs = self.describe
 
     @property
@@ -168,13 +169,8 @@ class GraphStep:
 
     # What a takeover asks for
 
-    @property
-    def branches(self) -> tuple[bool, ...] | None:
-        """Which way branches on data go in all graphs; None before the first one."""
-        return None if self._branches is None else tuple(self._branches)
-
     def take_sizes(
-        self, sizes: Sequence[int], keys: Sequence[str] = (), branches: Sequence[bool] | None = None
+        self, sizes: Sequence[int], keys: Sequence[str] = (), branches: tuple[bool, ...] | None = None
     ) -> tuple[int, ...]:
         """Compile for these sizes from now on, and take graphs of these keys as held against the eager engine.
 
@@ -186,7 +182,7 @@ class GraphStep:
         Returns:
             The sizes, each once, the largest first.
         """
-        self._sizes, self._verified, self._branches = Sizes(sizes), frozenset(keys), branches
+        self._sizes, self._verified, self.branches = Sizes(sizes), frozenset(keys), branches
         self._steps.clear()
         return self._sizes.all
 
@@ -422,10 +418,10 @@ class GraphStep:
         model = self.clipper.model
         with self.clipper.unwatched():
             step = CompiledStep(
-                model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses, branches=self._branches
+                model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses, branches=self.branches
             )
         # All graphs of a training go one way: the one that goes another way in a resumed process would be eager here.
-        self._branches = step.branches
+        self.branches = step.branches
         return step
 
     def _eagerly(self, tree: Any, reason: str) -> Any:

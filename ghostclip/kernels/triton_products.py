@@ -295,7 +295,6 @@ def symmetric_gram(
     return Reduced(part_NPK, positions, (inputs, outputs), by_units=any(halves), weighting=weighting)
 
 
-# Programs that keep a large GPU busy; more of them only make more partial sums.
 # Programs that a weighted sum is worth having: with fewer tiles samples are divided among several.
 _WANTED: Final = 128
 # Elements of the partial sums of a weighted sum (float32: 256 MiB).
