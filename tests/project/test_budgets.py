@@ -6,6 +6,8 @@ import ast
 import sys
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -94,8 +96,8 @@ class _Way:
             self.files.add(Path(path).relative_to(ROOT))
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_way_of_a_step(name):
+def _way_of(name: str) -> tuple[int, list[str]]:
+    """Return the calls of a steady step, the fewest of eight, and the files they are in."""
     torch.manual_seed(0)
     layers = {"linear": [nn.Linear(20, 2)], "mlp": [nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)]}
     model, x = nn.Sequential(*layers[name]) if name == "mlp" else layers[name][0], torch.randn(40, 20)
@@ -122,7 +124,15 @@ def test_the_way_of_a_step(name):
                 ways.append(way)
             sizes.add(len(inputs))
     shortest = min(ways, key=lambda way: way.calls)
-    most, files = WAYS[name]
-    assert most - 40 <= shortest.calls <= most, "calls of a steady step"
-    assert len(shortest.files) <= files
-    assert not {path.parts[0] for path in shortest.files} & ELSEWHERE
+    return shortest.calls, [path.as_posix() for path in shortest.files]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_way_of_a_step(name):
+    # In a process of its own: each private model that is alive looks at the steps of every optimizer.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        calls, files = pool.submit(_way_of, name).result()
+    most, most_files = WAYS[name]
+    assert most - 40 <= calls <= most
+    assert len(files) <= most_files
+    assert not {path.split("/")[0] for path in files} & ELSEWHERE
