@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import re
@@ -229,6 +230,16 @@ def _without_an_accelerator() -> Iterator[None]:
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """What the log shows is one for the whole process: a program that a test ran quietly quiets no later test."""
+    logger, disabled = logging.getLogger("ghostclip"), logging.root.manager.disable
+    level = logger.level
+    yield
+    logger.setLevel(level)
+    logging.disable(disabled)
 
 
 @pytest.fixture
