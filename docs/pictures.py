@@ -1,5 +1,6 @@
 """The pictures of the docs: `python docs/pictures.py` draws them into docs/_static."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,19 @@ from matplotlib.patches import Rectangle
 # Told apart by the colour-blind (Okabe and Ito 2008).
 INPUTS, GRADIENTS, FORMED, SMALL = "#0072B2", "#E69F00", "#D55E00", "#009E73"
 HERE = Path(__file__).resolve().parent
+
+# The rooms by what they are for, those below first; no room imports from one above it.
+FLOORS = (
+    ("costs", "#555555", ("accounting",)),
+    ("algebra", "#0072B2", ("kernels", "factors", "rules")),
+    ("reading a model", "#009E73", ("capture", "evidence")),
+    ("clipping", "#E69F00", ("planning", "clipping", "graph")),
+    ("models as users have them", "#56B4E9", ("language", "facade")),
+    ("what is released", "#D55E00", ("noise", "distributed", "optim")),
+    ("what ε rests on", "#CC79A7", ("data", "mechanisms", "privacy")),
+    ("what users call", "#333333", ("assembly", "validation", "audit", "integrations")),
+    ("programs and other names", "#888888", ("scaling", "compat", "finetune", "commands")),
+)
 
 
 def _box(panel: Any, place: tuple[float, float], size: tuple[float, float], colour: str, text: str, below: str) -> None:
@@ -50,5 +64,34 @@ def factors() -> None:
     figure.savefig(HERE / "_static" / "factors.png")
 
 
+def rooms() -> None:
+    """Draw the rooms of the package, wide by their lines of code, those that import least below the others."""
+    sys.path.insert(0, str(HERE.parent))
+    from tests.project.test_budgets import lines_of_rooms
+
+    lines = lines_of_rooms()
+    widest = max(sum(lines[room] for room in floor) for _, _, floor in FLOORS)
+    figure = Figure(figsize=(9, 5.6), dpi=110)
+    panel = figure.add_axes((0, 0, 1, 1))
+    panel.set_xlim(-0.36 * widest, 1.02 * widest)
+    panel.set_ylim(-0.8, len(FLOORS))
+    panel.axis("off")
+    for height, (purpose, colour, floor) in enumerate(FLOORS):
+        panel.text(-0.02 * widest, height, purpose, ha="right", va="center", fontsize=9.5, color="#333333")
+        x = 0.0
+        for room in floor:
+            width = max(lines[room], 900)
+            panel.add_patch(Rectangle((x, height - 0.36), width, 0.72, facecolor=colour, alpha=0.85, edgecolor="white"))
+            panel.text(
+                x + width / 2, height, f"{room}\n{lines[room]:,}", ha="center", va="center", color="white", fontsize=7.5
+            )
+            x += width
+    panel.text(
+        0, -0.62, "Lines of code. A room imports from those below it or on its left.", fontsize=8.5, color="#333333"
+    )
+    figure.savefig(HERE / "_static" / "rooms.png")
+
+
 if __name__ == "__main__":
     factors()
+    rooms()

@@ -129,6 +129,17 @@ MODULE_HOOKS = ("register_" + "forward_hook", "register_" + "forward_pre_hook", 
 FILES = python_files("ghostclip")
 
 
+def test_the_picture_of_the_rooms_has_every_room_in_this_order():
+    tree = ast.parse((PACKAGE.parent / "docs" / "pictures.py").read_text(encoding="utf-8"))
+    (floors,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FLOORS"
+    ]
+    drawn = [room for _, _, floor in floors for room in floor]
+    assert drawn == [layer for layer in LAYERS if (PACKAGE / layer).is_dir()]
+
+
 def _layer(dotted: str) -> str:
     """The entry of LAYERS that a module of the package belongs to; '' for the package's own `__init__`."""
     parts = dotted.split(".")[1:]
