@@ -44,6 +44,8 @@ class RowMap:
         """Return a tensor ``(*L, *F)`` as ``(B, T, *F)``, shorter samples padded with zeros."""
         if num_batch_dims == 1 and self.kind == "axis":
             return tensor.unsqueeze(1)
+        if num_batch_dims == 2 and self.kind == "axis" and not self.axis:
+            return tensor
         features = tensor.shape[num_batch_dims:]
         if self.kind == "whole":
             return tensor.reshape(1, -1, *features)

@@ -519,7 +519,8 @@ class CaptureContext:
         forward, name = self.forward, operation_name(func)
         # Reentrant checkpointing runs its forward without gradients first.
         without_grad = not torch.is_grad_enabled()
-        forward.ran_without_grad |= without_grad
+        if without_grad:
+            forward.ran_without_grad = forward.runs_again = True
         if without_grad or name in LOOKED_AT:
             return func(*plain(args), **plain(kwargs))
         operation = Operation(func, name, args, kwargs)

@@ -65,6 +65,8 @@ class ForwardContext:
     addresses: list[int] = field(default_factory=list)  # of inputs of many positions that uses store
     checkpointed: bool = False  # activation checkpointing was active somewhere in it
     ran_without_grad: bool = False  # parameters were used with gradients switched off
+    # either of them: a backward may run parts of it again, on parameters that must be substituted for that
+    runs_again: bool = False
     consumed: bool = False  # a backward has gone through it
     examined: bool = False  # the loss whose backward is about to go through it was examined
     summed: bool = False  # that loss is a sum over the samples, which is told where a mean was declared
@@ -110,12 +112,16 @@ class ForwardContext:
     @property
     def use_counts(self) -> Counter[str]:
         """Number of uses of each parameter, by name."""
-        return self._counted().names
+        if self._counts.uses != len(self.uses):
+            self._count()
+        return self._counts.names
 
     @property
     def readers(self) -> Counter[int]:
-        """Return the number of uses that store an input of many positions at an address."""
-        return self._counted().addresses
+        """Number of uses that store an input of many positions, by address."""
+        if self._counts.uses != len(self.uses):
+            self._count()
+        return self._counts.addresses
 
     @property
     def sizes(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -126,23 +132,18 @@ class ForwardContext:
         """Return whether a use's parameters, and its input, have no other use in a backward."""
         # False also where a part runs again, which may bring another use. `address` is 0 where nobody else may read the
         # input.
-        if self.checkpointed or self.ran_without_grad:
+        if self.runs_again:
             return False
-        counts = self._counts if self._counts.uses == len(self.uses) else self._counted()
+        if self._counts.uses != len(self.uses):
+            self._count()
+        counts = self._counts
         return counts.again.isdisjoint(names) and (not address or counts.addresses[address] <= 1)
 
-    def _counted(self) -> _Counts:
-        """Count uses lazily: a forward notes hundreds of them."""
-        if self._counts.uses != len(self.uses):
-            names = Counter(chain.from_iterable([site.consumed for site, _ in self.uses]))
-            again = frozenset([name for name, count in names.items() if count > 1])
-            self._counts = _Counts(len(self.uses), names, again, Counter(self.addresses))
-        return self._counts
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether a backward may run parts of it again, on parameters that must be substituted for that."""
-        return self.checkpointed or self.ran_without_grad
+    def _count(self) -> None:
+        """Count uses, when somebody asks: a forward notes hundreds of them."""
+        names = Counter(chain.from_iterable([site.consumed for site, _ in self.uses]))
+        again = frozenset([name for name, count in names.items() if count > 1])
+        self._counts = _Counts(len(self.uses), names, again, Counter(self.addresses))
 
     def meet(self, proved: set[Any], way: Any) -> None:
         """Ask for evidence on a forward that reached a part in another way than the proved ones."""
@@ -191,7 +192,7 @@ class ForwardContext:
     def note_checkpointing(self, *, again: bool) -> None:
         """Note that activation checkpointing is active."""
         # ``again``: a backward reruns a part, whose checkpoint was noted before.
-        self.checkpointed = True
+        self.checkpointed = self.runs_again = True
         self.checkpointed_by_model |= not (again or self._recomputing)
 
     @contextmanager

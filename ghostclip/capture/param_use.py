@@ -6,6 +6,7 @@ nothing behind. What outlives them is the call site's memory of how rows map to 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -115,11 +116,7 @@ class ParamUse:
     def parameter_factors(self, grad: Tensor) -> list[tuple[str, Factor]]:
         """Return (name, factor) of this use for every parameter behind it."""
         saved = self.node.saved_tensors if self.node is not None else ()
-        row_map, batch_size = self.row_map, self.forward.batch_size
-
-        def split(tensor: Tensor, num_batch_dims: int) -> Tensor:
-            return row_map.split(tensor, num_batch_dims, batch_size)
-
+        split = partial(self.row_map.split, batch_size=self.forward.batch_size)
         pairs: list[tuple[str, Factor]] = []
         is_explained = grad.numel() <= self.site.largest
         for key, factor in self.factors(saved, grad, split).items():

@@ -120,7 +120,7 @@ class SmallGradients:
         if type(factor) is not Dense:
             return False
         grad_BP = factor.grad_BP
-        most = _most(grad_BP)
+        most = _SMALL if grad_BP.is_cpu else _SMALL_ON_A_GPU
         if grad_BP.numel() > most:
             return False
         key = grad_BP.shape, grad_BP.dtype, grad_BP.device
@@ -167,6 +167,7 @@ class Alike:
         # handed on. final: no other backward follows, so that what uses have saved may go.
         self._join, self._alone, self._single, self._keep, self._final = join, alone, single, keep, final
         self._small = SmallGradients()
+        self.takes_gradients = self._small.takes
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
         self.full = False
@@ -197,11 +198,6 @@ class Alike:
         self._elements += elements
         self.full = self._elements > most * _WAITING
         return True
-
-    def takes_gradients(self, name: str, factor: Factor) -> bool:
-        """Take a parameter's gradients if they are few numbers that others may be like."""
-        # Return whether they were taken.
-        return self._small.takes(name, factor)
 
     @property
     def gradients_full(self) -> bool:
@@ -266,11 +262,7 @@ class Alike:
 
 def most_waiting(tensor: Tensor) -> int:
     """Return how many elements may wait, or be stored, on a device."""
-    return _most(tensor) * _WAITING
-
-
-def _most(tensor: Tensor) -> int:
-    return _SMALL if tensor.is_cpu else _SMALL_ON_A_GPU
+    return (_SMALL if tensor.is_cpu else _SMALL_ON_A_GPU) * _WAITING
 
 
 def _dtype(factor: Factor) -> torch.dtype | None:

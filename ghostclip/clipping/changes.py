@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.factors import Dense, Factor
+from ghostclip.factors import Dense, Factor, Outer
 
 _NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.Size, torch.dtype})
 
@@ -16,6 +16,8 @@ def versions(factor: Factor) -> list[int]:
     """Return the versions of the tensors in a factor, which count changes in place."""
     if type(factor) is Dense:
         return [_torch.version(factor.grad_BP)]
+    if type(factor) is Outer:
+        return _torch.versions((factor.a_NTI, factor.g_NTO))
     return _torch.versions(tensors_of(factor))
 
 

@@ -103,7 +103,8 @@ class Pass(ABC):
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output and pass its factors on."""
-        self._meet(use, grad)
+        if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
+            self._meet(use, grad)
         with undisturbed():
             self._take(use, grad)
         if self.final:
@@ -142,7 +143,7 @@ class Pass(ABC):
 
     def _holds(self, use: ParamUse, name: str, factor: Factor) -> bool:
         """Defer a factor that is a part of one, of some of a sample's positions; return whether it is."""
-        if self._ranks is None or not use.forward.spread.get(name, False):
+        if not use.forward.spread.get(name, False):
             return False
         self._spread[name].append(formed(factor))
         return True
@@ -239,7 +240,8 @@ class BookKeeping(Pass):
         self._together = Together(self.total)
         self._joints: list[Joint] = []
         self._alike = Alike(join=self._join, alone=self._take, single=self._add)
-        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or self._keeper.changes
+        self._stores = self._keeper.changes
+        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or self._stores
         self.puts_together = type(self).puts_together and not alone
 
     puts_together = True
@@ -257,11 +259,11 @@ class BookKeeping(Pass):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Store a factor and add its squared norm."""
-        if self._holds(use, name, factor):
+        if self._ranks is not None and self._holds(use, name, factor):
             return
         if self._sequences is not None:
             factor = self._sequences.gather(factor)
-        kept = self._kept_form(name, factor)
+        kept = factor if type(factor) is Dense else self._kept_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(formed(kept))
@@ -280,11 +282,14 @@ class BookKeeping(Pass):
         self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None, own: bool = False) -> None:
-        readers = None if together is None else together.forward.readers
-        kept = self._keeper.rounded(name, kept, readers=readers, own=own)
-        if together is None or self._keeper.offloads(name) or not self._together.takes(together, name, kept):
+        away = False
+        if self._stores:
+            readers = None if together is None else together.forward.readers
+            kept = self._keeper.rounded(name, kept, readers=readers, own=own)
+            away = self._keeper.offloads(name)
+        if together is None or away or not self._together.takes(together, name, kept):
             self.total.add_norm_of(name, kept)
-        held = self._keeper.stored(name, kept)
+        held = self._keeper.stored(name, kept) if self._stores else kept
         self.factors[name].append(held)
         if held is kept:
             self._versions[id(kept)] = versions(kept)
@@ -342,7 +347,8 @@ class BookKeeping(Pass):
         while joints:
             weights.into_several(sums, joints.pop(0))
         names = sums.in_order(list(self.factors))
-        self._keeper.expect(held for name in names for held in self.factors[name])
+        if self._stores:
+            self._keeper.expect(held for name in names for held in self.factors[name])
         try:
             for name in names:
                 self._contract(sums, weights, name)
@@ -353,9 +359,12 @@ class BookKeeping(Pass):
         factors = self.factors.pop(name)
         while factors:
             held = factors.pop(0)
-            if not isinstance(held, Stored) and self._versions.get(id(held)) not in (None, versions(held)):
+            if isinstance(held, Stored):
+                factor = self._keeper.restored(held)
+            elif self._versions.get(id(held)) in (None, versions(held)):
+                factor = held
+            else:
                 raise TamperedGradientError(changed_in_place(name))
-            factor = self._keeper.restored(held)
             del held
             weights.into(sums, factor, name, more=bool(factors))
             del factor
@@ -385,7 +394,7 @@ class Hooks(BookKeeping):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients."""
-        if self._holds(use, name, factor):
+        if self._ranks is not None and self._holds(use, name, factor):
             return
         # A gradient may be that of the output itself, which the user must not get to change.
         grad_BP = factor.materialize().contiguous()
@@ -528,7 +537,7 @@ class NormPass(OneOfTwo):
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or store it for cross terms; small ones wait for similar ones."""
         self._note(use, name, factor)
-        if self._holds(use, name, factor):
+        if self._ranks is not None and self._holds(use, name, factor):
             return
         if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
             self._waiting[name].append(formed(factor))
@@ -640,7 +649,7 @@ class SumPass(OneOfTwo):
         """Contract a factor into its parameter's sum."""
         self._expect(use)
         self._note(use, name, factor)
-        if name in self._kept_names or self._holds(use, name, factor):
+        if name in self._kept_names or (self._ranks is not None and self._holds(use, name, factor)):
             return
         several = name in self._several
         if several or not self._waits(name, factor):

@@ -64,7 +64,9 @@ class Outer(Factor):
 
     def keeps_gradient(self) -> bool:
         """Return whether the per-sample gradient is no larger than the two factors, so that it replaces them."""
-        return self.batch_size > 0 and self.sizes[0] > 0 and self._keeps()
+        itemsize = min(self.a_NTI.element_size(), self.g_NTO.element_size())
+        positions, inputs, outputs = self.sizes
+        return self.batch_size > 0 < positions and planner.keeps_per_sample(positions, inputs, outputs, itemsize)
 
     def keeps_in_any_batch(self) -> bool:
         """Return whether `keeps_gradient` holds for any number of samples."""
@@ -78,10 +80,6 @@ class Outer(Factor):
         if not self._prefers_gram():
             return INSTANTIATE, 2 * positions * inputs * outputs
         return SYMMETRIC_GRAM, planner.gram_flops(positions, inputs, outputs, **self._formed_by())
-
-    def _keeps(self) -> bool:
-        itemsize = min(self.a_NTI.element_size(), self.g_NTO.element_size())
-        return planner.keeps_per_sample(*self.sizes, itemsize)
 
     def _prefers_gram(self) -> bool:
         return planner.prefers_gram(*self.sizes, **self._formed_by())
@@ -167,7 +165,7 @@ class Outer(Factor):
 
     def _by_units(self) -> bool:
         """Return whether matrix units form products of one of the two tensors at least."""
-        return any(products.takes(x_NTF, x_NTF) for x_NTF in (self.a_NTI, self.g_NTO))
+        return products.takes(self.a_NTI, self.a_NTI) or products.takes(self.g_NTO, self.g_NTO)
 
     def _terms(self, mass_N: Tensor, scale_N: Tensor) -> Terms:
         mass_B = mass_N if self.slots == 1 else torch.linalg.vector_norm(mass_N.view(-1, self.slots), dim=1)

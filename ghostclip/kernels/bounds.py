@@ -289,17 +289,13 @@ def raised(value: Tensor, delta: Tensor) -> Tensor:
 def position_norms(x_NTF: Tensor) -> Tensor:
     """Return the norm of every position, ``(N, T)``, added up in short blocks whose rounding is known."""
     x_NTF = _along_memory(x_NTF)
-    if x_NTF.shape[2] <= _block(x_NTF.device):
+    if x_NTF.shape[2] <= (_BLOCK if x_NTF.is_cpu else _BLOCK_IN_THREADS):
         # Widened as they are read: no copy in float32 is made.
         wide = None if x_NTF.dtype == torch.float32 else torch.promote_types(x_NTF.dtype, torch.float32)
         return torch.linalg.vector_norm(x_NTF, dim=2, dtype=wide)
     # On a CPU a copy is quicker than blocks that are widened as they are read.
-    flat_BP = (widened(x_NTF) if x_NTF.device.type == "cpu" else x_NTF).flatten(0, 1)
+    flat_BP = (widened(x_NTF) if x_NTF.is_cpu else x_NTF).flatten(0, 1)
     return root_of_squares(block_norms(flat_BP)).view(x_NTF.shape[:2])
-
-
-def _block(device: torch.device) -> int:
-    return _BLOCK if device.type == "cpu" else _BLOCK_IN_THREADS
 
 
 def vanished(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -331,7 +327,7 @@ def block_norms(flat_BP: Tensor) -> list[Tensor]:
     # Torch's float32 norm on a CPU comes out 2e-5 too small for a million random values and 4e-6 for 4096 equal ones,
     # which would let a sample through above the bound; over blocks of 16 squares a lane it stays below 5e-7.
     flat_BP = _along_memory(flat_BP)
-    size, values = _block(flat_BP.device), flat_BP.shape[1]
+    size, values = _BLOCK if flat_BP.is_cpu else _BLOCK_IN_THREADS, flat_BP.shape[1]
     wide = torch.float32 if flat_BP.element_size() == 2 else None
     if values <= size:
         return [torch.linalg.vector_norm(flat_BP, dim=1, keepdim=True, dtype=wide)]

@@ -152,10 +152,13 @@ def full_precision() -> AbstractContextManager[None]:
     # "medium" and autocast to 7: norms would be too small by 3e-4. The model's own forward and backward keep what was
     # chosen for them, so that this is entered for every layer. Of torch's other switches, those of reductions in 16
     # bits do not matter to products with a float32 result.
-    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
-    if kinds:
-        return _without_autocast(kinds)
-    return _full(_switches())
+    for kind in _KINDS:
+        if torch.is_autocast_enabled(kind):
+            return _without_autocast()
+    for place, name, full in _switches():
+        if getattr(place, name) not in full:
+            return _full(_switches())
+    return _AS_IT_IS
 
 
 def full_convolutions() -> AbstractContextManager[None]:
@@ -169,9 +172,9 @@ def _full(switches: Sequence[_Switch]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
+def _without_autocast() -> Iterator[None]:
     with ExitStack() as stack:
-        for kind in kinds:
+        for kind in filter(torch.is_autocast_enabled, _KINDS):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(_full(_switches()))
         yield

@@ -227,6 +227,6 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20_24)
 
 
-def is_half(*tensors: Tensor) -> bool:
-    """Return whether all tensors are 16-bit: matrix units take them as they are, the twin copies them to 32 bits."""
-    return all(tensor.dtype in HALF for tensor in tensors)
+def is_half(left: Tensor, right: Tensor) -> bool:
+    """Return whether both tensors are 16-bit: matrix units take them as they are, the twin copies them to 32 bits."""
+    return left.dtype in HALF and right.dtype in HALF

@@ -19,7 +19,7 @@ class PositionSum:
 
     def __init__(self, x_NTF: Tensor, axes: tuple[int, ...] = (1,)) -> None:
         # A bias's gradients are such a sum. The tensor must not change before the sum is read.
-        self.shape = torch.Size(size for axis, size in enumerate(x_NTF.shape) if axis not in axes)
+        self.shape = torch.Size([size for axis, size in enumerate(x_NTF.shape) if axis not in axes])
         self._axes = axes
         self._x_NTF: Tensor | None = x_NTF
         self._sum_NF: Tensor | None = None
