@@ -11,16 +11,23 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ghostclip._files import reason_of, require_plotting
+from ghostclip.distributed import from_first, refused_together
+from ghostclip.distributed.agreement import is_known_to_all
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import run as files
+from ghostclip.finetune.models import require_known_model
 from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
-from ghostclip.finetune.ranks import Ranks, is_in_parts, joined, require_same
-from ghostclip.finetune.samples import first_line, stay_local
+from ghostclip.finetune.ranks import Ranks, joined, require_same
+from ghostclip.finetune.record import compared_costs, plan_text, record_of, result_text, write_all
+from ghostclip.finetune.run import FinetuneRun, RunState
+from ghostclip.finetune.samples import stay_local
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
-    from ghostclip.finetune.run import FinetuneRun, RunState
+    # They load transformers, which is told beforehand whether it may use the network.
     from ghostclip.finetune.training import FinetuneTrainer
     from ghostclip.integrations.transformers import DPTrainingArguments
 
@@ -34,29 +41,18 @@ def run(given: dict[str, Any]) -> int:
         with joined(ranks):
             return _run(given, ranks)
     except (GhostClipError, OSError) as error:
-        if ranks.is_first or not _is_known_to_all(error):
+        if ranks.is_first or not is_known_to_all(error):
             raise
         return EXIT_REFUSED
 
 
-def _is_known_to_all(error: Exception) -> bool:
-    """Return whether all processes were told of an error; loads torch, which an error of options does without."""
-    from ghostclip.distributed.agreement import is_known_to_all
-
-    return is_known_to_all(error)
-
-
 def _run(given: dict[str, Any], ranks: Ranks) -> int:
-    from ghostclip.distributed import refused_together
-
     with refused_together("options"):
         options, state = _options(given, ranks)
         require_same(options)
     stay_local(options.model, options.tokenizer)
     with Working("preparing"), refused_together("preparations"):
         _require_libraries()
-        from ghostclip.finetune.record import plan_text
-        from ghostclip.finetune.run import FinetuneRun
         from ghostclip.finetune.training import training_arguments
 
         prepared = FinetuneRun(options, state, ranks)
@@ -75,33 +71,21 @@ def _run(given: dict[str, Any], ranks: Ranks) -> int:
 
 
 def _options(given: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunState | None]:
-    from ghostclip.distributed import from_first
-    from ghostclip.finetune.models import require_known_model
-
     options = FinetuneOptions(**given)
     if not options.resume:
         require_together(given)
-    options.validate()
     if ranks.count > 1 and given.get("comparison_steps"):
         raise InvalidOptionError(
             "--comparison-steps: a run of several processes is compared with nothing; leave it out"
         )
     choose = partial(files.choose_folder, given.get("output"), resume=options.resume)
     given = {**given, "output": from_first("output folder", choose)}
-    state = None
     if options.resume:
-        _require_libraries()
-        from ghostclip.finetune.run import interrupted_run
-
-        recorded, state = from_first("resume point", partial(interrupted_run, given["output"]))
-        options = resumed_options(recorded, given)
-        options.validate()
-    else:
-        options = FinetuneOptions(**given)
-        require_known_model(options.model)
-        usable = partial(files.require_usable, options.output, overwrite=options.overwrite)
-        from_first("output folder", usable)
-    return options, state
+        recorded, state = from_first("resume point", partial(files.interrupted_run, given["output"]))
+        return resumed_options(recorded, given), state
+    require_known_model(options.model)
+    from_first("output folder", partial(files.require_usable, given["output"], overwrite=options.overwrite))
+    return FinetuneOptions(**given), None
 
 
 def _require_libraries() -> None:
@@ -121,8 +105,6 @@ def _require_libraries() -> None:
 
 def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
     """Train until the steps are spent or stopping is asked for, then write; what happened is on disk afterwards."""
-    from ghostclip.distributed import from_first, refused_together
-    from ghostclip.finetune.record import result_text
     from ghostclip.finetune.training import FinetuneTrainer
 
     was_there, begun = run.output.exists(), run.state.lost is not None
@@ -140,7 +122,7 @@ def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
         with refused_together("results"):
             record = _write(run, trainer)
     except OSError as error:
-        if isinstance(error, ConnectionError) or (_is_known_to_all(error) and not run.ranks.is_first):
+        if isinstance(error, ConnectionError) or (is_known_to_all(error) and not run.ranks.is_first):
             raise
         said, remedy = "cannot be written", ""
         if begun:
@@ -156,37 +138,27 @@ def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
 
 
 def _train(run: FinetuneRun, trainer: FinetuneTrainer) -> None:
-    import torch
-
-    from ghostclip.distributed import refused_together
-
     try:
         trainer.finish()
         with refused_together("resume point"):
             trainer.save()
     except torch.OutOfMemoryError as error:
         raise MemoryError(
-            f"out of memory ({first_line(error)}); continue with: {run.again} --physical-batch-size B, with a smaller B"
+            f"out of memory ({reason_of(error)}); continue with: {run.again} --physical-batch-size B, with a smaller B"
         ) from error
     except RuntimeError as error:
         if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
             raise
         raise ConnectionError(
-            f"another process of the run has gone ({first_line(error)}); continue with: {run.again}"
+            f"another process of the run has gone ({reason_of(error)}); continue with: {run.again}"
         ) from error
 
 
 def _write(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
     """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
-    from ghostclip.finetune.models import whole_copy
-    from ghostclip.finetune.record import compared_costs, record_of, write_all
-
     with Working("evaluating"), trainer.averaged():
         after = run.evaluate()
-        model = whole_copy(run.model) if is_in_parts(run.mesh) else run.model.to("cpu")
-        if run.ranks.is_first and model is not None:
-            vars(model.config).update(run.config)
-            files.save_model(model, run.tokens, run.output)
+        files.save_model(run)
         costs = compared_costs(run, trainer)
     record = record_of(run, trainer, after, costs)
     if run.ranks.is_first:

@@ -4,7 +4,7 @@ A small one is built with random weights, or a pretrained one is loaded by name 
 measured are that it can be private, held-out quality, and costs.
 
 Privacy:
-    Dummy samples stand for private ones; ordinary steps run on a copy with fresh weights that is thrown away. What is
+    Dummy samples stand for private ones; ordinary steps are taken of them alone, after the model was written. What is
     measured on held-out samples is not protected.
 
 Shapes: B samples, T tokens.
@@ -12,7 +12,6 @@ Shapes: B samples, T tokens.
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Mapping
@@ -22,19 +21,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 import ghostclip
-from ghostclip import _torch
+from ghostclip._files import reason_of
 from ghostclip.clipper import Strategy
 from ghostclip.clipping.options import factor_dtype_of
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.data.size_policies import largest_batch
 from ghostclip.data.tensor_memory import peak_bytes
-from ghostclip.distributed import is_first, sharded_model
-from ghostclip.distributed.weights import gathered_whole
+from ghostclip.distributed import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, first_line, from_anywhere, labels_of
+from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, from_anywhere, labels_of
 from ghostclip.language.record_losses import losses_of
 from ghostclip.language.tasks import task_of, without_adapters
 from ghostclip.language.vocabulary_head import use_fused
@@ -80,28 +79,6 @@ def make_model(options: FinetuneOptions, tokens: TokenEncoder, *, seed: int) -> 
 def vocabulary_of(model: Any) -> int:
     """Return the number of rows of a model's token embedding."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same architecture, size and adapters with random weights, on the CPU."""
-    base: Any = without_adapters(model)
-    # The class of a model in parts is one that torch has put over its own.
-    plain = _torch.class_of(base)(copy.deepcopy(base.config))
-    if base is not model:
-        import peft
-
-        plain = peft.get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
-    return plain.float()
-
-
-def whole_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a model in parts as a whole one in main memory, on rank 0; called in all of them."""
-    state = gathered_whole(model.state_dict())
-    if not is_first():
-        return None
-    whole = fresh_copy(model)
-    whole.load_state_dict(state)
-    return whole
 
 
 def context_length(model: PreTrainedModel, options: FinetuneOptions) -> int:
@@ -152,15 +129,9 @@ def _toy_config(options: FinetuneOptions, tokens: TokenEncoder, classes: dict[st
     from transformers import AutoConfig
 
     width, heads = options.hidden_size, options.heads
-    if width % heads:
-        raise InvalidOptionError(f"--hidden-size {width} is no multiple of --heads {heads}")
     # No dropout: clipping and noise regularise enough, and dropout would only lower the signal under them.
     more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     if options.toy == "llama":
-        if (width // heads) % 2:
-            raise InvalidOptionError(
-                f"--hidden-size {width} / --heads {heads} is odd: llama's rotary positions need an even size per head"
-            )
         # Llama's own proportion of the gated feed-forward layer, 8/3 of the width, rounded up to a multiple of 8.
         more = {"intermediate_size": -(-width * 8 // 24) * 8, "num_key_value_heads": heads}
     return AutoConfig.for_model(
@@ -175,15 +146,13 @@ def _load(kind: Any, name: str, classes: dict[str, Any]) -> PreTrainedModel:
         # Adapters remember where their model lies, and are loaded from other folders.
         name = str(Path(name).resolve())
     try:
-        model = from_anywhere(kind, name, classes)
+        model: PreTrainedModel = from_anywhere(kind, name, classes)
+        return model
     except InvalidOptionError as error:
         raise InvalidOptionError(f"--model {name}: {error}") from error
     except Exception as error:  # the loader raises whatever its parsers raise, down to bare Exception
         what = "a model that classifies texts" if classes else "a causal language model"
-        raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({first_line(error)})") from error
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UnsupportedModelError(f"--model {name}: has no trainable parameter")
-    return model
+        raise UnsupportedModelError(f"--model {name}: cannot be loaded as {what} ({reason_of(error)})") from error
 
 
 def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrainedModel:
@@ -205,7 +174,7 @@ def _with_adapters(model: PreTrainedModel, options: FinetuneOptions) -> PreTrain
     except ValueError as error:
         linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
         shown = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-        raise InvalidOptionError(f"--lora-targets: {first_line(error)} Layers of this model: {shown}") from error
+        raise InvalidOptionError(f"--lora-targets: {reason_of(error)} Layers of this model: {shown}") from error
 
 
 EVALUATION_BATCH = 32
@@ -238,8 +207,7 @@ def held_out_quality(model: nn.Module, samples: SampleDataset, options: Finetune
     classes, count = options.task == "classify", min(options.eval_samples, len(samples))
     was_training, total, predictions, right = model.training, 0.0, 0, 0
     model.eval()
-    for start in range(0, count, EVALUATION_BATCH):
-        batch = samples.rows(start, min(start + EVALUATION_BATCH, count))
+    for batch in DataLoader(Subset(samples, range(count)), batch_size=EVALUATION_BATCH):
         losses_B, outputs = sample_losses(model, batch, options.dtype)
         labels = batch["labels"].to(losses_B.device)
         counts_B = torch.ones_like(labels) if classes else (labels[:, 1:] != IGNORED).sum(1)
@@ -292,20 +260,19 @@ def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
     return physical
 
 
-def ordinary_cost(copy: PreTrainedModel, width: int, options: FinetuneOptions, physical: int) -> dict[str, Any]:
+def ordinary_cost(model: PreTrainedModel, width: int, options: FinetuneOptions, physical: int) -> dict[str, Any]:
     """Take ordinary, non-private steps on dummy samples, in parts as large as those of private steps."""
-    device, size, timed = next(copy.parameters()).device, options.batch_size, []
-    optimizer = adamw(copy.train(), options.rate)
-    samples = dummy_samples(size, width, copy, options)
+    device, size, timed, peak = next(model.parameters()).device, options.batch_size, list[tuple[int, float]](), None
+    optimizer = adamw(model.train(), options.rate)
+    samples = dummy_samples(size, width, model, options)
     parts = [{name: value[at : at + physical] for name, value in samples.items()} for at in range(0, size, physical)]
 
     def compute() -> None:
         for part in parts:
-            loss = sample_losses(copy, part, options.dtype)[0].sum() / size
+            loss = sample_losses(model, part, options.dtype)[0].sum() / size
             loss.backward()
             float(loss.detach())  # the private loop reads its loss too, which waits for the device
 
-    peak = None
     for number in range(-2, options.comparison_steps):
         began = time.perf_counter()
         # The first step warms up; the second is slowed by the memory profiler.

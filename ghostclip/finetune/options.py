@@ -165,7 +165,7 @@ class FinetuneOptions:
     overwrite: bool = _option(False, "replace the run in an output folder that is not empty")
     resume: bool = _option(False, "continue the interrupted run in the output folder, to the same epsilon")
     comparison_steps: int = _option(
-        0, "non-private steps that are measured on a copy, after the private ones: a rough comparison", "N", _least(0)
+        0, "non-private steps on random tokens, measured after the private ones: a rough comparison", "N", _least(0)
     )
     checkpoint_seconds: float = _option(60.0, "time between two resume points", "S", _POSITIVE)
 
@@ -185,17 +185,17 @@ class FinetuneOptions:
         usual = TOY_RATE if self.model is None else FULL_RATE if self.lora is None else LORA_RATE
         return usual if self.learning_rate is None else self.learning_rate
 
-    def validate(self) -> None:
-        """Refuse every value that no run could honour."""
+    def __post_init__(self) -> None:
         for one in fields(self):
             value, limit, allowed = getattr(self, one.name), one.metadata["limit"], one.metadata["one_of"]
             if value is not None and limit is not None and not limit[0](value):
                 shown = f"{value:g}" if isinstance(value, float) else repr(value)
-                raise InvalidOptionError(f"{_word(one.name)} is {shown}: {limit[1]}")
+                raise InvalidOptionError(f"{word(one.name)} is {shown}: {limit[1]}")
             if value is not None and allowed and value not in allowed:
                 meant = did_you_mean(value, allowed)
-                raise InvalidOptionError(f"{_word(one.name)} is {value!r}: it may be {', '.join(allowed)}{meant}")
-        for contradicts, why in (
+                raise InvalidOptionError(f"{word(one.name)} is {value!r}: it may be {', '.join(allowed)}{meant}")
+        toy, width, heads = self.model is None, self.hidden_size, self.heads
+        refuse_any(
             (self.factor_dtype is not None and self.memory_budget >= 1,
              f"--factor-dtype is {self.factor_dtype}, with a memory budget of {self.memory_budget:g}: what clipping "
              "holds is rounded only to keep a --memory-budget below 1"),
@@ -204,11 +204,11 @@ class FinetuneOptions:
             (self.secure_noise and self.unsafe_noise_seed is not None,
              "--secure-noise cannot be fixed by --unsafe-noise-seed: give one of them"),
             (self.overwrite and self.resume, "--overwrite starts anew and --resume continues: give one of them"),
-            (self.lora is not None and self.model is None,
-             "--lora adapts pretrained weights: name them with --model"),
-        ):  # fmt: skip
-            if contradicts:
-                raise InvalidOptionError(why)
+            (self.lora is not None and toy, "--lora adapts pretrained weights: name them with --model"),
+            (toy and width % heads > 0, f"--hidden-size {width} is no multiple of --heads {heads}"),
+            (toy and self.toy == "llama" and width // heads % 2 > 0,
+             f"--hidden-size {width} / --heads {heads} is odd: llama's rotary positions need an even size per head"),
+        )  # fmt: skip
 
     def recorded(self) -> dict[str, object]:
         """Return the options that describe the run, as plain values that JSON holds; paths are absolute."""
@@ -220,6 +220,13 @@ class FinetuneOptions:
         return values
 
 
+def refuse_any(*cases: tuple[bool, str]) -> None:
+    """Refuse options in the first case that applies, with what is said of it."""
+    for applies, why in cases:
+        if applies:
+            raise InvalidOptionError(why)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every option on a parser with ``argument_default=SUPPRESS``: what is not given leaves no attribute."""
     begins = {"task": "data", "model": "model", "epsilon": "privacy", "epochs": "training", "output": "results"}
@@ -227,27 +234,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group: Any = None
     for one in fields(FinetuneOptions):
         group = parser.add_argument_group(begins[one.name]) if one.name in begins else group
-        if one.type == "bool":
-            group.add_argument(_word(one.name), action="store_true", help=one.metadata["help"])
-            continue
-        kind = _physical if one.name == "physical_batch_size" else kinds.get(str(one.type).split(" ")[0], str)
-        group.add_argument(_word(one.name), type=kind, metavar=one.metadata["metavar"], help=one.metadata["help"])
+        how: dict[str, Any] = {"action": "store_true"}
+        if one.type != "bool":
+            kind = _physical if one.name == "physical_batch_size" else kinds.get(str(one.type).split(" ")[0], str)
+            how = {"type": kind, "metavar": one.metadata["metavar"]}
+        group.add_argument(word(one.name), help=one.metadata["help"], **how)
 
 
 def require_together(given: dict[str, object]) -> None:
     """Refuse options of this command line that would be ignored beside the others."""
     task = given.get("task", FinetuneOptions.task)
-    for names, ignored, why in (
-        ("layers hidden_size heads toy", "model" in given, "goes with --toy, whose sizes it sets; --model has its own"),
-        ("lora_alpha lora_targets", "lora" not in given, "goes with --lora"),
-        ("prompt_column answer_column", task != "answers", "goes with --task answers"),
-        ("label_column labels", task != "classify", "goes with --task classify"),
-        ("text_column", task == "answers", "goes with --task text or classify"),
-        ("max_passages_per_document", task != "text", "goes with --task text"),
-    ):
-        for name in names.split():
-            if ignored and name in given:
-                raise InvalidOptionError(f"{_word(name)} {why}")
+    refuse_any(*(
+        (ignored and name in given, f"{word(name)} {why}")
+        for names, ignored, why in (
+            ("layers hidden_size heads toy", "model" in given,
+             "goes with --toy, whose sizes it sets; --model has its own"),
+            ("lora_alpha lora_targets", "lora" not in given, "goes with --lora"),
+            ("prompt_column answer_column", task != "answers", "goes with --task answers"),
+            ("label_column labels", task != "classify", "goes with --task classify"),
+            ("text_column", task == "answers", "goes with --task text or classify"),
+            ("max_passages_per_document", task != "text", "goes with --task text"),
+        )
+        for name in names.split()
+    ))  # fmt: skip
 
 
 def resumed_options(recorded: dict[str, Any], given: dict[str, Any]) -> FinetuneOptions:
@@ -261,21 +270,20 @@ def resumed_options(recorded: dict[str, Any], given: dict[str, Any]) -> Finetune
     for name in sorted(set(given) - NOT_RECORDED - CHANGEABLE_ON_RESUME):
         if asked[name] != recorded[name]:
             raise ResumeError(
-                f"{_word(name)} is {asked[name]} but the interrupted run has {recorded[name]}: "
+                f"{word(name)} is {asked[name]} but the interrupted run has {recorded[name]}: "
                 "leave the option out, or start anew elsewhere"
             )
     data = None if recorded["data"] is None else Path(recorded["data"])
     return FinetuneOptions(**{**recorded, "data": data, **given})
 
 
-def _word(name: str) -> str:
+def word(name: str) -> str:
+    """Return an option as it is typed."""
     return f"--{name.replace('_', '-')}"
 
 
 def _physical(text: str) -> int | None:
-    if text == "auto":
-        return None
     try:
-        return int(text)
+        return None if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None

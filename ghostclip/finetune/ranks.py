@@ -12,16 +12,17 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from ghostclip._files import reason_of
+from ghostclip.distributed import gathered
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from ghostclip.finetune.options import FinetuneOptions
-    from ghostclip.scaling import Mesh
+from ghostclip.finetune.options import FinetuneOptions, refuse_any, word
+from ghostclip.scaling import Mesh
+from ghostclip.scaling.models import blocks_of, require_plan
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,6 @@ class Ranks:
 
     def device(self, name: str) -> torch.device:
         """Return the device of this process, and make it the one that torch uses."""
-        import torch
-
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         if self.count > 1 and name not in ("cpu", "cuda"):
@@ -85,18 +84,15 @@ class Ranks:
             device = torch.device(name, self.here) if self.count > 1 and name == "cuda" else torch.device(name)
             torch.zeros(1, device=device).item()
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0]
-            raise InvalidOptionError(f"--device {name}: not usable on this machine ({reason})") from error
+            raise InvalidOptionError(f"--device {name}: not usable on this machine ({reason_of(error)})") from error
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
         return device
 
     def mesh(self, options: FinetuneOptions) -> Mesh:
         """Return how the model lies on the processes; options that it cannot be trained with so are refused."""
-        from ghostclip.scaling import Mesh
-
         mesh = Mesh(replicate=self.count) if options.mesh is None else Mesh.parse(options.mesh)
-        for refused, said in (
+        refuse_any(
             (mesh.cp * mesh.pp > 1,
              f"--mesh {options.mesh}: positions (cp) and stages (pp) are divided by a model's own code. Use replicate, "
              "dp and tp here"),
@@ -113,9 +109,9 @@ class Ranks:
             (mesh.tp > 1 and options.vocabulary_head == "fused",
              f"--vocabulary-head fused with --mesh {mesh}: each process has some rows of the head, and tiles of logits "
              "are formed of all. Leave it out, or use dp"),
-        ):  # fmt: skip
-            if refused:
-                raise InvalidOptionError(said)
+            (options.average is not None and is_in_parts(mesh),
+             "--average with --mesh: averages of a model in parts are not kept; leave one out"),
+        )  # fmt: skip
         return mesh
 
 
@@ -125,8 +121,6 @@ def joined(ranks: Ranks) -> Iterator[None]:
     if ranks.count == 1:
         yield
         return
-    import torch
-
     # Its functions have the world as a default argument: with one there already, it would never be let go.
     import torch.distributed.nn.functional
     from torch import distributed
@@ -148,15 +142,13 @@ def joined(ranks: Ranks) -> Iterator[None]:
 
 def require_same(options: FinetuneOptions) -> None:
     """Refuse processes that were given different options; called in all of them."""
-    from ghostclip.distributed import gathered
-
     first, *others = gathered("options", options.recorded())
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
             if other[name] != value:
                 raise InvalidOptionError(
-                    f"--{name.replace('_', '-')} is {other[name]} in process {rank} and {value} in process 0: start "
-                    "all of them with the same options"
+                    f"{word(name)} is {other[name]} in process {rank} and {value} in process 0: start all of them "
+                    "with the same options"
                 )
 
 
@@ -169,8 +161,6 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Divide a model among the processes, a block at a time; those that share samples are neighbours (tp is last)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    from ghostclip.scaling.models import blocks_of
 
     # A copy of parts is one shard (dp=1) of each.
     sharded = mesh.data_ranks > 1
@@ -188,8 +178,6 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
 
 def _divide_layers(model: Any, mesh: Any) -> None:
     """Divide the layers of a model as its plan says, in the styles of transformers."""
-    from ghostclip.scaling.models import require_plan
-
     plan = require_plan(model, mesh.size())
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -208,10 +196,8 @@ def _divide_layers(model: Any, mesh: Any) -> None:
     try:
         apply_tensor_parallelism(model, mesh, styles)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: its plan of tensor parallelism cannot be applied ({reason}). Leave tp out"
-        ) from error
+        said = f"its plan of tensor parallelism cannot be applied ({reason_of(error)}). Leave tp out"
+        raise UnsupportedModelError(f"{type(model).__name__}: {said}") from error
     # What was one parameter became one for each place.
     model.tie_weights()
 

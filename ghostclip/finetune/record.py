@@ -14,6 +14,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import torch
 import ghostclip
 from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, write_text
 from ghostclip.data.memory import is_out_of_memory
-from ghostclip.finetune.models import Quality, cost_of, fresh_copy, ordinary_cost
+from ghostclip.finetune.models import Quality, cost_of, ordinary_cost
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, assumptions
 from ghostclip.finetune.samples import labels_of
@@ -65,10 +66,8 @@ Written by ghostclip {version}. What must not be shared lies in the folder `priv
 
 
 def compared_costs(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
-    """Return what private steps took, and what ordinary, non-private ones of a fresh copy take; after the training."""
-    options, physical = run.options, trainer.physical_batch
-    private = cost_of(trainer.timed, trainer.peak, options.batch_size, physical)
-    ordinary, missing = None, None
+    """Return what private steps took and ordinary ones take; they spoil the model, which was written before."""
+    options, physical, ordinary, missing = run.options, trainer.physical_batch, None, None
     if run.ranks.count > 1:
         missing = "not measured (several processes)"
     elif not options.comparison_steps:
@@ -77,56 +76,40 @@ def compared_costs(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]
         missing = "not measured (this session took no private step)"
     else:
         try:
-            ordinary = ordinary_cost(fresh_copy(run.model).to(run.device), run.width, options, physical)
+            ordinary = ordinary_cost(run.model, run.width, options, physical)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             missing = "not measured (out of memory)"
+    private = cost_of(trainer.timed, trainer.peak, options.batch_size, physical)
     return {"private": private, "ordinary": ordinary, "ordinary_missing": missing}
 
 
 def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality, costs: dict[str, Any]) -> dict[str, Any]:
     """Return what was asked, what was done, what it cost, and what the numbers hold under, as plain values."""
-    options, mechanism, state = run.options, run.mechanism, run.state
+    options, mechanism, state, engine = run.options, run.mechanism, run.state, trainer.privacy_engine
     # The engine's own account, not the plan: it counted what was released.
-    bounds = trainer.privacy_engine.epsilon_bounds(mechanism.delta)
-    used = trainer.clipper.resolve_strategy()
+    bounds, used = engine.epsilon_bounds(mechanism.delta), trainer.clipper.resolve_strategy()
     pairs = {name: {"before": state.before[name], "after": value} for name, value in after._asdict().items()}
     quality = {"held_out_loss": pairs["loss"], "held_out_accuracy": pairs["accuracy"]}
     if options.task != "classify":
-        quality = {"held_out_perplexity": {name: _perplexity(loss) for name, loss in pairs["loss"].items()}}
+        of = {name: math.exp(loss) if loss < 700.0 else math.inf for name, loss in pairs["loss"].items()}
+        quality = {"held_out_perplexity": of}
+    versions = {"ghostclip": ghostclip.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    privacy = {
+        "private": options.unsafe_noise_seed is None, "epsilon": bounds.upper, "epsilon_lower_bound": bounds.lower,
+        "summary": engine.summary(mechanism.delta), "accountant": ACCOUNTANT, "unit": options.unit,
+        "steps_spent": state.step, **asdict(mechanism),
+        "assumptions": assumptions(mechanism, run.split.most_per_document, options), "warnings": run.warnings,
+    }  # fmt: skip
     return {
-        "schema": SCHEMA,
-        "versions": {
-            "ghostclip": ghostclip.__version__, "torch": torch.__version__, "python": platform.python_version()
-        },
+        "schema": SCHEMA, "versions": versions,
         "machine": {**machine(str(run.device)), "processes": run.ranks.count},
-        "options": options.recorded(),
-        "seed": state.seed,
-        "sessions": state.sessions,
-        "data": run.data,
-        "model": run.model_text,
-        "strategy": used if used == options.strategy else f"{used} ({options.strategy})",
-        "privacy": {
-            "private": options.unsafe_noise_seed is None,
-            "epsilon": bounds.upper,
-            "epsilon_lower_bound": bounds.lower,
-            "summary": trainer.privacy_engine.summary(mechanism.delta),
-            "accountant": ACCOUNTANT,
-            "unit": options.unit,
-            "steps_spent": state.step,
-            **asdict(mechanism),
-            "assumptions": assumptions(mechanism, run.split.most_per_document, options),
-            "warnings": run.warnings,
-        },
-        **quality,
-        "cost": costs,
+        "options": options.recorded(), "seed": state.seed, "sessions": state.sessions, "data": run.data,
+        "model": run.model_text, "strategy": used if used == options.strategy else f"{used} ({options.strategy})",
+        "privacy": privacy, **quality, "cost": costs,
         "not_private": {"losses": state.losses, "samples": state.samples},
     }  # fmt: skip
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700.0 else math.inf
 
 
 def machine(device: str) -> dict[str, object]:
@@ -148,18 +131,11 @@ def write_all(run: FinetuneRun, record: dict[str, Any], after: Quality) -> None:
         held_out=(run.state.before["loss"], after.loss), budget=(mechanism.target_epsilon, mechanism.delta),
         unit="nats per row" if run.options.task == "classify" else "nats per token",
     )  # fmt: skip
-    text = json.dumps(_finite(record), indent=2, ensure_ascii=False, allow_nan=False)
+    # JSON has no word for numbers that are not finite.
+    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    text = json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(run.output / RECORD, text + "\n")
     write_text(run.output / CARD, card(run, record))
-
-
-def _finite(value: Any) -> Any:
-    """Return plain values with None in the place of numbers that JSON cannot hold."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def loader_of(options: FinetuneOptions) -> str:
@@ -196,12 +172,8 @@ def card(run: FinetuneRun, record: dict[str, Any]) -> str:
 def smoothed(values: Sequence[float]) -> list[float]:
     """Average exponentially over about a fortieth of the run, without pulling the start towards zero."""
     keep = math.exp(-1.0 / max(1.0, len(values) / 40.0))
-    total = weight = 0.0
-    averages: list[float] = []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1.0
-        averages.append(total / weight)
-    return averages
+    totals, weights = (accumulate(of, lambda total, one: keep * total + one) for of in (values, [1.0] * len(values)))
+    return [total / weight for total, weight in zip(totals, weights, strict=True)]
 
 
 def draw(
@@ -297,18 +269,17 @@ def _costs(run: FinetuneRun, record: dict[str, Any]) -> list[tuple[str, str]]:
     if run.options.comparison_steps:
         beside = "; ordinary: " + (
             record["cost"]["ordinary_missing"]
-            or f"{ordinary['timed_steps']} non-private steps of a copy with fresh weights afterwards (medians)"
+            or f"{ordinary['timed_steps']} non-private steps on random tokens afterwards (medians)"
         )
 
     def both(name: str, unit: Callable[[float], str]) -> str:
-        if private[name] is None:
+        ours, theirs = private[name], (ordinary or {}).get(name)
+        if ours is None:
             return "not measured (too few steps since the start or --resume)"
         if not run.options.comparison_steps:
-            return unit(private[name])
-        if ordinary is None or ordinary[name] is None:
-            return f"{unit(private[name])} private, ordinary not measured"
-        ratio = private[name] / ordinary[name]
-        return f"{unit(private[name])} private, {unit(ordinary[name])} ordinary: {ratio:.2f} ×"
+            return unit(ours)
+        beside = "ordinary not measured" if theirs is None else f"{unit(theirs)} ordinary: {ours / theirs:.2f} ×"
+        return f"{unit(ours)} private, {beside}"
 
     peak = both("peak_bytes_above_weights_and_optimizer", lambda value: f"{value / 2**20:.4g} MiB")
     return [

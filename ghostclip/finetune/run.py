@@ -12,24 +12,22 @@ import os
 import secrets
 import shutil
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ghostclip import _torch
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, epsilon_too_large, get_noise_multiplier
 from ghostclip.distributed import from_first
+from ghostclip.distributed.weights import gathered_whole
 from ghostclip.errors import InvalidOptionError, OutputError, ResumeError
 from ghostclip.finetune import models
 from ghostclip.finetune.models import Quality, held_out_quality, try_private
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.ranks import Ranks, divide, is_in_parts
-from ghostclip.finetune.samples import BYTES, TokenEncoder, choose_tokens, describe_source, read_samples
+from ghostclip.finetune.samples import BYTES, choose_tokens, describe_source, read_samples
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 # What tells of the data: beside the model, so that nobody shares it with the model.
 PRIVATE, CARD = "private", "README.md"
@@ -81,13 +79,20 @@ def forget_resume(folder: Path) -> None:
         shutil.rmtree(folder / RESUME_FOLDER)
 
 
-def save_model(model: PreTrainedModel, tokens: TokenEncoder, folder: Path) -> None:
-    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them; a crash is gone on from as any other."""
+def save_model(run: FinetuneRun) -> None:
+    """Save model and tokenizer so that ``from_pretrained(folder)`` loads them; called in all processes."""
+    model, state = run.model, run.model.state_dict()
+    # What is tied has one name: parts are gathered one by one, and are not tied any more.
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in state]
+    whole = gathered_whole({name: state[name] for name in names})
+    if not run.ranks.is_first:
+        return
     # A larger model's shards and index, left from the run that is overwritten, would be loaded instead of ours.
-    for path in (*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*")):
+    for path in (*run.output.glob("model*.safetensors*"), *run.output.glob("pytorch_model*")):
         path.unlink()
-    model.save_pretrained(str(folder))
-    tokens.save(folder)
+    vars(model.config).update(run.config)
+    model.save_pretrained(str(run.output), state_dict=whole)
+    run.tokens.save(run.output)
 
 
 def _is_occupied(folder: Path) -> bool:
@@ -247,10 +252,8 @@ class FinetuneRun:
         self.options, self.ranks, self.output = options, ranks, options.output
         self.resume_point, self.ledger = self.output / RESUME_STATE, self.output / LEDGER
         self.mesh, self.device = ranks.mesh(options), ranks.device(options.device)
-        if options.average is not None and is_in_parts(self.mesh):
-            raise InvalidOptionError("--average with --mesh: averages of a model in parts are not kept; leave one out")
-        fresh = lambda: secrets.randbits(48) if options.seed is None else options.seed  # noqa: E731
-        seed = from_first("seed", fresh) if state is None else state.seed
+        seed = options.seed if state is None else state.seed
+        seed = from_first("seed", partial(secrets.randbits, 48)) if seed is None else seed
         self.tokens = choose_tokens(options.tokenizer, options.model)
         self.model = models.make_model(options, self.tokens, seed=seed)
         most = models.context_length(self.model, options)
@@ -284,13 +287,9 @@ class FinetuneRun:
 
     def evaluate(self) -> Quality:
         """Measure how good the model is on held-out samples; called in all processes."""
-        measure = lambda: held_out_quality(self.model, self.split.held_out, self.options)  # noqa: E731
-        if not is_in_parts(self.mesh):
-            return from_first("held-out quality", measure)
-        # A model in parts runs in all of them or in none, and keeps what it has gathered for a forward without a
-        # backward.
-        quality = measure()
+        quality = held_out_quality(self.model, self.split.held_out, self.options)
         for part in _torch.gathered_modules(self.model):
+            # A model in parts keeps what it has gathered for a forward without a backward.
             part.reshard()
         return quality
 

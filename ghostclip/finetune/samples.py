@@ -31,8 +31,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.finetune.options import TOYS, FinetuneOptions
@@ -135,7 +136,7 @@ def choose_tokens(tokenizer: str | None, model: str | None) -> TokenEncoder:
         toy = small if name in TOYS and option == "--model" else ""
         raise InvalidOptionError(f"{option} {name}: no such file or folder, and {error}{toy}") from error
     except Exception as error:  # the loaders raise whatever their parsers raise, down to bare Exception
-        raise DataError(f"{option} {name}: no tokenizer could be loaded ({first_line(error)})") from error
+        raise DataError(f"{option} {name}: no tokenizer could be loaded ({reason_of(error)})") from error
     if len(loaded) == 0:
         raise DataError(f"{name}: the tokenizer has an empty vocabulary")
     return TokenEncoder(loaded, source=name)
@@ -156,13 +157,8 @@ def from_anywhere(kind: Any, name: str, options: dict[str, Any] | None = None) -
         return load()
     except OSError as error:
         raise InvalidOptionError(
-            f"neither in the cache of Hugging Face ({HF_HUB_CACHE}) nor fetched from it ({first_line(error)})"
+            f"neither in the cache of Hugging Face ({HF_HUB_CACHE}) nor fetched from it ({reason_of(error)})"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _one(token: int | None) -> Ids:
@@ -259,7 +255,12 @@ def _table(path: Path) -> Iterator[tuple[str, _Row]]:
     """Yield the rows of a file with the place of each."""
     text, suffix = _decode(path), path.suffix.lower()
     if suffix != ".jsonl":
-        yield from _csv(path, text, delimiter="," if suffix == ".csv" else "\t")
+        csv.field_size_limit(max(len(text), csv.field_size_limit()))
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if suffix == ".csv" else "\t")
+        try:
+            yield from ((f"{path}, line {reader.line_num}", row) for row in reader)
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
         return
     # Not splitlines(): JSON strings may hold U+2028 and its like, which are no line ends in a .jsonl file.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -272,18 +273,6 @@ def _table(path: Path) -> Iterator[tuple[str, _Row]]:
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: holds a {type(row).__name__}, not an object with named fields")
         yield f"{path}, line {number}", row
-
-
-def _csv(path: Path, text: str, *, delimiter: str) -> Iterator[tuple[str, _Row]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-    limit = csv.field_size_limit(max(len(text), 131072))
-    try:
-        for row in reader:
-            yield f"{path}, line {reader.line_num}", row
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _cell(row: _Row, column: str, place: str, kinds: tuple[type, ...]) -> str:
@@ -329,11 +318,6 @@ class SampleDataset(Dataset[dict[str, Tensor]]):
         labels = target if self.classes else ids_T.masked_fill((places_T >= length) | (places_T < target), IGNORED)
         return {"input_ids": ids_T, "attention_mask": (places_T < length).long(), "labels": labels}
 
-    def rows(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return consecutive samples as a batch."""
-        batch: dict[str, Tensor] = default_collate([self[index] for index in range(start, min(stop, len(self)))])
-        return batch
-
     def fingerprint(self) -> str:
         """Return a hash of the samples, an exact function of the data: for the state of an unfinished run alone."""
         digest = hashlib.sha256()
@@ -350,8 +334,8 @@ class Split:
     training: SampleDataset
     held_out: SampleDataset
     documents: int
-    most_per_document: int = 1
-    shortened: int = 0
+    most_per_document: int
+    shortened: int
 
 
 def read_samples(options: FinetuneOptions, tokens: TokenEncoder, *, context_length: int, seed: int) -> Split:
@@ -363,7 +347,7 @@ def read_samples(options: FinetuneOptions, tokens: TokenEncoder, *, context_leng
     samples, shortened = read(options, tokens, context_length)
     if len(samples) < 2:
         raise DataError(f"{options.data}: one row; training and evaluation need at least one each")
-    return Split(*_hold_out(samples, options, tokens.pad_id, seed), documents=len(samples), shortened=shortened)
+    return _split([[sample] for sample in samples], options, tokens.pad_id, seed, shortened)
 
 
 def _answered_prompts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> tuple[list[Sample], int]:
@@ -416,21 +400,21 @@ def split_passages(
 ) -> Split:
     """Cut the documents and hold a random part of the passages out."""
     cuts = [cut(tokens.encode(text), start_id=tokens.start_id, context_length=context_length) for text in documents]
-    by_document = [windows[: options.max_passages_per_document] for windows in cuts]
-    samples = [Sample(window, 1) for windows in by_document for window in windows]
-    if len(samples) < 2:
+    passages = [[Sample(ids, 1) for ids in windows[: options.max_passages_per_document]] for windows in cuts]
+    count = sum(map(len, passages))
+    if count < 2:
         raise DataError(
-            f"the text makes {len(samples)} passage(s) of up to {context_length} tokens: "
+            f"the text makes {count} passage(s) of up to {context_length} tokens: "
             "training and evaluation need at least one each"
         )
-    parts = _hold_out(samples, options, tokens.pad_id, seed)
-    return Split(*parts, documents=len(documents), most_per_document=max(map(len, by_document)))
+    return _split(passages, options, tokens.pad_id, seed)
 
 
-def _hold_out(
-    samples: Sequence[Sample], options: FinetuneOptions, pad_id: int, seed: int
-) -> tuple[SampleDataset, SampleDataset]:
-    """Return the training and the held-out part of at least two samples."""
+def _split(
+    by_document: Sequence[Sequence[Sample]], options: FinetuneOptions, pad_id: int, seed: int, shortened: int = 0
+) -> Split:
+    """Hold a random part of at least two samples out."""
+    samples = [sample for of_one in by_document for sample in of_one]
     count = min(max(1, round(options.eval_fraction * len(samples))), len(samples) - 1)
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     width, classes = max(len(sample.ids) for sample in samples), options.task == "classify"
@@ -438,4 +422,4 @@ def _hold_out(
         SampleDataset([samples[i] for i in sorted(chosen)], pad_id, width, classes)
         for chosen in (order[count:], order[:count])
     )
-    return training, held_out
+    return Split(training, held_out, len(by_document), max(map(len, by_document)), shortened)

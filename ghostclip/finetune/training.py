@@ -10,7 +10,6 @@ Privacy:
 
 from __future__ import annotations
 
-import hashlib
 import math
 import signal
 import sys
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.distributed import gathered, refused_together
+from ghostclip.distributed.agreement import digest_of
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.models import adamw
 from ghostclip.finetune.ranks import is_in_parts
@@ -63,7 +63,6 @@ def training_arguments(run: FinetuneRun) -> DPTrainingArguments:
         reproducible_seed=None if seed is None else seed + run.state.sessions - 1,
         save_strategy="no", logging_steps=max(1, mechanism.steps // _LOGS), logging_first_step=True, report_to="none",
         disable_tqdm=not sys.stderr.isatty(), remove_unused_columns=False, log_level="error",
-        log_level_replica="error",
     )  # fmt: skip
     # One process uses the device that was asked for, and not all that there are.
     arguments._n_gpu = min(1, arguments.n_gpu)
@@ -85,6 +84,8 @@ class FinetuneTrainer(DPTrainer):
         arguments: Its `training_arguments`.
     """
 
+    private_run: Any = None
+
     def __init__(self, run: FinetuneRun, arguments: DPTrainingArguments) -> None:
         self.run, self.begun, self.stop_requested = run, run.state.lost is not None, False
         self.timed: list[tuple[int, float]] = []
@@ -95,10 +96,8 @@ class FinetuneTrainer(DPTrainer):
         if run.options.average is not None:
             kind = "exponential" if run.options.average == "ema" else "tail"
             self._averages = AveragedWeights(run.model, optimizer, kind=kind, start=run.mechanism.steps // 2)
-        super().__init__(
-            run.model, arguments, train_dataset=run.split.training, callbacks=[_step_end(self)],
-            optimizers=(optimizer, None),
-        )  # fmt: skip
+        super().__init__(run.model, arguments, train_dataset=run.split.training, optimizers=(optimizer, None))
+        self.add_callback(_step_end(self))
         # All ranks write through the engine, and none needs what DistributedDataParallel adds.
         self._is_placed |= run.ranks.count > 1
 
@@ -114,8 +113,7 @@ class FinetuneTrainer(DPTrainer):
             else:
                 # Nothing is left but the account and the weights.
                 self.get_train_dataloader()
-                self.create_optimizer()
-                self.create_scheduler(1)
+                self.create_optimizer_and_scheduler(1)
 
     @contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
@@ -137,8 +135,6 @@ class FinetuneTrainer(DPTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Go on from the resume point, or write the first one, and create the schedule from the run's step on."""
         run, private, done = self.run, self.private_run, self.run.state.step
-        assert private is not None, "the loader is made first"
-        assert private.training.budget is not None, "an ε is asked for"
         steps = run.mechanism.steps
         private.training.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
         with refused_together("beginning of the training"):
@@ -157,7 +153,6 @@ class FinetuneTrainer(DPTrainer):
 
     def save(self) -> None:
         """Replace the resume point by one file, which appears whole or not; between two steps, in all processes."""
-        assert self.private_run is not None, "in a training"
         self._saved = time.monotonic()
         averages = {} if self._averages is None else {_AVERAGES: self._averages.state_dict()}
         if is_in_parts(self.run.mesh) or self.run.ranks.is_first:
@@ -174,9 +169,13 @@ class FinetuneTrainer(DPTrainer):
         """Compute the clipped sum of a logical batch, and measure memory once."""
         # Dropout follows from seed, step and share of the samples, so that it is the same in a resumed run.
         place = f"{self.run.state.seed} {self.run.ranks.rank // self.run.mesh.tp} {self.run.state.step}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
+        torch.manual_seed(digest_of(place))
         if not self._taken:
-            self._say_that_first_steps_are_slow()
+            for bar in self._bars():
+                # No estimate of the time that is left: it would follow from checks and measurements.
+                bar.bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+                bar.smoothing = 0.0
+            self._say("measuring and checking the first steps …")
         self._began, losses = time.perf_counter(), list[Tensor]()
 
         def work() -> None:
@@ -217,22 +216,15 @@ class FinetuneTrainer(DPTrainer):
             return
         recent = [loss for loss in self.run.state.losses[-int(self.args.logging_steps) :] if loss is not None]
         loss = sum(recent) / len(recent) if recent else math.nan
-        state, epsilon = self.state, self.private_run.epsilon()
-        text = f"step {state.global_step} of {state.max_steps}: loss {loss:.3f}, ε {epsilon:.2f}"
+        done, epsilon = f"step {self.state.global_step} of {self.state.max_steps}", self.private_run.epsilon()
+        self._say(f"{done}: loss {loss:.3f}, ε {epsilon:.2f}")
+
+    def _say(self, text: str) -> None:
+        """Show a text on the bar, or in a line."""
         for bar in self._bars():
             bar.set_postfix_str(text)
         if self.args.disable_tqdm:
             print(text, file=sys.stderr)
-
-    def _say_that_first_steps_are_slow(self) -> None:
-        """Show no estimate of the time that is left as long as it would follow from checks and measurements."""
-        text = "measuring and checking the first steps"
-        for bar in self._bars():
-            bar.bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            bar.smoothing = 0.0
-            bar.set_postfix_str(text)
-        if self.args.disable_tqdm and self.run.ranks.is_first:
-            print(f"{text} …", file=sys.stderr)
 
     def _bars(self) -> list[Any]:
         """Return the progress bars that Trainer shows."""
@@ -242,14 +234,12 @@ class FinetuneTrainer(DPTrainer):
     @property
     def clipper(self) -> Any:
         """What clips, once the training has begun."""
-        assert self.private_run is not None, "after a training"
-        assert self.private_run.optimizer is not None, "after a training"
         return self.private_run.optimizer.clipper
 
     @property
     def physical_batch(self) -> int:
         """The most samples that are computed at once; 0 in a session that took no step."""
-        return self.private_run.physical_batch_size if self.private_run is not None and self._taken else 0
+        return self.private_run.physical_batch_size if self._taken else 0
 
     def close(self) -> None:
         """Detach the clipper and give the ledger back; the model is an ordinary one again."""
