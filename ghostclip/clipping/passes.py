@@ -282,11 +282,10 @@ class BookKeeping(Pass):
         self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None, own: bool = False) -> None:
-        away = False
+        away = self._stores and self._keeper.offloads(name)
         if self._stores:
             readers = None if together is None else together.forward.readers
             kept = self._keeper.rounded(name, kept, readers=readers, own=own)
-            away = self._keeper.offloads(name)
         if together is None or away or not self._together.takes(together, name, kept):
             self.total.add_norm_of(name, kept)
         held = self._keeper.stored(name, kept) if self._stores else kept
