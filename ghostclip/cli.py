@@ -28,7 +28,7 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_JOBS: Final = ("inspect", "plan", "plan-privacy", "epsilon", "calibrate", "audit", "help")
+_JOBS: Final = ("inspect", "plan", "plan-privacy", "epsilon", "calibrate", "ledger", "audit", "help")
 # Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
 _COMMANDS: Final = {
     "finetune": "finetune.job",
