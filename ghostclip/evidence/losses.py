@@ -8,9 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.batch_axis import RowMap, candidates, samples_axis
+from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, shape_at
@@ -38,14 +37,6 @@ _NO_SUM: Final = (
     "the loss is no sum over samples: several samples enter '{}' together, so removing one changes every other's "
     "gradient and no bound holds. {}"
 )
-# Operations whose gradient goes to the picked entries alone.
-_PICKING: Final = frozenset(
-    {
-        "TopkBackward0", "SortBackward0", "SortBackward1", "KthvalueBackward0", "MedianBackward1", "NanmedianBackward1",
-        "ModeBackward0", "MaxBackward0", "MinBackward0", "CummaxBackward0", "CumminBackward0", "AminBackward0",
-        "AmaxBackward0",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,10 +135,6 @@ class LossRows:
             LossReductionError: Some value has no rows of samples: the loss is no sum over them.
             SampleMixingError: There is no such assignment.
         """
-        for end in ends:
-            picking = _picks_among_samples(end, self._forward)
-            if picking:
-                raise LossReductionError(_NO_SUM.format(in_words(picking), self._advice))
         maps_of = [_maps_of(end, self._forward) for end in ends]
         first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
         if self._evidence.probes and self._forward.proves:
@@ -196,22 +183,6 @@ class LossRows:
         size = self._forward.batch_size
         maps = _maps_of(end, self._forward)
         return any(_keeps_apart(self._capture, _starts(end, [row_map]), None, size) for row_map in maps)
-
-
-def _picks_among_samples(ends: Ends, forward: ForwardContext) -> str:
-    """Return the name of an operation before some values that picks among samples; '' where there is none.
-
-    A gradient tells which entry was picked, not that the others took part.
-    """
-    for node, _ in above_outputs(ends.edges):
-        axis = _torch.saved_or(node, "dim", None)
-        if node.name() in _PICKING and isinstance(axis, int):
-            sizes = shape_at(node.next_functions[0]) or ()
-            if sizes and _torch.signed(axis) % len(sizes) == samples_axis(
-                sizes, forward.batch_size, forward.batch_axis
-            ):
-                return str(node.name())
-    return ""
 
 
 def _keeps_apart(

@@ -2,7 +2,8 @@
 
 ``logits - k * logits.mean(0)`` keeps samples apart while k is zero, as does a hinge between two samples that is not
 active; the graph is the same before and after. To see what lies behind, gradients are followed from a loss to the
-model's outputs twice: as they are, and with every operation that works entry by entry taken to have slope one.
+model's outputs twice: as they are, and with every operation that works entry by entry taken to have slope one, and
+every one that picks entries to have picked any.
 """
 
 import heapq
@@ -35,18 +36,23 @@ _ENTRYWISE: Final = frozenset(
         "Softshrink", "Sqrt", "Sub", "Tanh", "Threshold", "ToCopy", "Where", "Xlogy",
     }
 )  # fmt: skip
+# Operations along an axis whose gradient goes to the picked entries alone.
+_PICKING: Final = frozenset(
+    {"Topk", "Sort", "Kthvalue", "Median", "Nanmedian", "Mode", "Max", "Min", "Cummax", "Cummin"}
+)
 
 
-def is_entrywise(node: Any) -> bool:
-    """Return whether a node's operation works entry by entry.
+def _is_steep(node: Any) -> bool:
+    """Return whether a node's operation works entry by entry, or picks entries along an axis."""
+    return _kind(node) in _ENTRYWISE or _picks(node)
 
-    Args:
-        node: A node of the graph.
 
-    Returns:
-        False for what is not known to.
-    """
-    return re.sub(r"Backward\d*$", "", node.name()) in _ENTRYWISE
+def _picks(node: Any) -> bool:
+    return _kind(node) in _PICKING and isinstance(_torch.saved_or(node, "dim", None), int)
+
+
+def _kind(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
 
 
 def apart_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
@@ -61,7 +67,7 @@ def apart_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batc
     Returns:
         True also where that cannot be told, and where they do not even with slopes as they are.
     """
-    if not any(is_entrywise(node) for node, _ in above_outputs(edge_of(start.edge.source) for start in begun)):
+    if not any(_is_steep(node) for node, _ in above_outputs(edge_of(start.edge.source) for start in begun)):
         return True
     with torch.no_grad():
         return _apart(begun, sets, batch_size=batch_size, axis=axis)
@@ -160,15 +166,22 @@ def _followed(begun: Sequence[Start], samples: set[int], *, batch_size: int, ste
 
 def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Tensor | None]:
     """Return the gradients of a node's inputs."""
-    if (
-        steep
-        and is_entrywise(node)
-        and not _is_for_nothing(node)
-        and (known := _at_slope_one(node, grads[0])) is not None
-    ):
-        return known
+    if steep and _is_steep(node) and 0 in grads and not _is_for_nothing(node):
+        known = _of_any_pick(node, grads[0]) if _picks(node) else _at_slope_one(node, grads[0])
+        if known is not None:
+            return known
     found = _torch.run_node(node, grads)
     return found if isinstance(found, tuple) else (found,)
+
+
+def _of_any_pick(node: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradient of what entries were picked from, along an axis, as if all had been."""
+    sizes = shape_at(node.next_functions[0]) or ()
+    if not sizes:
+        return [grad]
+    axis = _torch.signed(_torch.saved(node, "dim")) % len(sizes)
+    total = grad.abs() if grad.dim() < len(sizes) else grad.abs().sum(axis)
+    return [total.unsqueeze(axis).expand(sizes)]
 
 
 def _is_for_nothing(node: Any) -> bool:
