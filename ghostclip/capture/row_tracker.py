@@ -14,7 +14,6 @@ something else meets a parameter all the same is run once more, and watched.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -213,7 +212,7 @@ class RowTracker(TorchFunctionMode):
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
         # whether a forward took values out of the graph: then gradients need not be those of its outputs
-        self.detaches = self.detaches or _detaches(func, args, sys._getframe(1))
+        self.detaches = self.detaches or _detaches(func, args)
         ours = _OURS.issuperset(types)
         if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
             raise UnsupportedModelError(_RAGGED.format(func.__name__))
@@ -457,10 +456,10 @@ def _axes(dims: Any, total: int) -> set[int]:
     return {dim % total for dim in flat}
 
 
-def _detaches(func: Callable[..., Any], args: Sequence[Any], caller: FrameType) -> bool:
+def _detaches(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Return whether a module calls a function with a value in the graph and returns one that is not."""
     leaves = func in _LEAVING or not torch.is_grad_enabled()
     if not leaves or _torch.in_backward() or not any(type(item) is Tensor and item.requires_grad for item in args):
         return False
-    # What stands in the graph for us is none of the model's.
-    return not str(caller.f_globals.get("__name__")).startswith("ghostclip.")
+    # What stands in the graph for us is none of the model's. Asked only where a value leaves the graph.
+    return not str(sys._getframe(2).f_globals.get("__name__")).startswith("ghostclip.")

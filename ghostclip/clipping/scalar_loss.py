@@ -97,7 +97,7 @@ class LossExaminer:
                 if found:
                     self._prove(capture, found, forward)
                 if self._reduction == "mean" and (asks or forward.unproven):
-                    self._evidence.refuse_mean(capture, roots, given, forward)
+                    self._evidence.refuse_mean(capture, roots, forward)
             if asks:
                 self._evidence.proved_loss(roots[0], forward)
         self._evidence.look_at_loss(capture, roots, forward)

@@ -65,6 +65,14 @@ _REMEMBERED: Final = (
     "moves the sums of later steps as well, which nothing bounds. Begin every forward with nothing from the one before."
 )
 
+_ANOTHER_COURSE: Final = (
+    "{model}: the forward gave other outputs when it was run again on the same batch, although it draws no random "
+    "numbers and what its modules hold was put back. It follows something outside (a global variable, an object that "
+    "is no module, a generator of its own), so that nothing that is seen of one forward holds for another. Keep it in "
+    "an attribute or a buffer of a module."
+)
+_REPLACED: Final = "half of the samples were replaced"
+
 Run = Callable[[Any], list[Tensor]]
 T = TypeVar("T")
 
@@ -115,16 +123,14 @@ class Batch:
 
     @property
     def apart(self) -> list[int]:
-        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well."""
-        middle = (self.size + 1) // 2
-        return list(range(middle, self.size)) if self.again else list(range(1, middle + 1))
+        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well.
 
-    @property
-    def left(self) -> list[int]:
-        """The samples that are looked at alone: beside lists that go by places, and stay whole, the first ones."""
+        Beside lists that go by places, and stay whole, the first ones.
+        """
+        middle = (self.size + 1) // 2
         if self.by_place:
-            return list(range((self.size + 1) // 2))
-        return list(range(self.size // 2, self.size)) if self.again else self.drawn[: max(_FEW // 2, self.size // 4)]
+            return list(range(middle))
+        return list(range(middle, self.size)) if self.again else list(range(1, middle + 1))
 
     @property
     def has_lists(self) -> bool:
@@ -174,14 +180,6 @@ class Batch:
         known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
         return replace(self, inputs=self.of_samples(order), size=_FEW, maps=known, outputs=())
 
-    def whole(self) -> Any:
-        """Return copies of the inputs, which a forward may change."""
-        return self.of_samples(range(self.size))
-
-    def alone(self) -> Any:
-        """Return the inputs of the samples that are looked at alone."""
-        return self.of_samples(self.left)
-
     def exchanged(self) -> Any:
         """Return the inputs with every sample replaced by another, and other means over the batch."""
         return self.of_samples([1, *[0] * (self.size - 1)])
@@ -226,12 +224,18 @@ class Batch:
 
     def of_samples(self, samples: Sequence[int]) -> Any:
         """Return the inputs of some samples, those without B samples as they are."""
+        return self._mapped(lambda leaf, place: of_samples(leaf, samples, place))
 
-        def take(leaf: Any) -> Any:
+    def zeros(self) -> Any:
+        """Return the inputs with zeros for all samples."""
+        return self._mapped(lambda leaf, place: of_samples(leaf, range(self.size), place) * 0)
+
+    def _mapped(self, change: Callable[[Any, int], Any]) -> Any:
+        def changed(leaf: Any) -> Any:
             place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
-            return leaf if place is None else of_samples(leaf, samples, place)
+            return leaf if place is None else change(leaf, place)
 
-        return _tree.mapped(take, self.inputs)
+        return _tree.mapped(changed, self.inputs)
 
 
 def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -246,15 +250,24 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
     Raises:
         SampleMixingError: They do.
     """
+    plain = plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> str:
-        asked, plain = batch, plainly(run)
+        asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
             asked = replace(batch, by_place=_go_by_place(model, plain, batch, before, coarsest))
-        if asked.outputs and _is_independent(plain, asked, unchecked, before, coarsest):
+        if base and not _changed(plain, asked, base, unchecked, before, coarsest):
             return ""
-        _refuse_another_course(model, run, asked, before, coarsest)
-        return _look(plain, asked, unchecked, before, coarsest)
+        before.restore()
+        again = plain(batch.inputs)
+        every = range(batch.size)
+        if (
+            base
+            and not before.drawn()
+            and _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(base, again)
+        ):
+            raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
+        return _changed(plain, asked, again, unchecked, before, coarsest)
 
     changed, raised = tried(model, batch, look, passing=GhostClipError)
     if raised:
@@ -361,19 +374,16 @@ def _differ_behind(
     gates: OpenGates, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype
 ) -> list[bool | None]:
     """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
-    base = run(batch.whole())
+    base = run(batch.of_samples(range(batch.size)))
     if gates.leave_written():
         before.restore()
-        base = run(batch.whole())
+        base = run(batch.of_samples(range(batch.size)))
 
     def moved(samples: Sequence[int]) -> bool | None:
         differ = _differ_replaced(run, batch, base, samples, before, coarsest)
         return differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
 
-    first = moved(batch.drawn)
-    if first is False and not before.drawn() and _same_alone(run, batch, base, batch.drawn, coarsest):
-        return [False]
-    return [first, moved(batch.others(batch.drawn))]
+    return [moved(batch.drawn), moved(batch.others(batch.drawn))]
 
 
 def _differ_replaced(
@@ -396,49 +406,36 @@ def plainly(run: Run) -> Run:
     return plain
 
 
-def _refuse_another_course(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> None:
-    """Refuse a forward that comes out differently when it is run again: it follows what nobody could put back."""
-    if not batch.outputs:
-        return
-    before.restore()
-    again = [output.detach() for output in run(batch.inputs)]
-    own = [output.detach() for output in batch.outputs]
-    every = range(batch.size)
-    if not before.drawn() and _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(own, again):
-        message = (
-            f"{type(model).__name__}: the forward gave other outputs when it was run again on the same batch, although "
-            "it draws no random numbers and what its modules hold was put back. It follows something outside (a global "
-            "variable, an object that is no module, a generator of its own), so that nothing that is seen of one "
-            "forward holds for another. Keep it in an attribute or a buffer of a module."
-        )
-        raise SampleMixingError(message)
+def _changed(
+    run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
+) -> str:
+    """Return what was done to the batch when other samples' outputs changed; empty if they never did.
 
+    What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
+    """
+    fewer, differ = None, list[bool | None]()
 
-def _look(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> str:
-    """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
-    before.restore()
-    base = run(batch.inputs)
-    drawn = before.drawn()
-    # One after the other: outputs may be as large as all activations of a layer.
-    differ = []
-    for samples in batch.replaced:
+    def moved(samples: Sequence[int]) -> bool:
         differ.append(_differ_replaced(run, batch, base, samples, before, coarsest))
-        if not differ[-1]:
-            continue
-        if not (drawn and _meets_other_numbers(run, batch, batch.copied(samples), before)):
-            return "half of the samples were replaced"
-        unchecked.missed("which random numbers a sample meets depends on the others", REPLACED)
-    _note(unchecked, REPLACED, differ)
-    if drawn:
+        if differ[-1] and before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before):
+            unchecked.missed("which random numbers a sample meets depends on the others", REPLACED)
+            return False
+        return bool(differ[-1])
+
+    # One after the other: outputs may be as large as all activations of a layer.
+    if any(map(moved, batch.replaced[:2])):
+        return _REPLACED
+    if before.drawn():
         unchecked.missed("random numbers are drawn", FEWER)
-        return ""
-    try:
-        alone = run(batch.alone())
-    except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
-        unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
-        return ""
-    fewer = _alone(batch, batch.left, FEWER_TOLERANCE, coarsest).differ(base, alone)
-    _note(unchecked, FEWER, [fewer])
+    else:
+        try:
+            fewer = _alone(batch, base, run(batch.of_samples(batch.apart)), coarsest)
+            _note(unchecked, FEWER, [fewer])
+        except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
+            unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
+    if fewer is None and any(map(moved, batch.replaced[2:])):
+        return _REPLACED
+    _note(unchecked, REPLACED, differ)
     return "half of the samples were left out" if fewer else ""
 
 
@@ -489,37 +486,10 @@ def _shows(batch: Batch, samples: Sequence[int]) -> bool:
     return any(batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None for leaf, _ in values)
 
 
-def _is_independent(run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype) -> bool:
-    """Return whether nothing differs from what the forward itself returned; where something does, more is looked at.
-
-    What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
-    """
-    base = [output.detach() for output in batch.outputs]
-    for samples in batch.replaced[:2]:
-        if _differ_replaced(run, batch, base, samples, before, coarsest) is not False:
-            return False
-    if not _same_alone(run, batch, base, batch.apart, coarsest) or before.drawn():
-        return False
-    unchecked.ran(REPLACED, FEWER)
-    return True
-
-
-def _same_alone(run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], coarsest: torch.dtype) -> bool:
-    """Return whether samples by themselves come out as in the batch; False also where they do not run."""
-    if batch.has_lists:
-        return False
-    try:
-        found = run(batch.of_samples(samples))
-    except Exception:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
-        return False
-    return _alone(batch, samples, TOLERANCE, coarsest).differ(base, found) is False
-
-
-def _alone(
-    batch: Batch, samples: Sequence[int], tolerances: dict[torch.dtype, float], coarsest: torch.dtype
-) -> "_Outputs":
-    """Return what compares outputs for some samples alone with those for all."""
-    return _Outputs(batch, len(samples), samples, range(len(samples)), tolerances, coarsest)
+def _alone(batch: Batch, base: list[Tensor], found: list[Tensor], coarsest: torch.dtype) -> bool | None:
+    """Return whether samples by themselves come out otherwise than in the batch."""
+    places = range(len(batch.apart))
+    return _Outputs(batch, len(places), batch.apart, places, FEWER_TOLERANCE, coarsest).differ(base, found)
 
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:

@@ -16,8 +16,9 @@ from ghostclip import _torch
 from ghostclip.capture import gradient_hooks
 from ghostclip.capture.backward_entry import is_output, leads_to_forward
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.nodes import Edge, edge_of, shape_at
-from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
+from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
+from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.evidence.linear_paths import linear_ends
 
 # They put values side by side, or take some along an axis, and no other tensor has a part in it: an axis of two that
@@ -46,6 +47,13 @@ _HOOKED: Final = (
     "the graph that such a loss is read from does not show it. Write what it does into the samples' losses and call "
     "clipper.backward(losses), or set it on the output of a layer, in the model's forward. Hooks that only look at "
     "gradients may stay."
+)
+# One on a tensor is called before the gradient is delivered to the layer that made it; one on the node itself, and what
+# `register_backward_hook` sets, is called later, or changes what has passed the layer.
+_ON_A_LAYER: Final = (
+    "{place}: a hook stands on the node that computed {site} ({node}). It changes gradients beside the layer's "
+    "parameters, which cannot follow it. Set it on the layer's output, output.register_hook, or on the module, "
+    "register_full_backward_hook or register_full_backward_pre_hook."
 )
 # For an operation of a loss, by its number and name: how many samples there were when no other axis was as long.
 Sizes = dict[tuple[int, str], int]
@@ -151,6 +159,26 @@ def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> N
 
 def _refuse_hook(name: str) -> None:
     raise LossReductionError(_HOOKED.format(f"has changed a gradient (before {name})"))
+
+
+def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> None:
+    """Refuse hooks on the nodes of layers, where no layer's parameters can follow what they do to gradients.
+
+    Args:
+        roots: Where the backward starts.
+        forward: The forward that it goes through.
+
+    Raises:
+        UnsupportedModelError: There is one.
+
+    Cost:
+        A look at every node of the graph.
+    """
+    for node in nodes_behind([edge_of(root)[0] for root in roots]):
+        use = node.metadata.get(METADATA_KEY)
+        if use is not None and _torch.has_hooks(node):
+            place, name = forward.around.describe(use.site.names[0]), type(node).__name__
+            raise UnsupportedModelError(_ON_A_LAYER.format(place=place, site=use.site.describe(), node=name))
 
 
 def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:

@@ -2,29 +2,27 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.batch_axis import RowMap, candidates, samples_axis
+from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.gathering import on_any
 from ghostclip.capture.nodes import Edge, shape_at
-from ghostclip.capture.row_origin import METADATA_KEY, only_sample, samples_at
+from ghostclip.capture.row_origin import only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
+from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
 from ghostclip.evidence.own_backwards import is_linear, loss_has_own_backwards
-from ghostclip.evidence.probe import Probe, Start, Weights, ask, sample_sets, weightings
+from ghostclip.evidence.probe import Start, Weights, sample_sets, weightings
 from ghostclip.evidence.prover import Evidence
-from ghostclip.evidence.slopes import apart_at_any_slope, is_entrywise
+from ghostclip.evidence.slopes import apart_at_any_slope
 from ghostclip.evidence.unchecked import LOSSES
 
 # How far below a value that mixes samples the operation that does so is looked for.
@@ -39,15 +37,6 @@ _NO_SUM: Final = (
     "the loss is no sum over samples: several samples enter '{}' together, so removing one changes every other's "
     "gradient and no bound holds. {}"
 )
-# Operations whose gradient goes to the picked entries alone.
-_PICKING: Final = frozenset(
-    {
-        "TopkBackward0", "SortBackward0", "SortBackward1", "KthvalueBackward0", "MedianBackward1", "NanmedianBackward1",
-        "ModeBackward0", "MaxBackward0", "MinBackward0", "CummaxBackward0", "CumminBackward0", "AminBackward0",
-        "AmaxBackward0",
-    }
-)  # fmt: skip
-_MAX_NODES: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -146,11 +135,6 @@ class LossRows:
             LossReductionError: Some value has no rows of samples: the loss is no sum over them.
             SampleMixingError: There is no such assignment.
         """
-        for end in ends:
-            picking = _picks_among_samples(end, self._forward)
-            if picking:
-                raise LossReductionError(_NO_SUM.format(in_words(picking), self._advice))
-        ends = [replace(end, edges=tuple(map(_beneath, end.edges))) for end in ends]
         maps_of = [_maps_of(end, self._forward) for end in ends]
         first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
         if self._evidence.probes and self._forward.proves:
@@ -201,45 +185,6 @@ class LossRows:
         return any(_keeps_apart(self._capture, _starts(end, [row_map]), None, size) for row_map in maps)
 
 
-def _beneath(edge: Edge) -> Edge:
-    """Return the value that one was made from entry by entry, by operations whose slope may be zero.
-
-    A hinge that is not active, or a weight that happens to be zero, sends no gradient in one batch and may in the next.
-    """
-    while edge[0] is not None and not is_output(edge):
-        behind = [following for following in edge[0].next_functions if following[0] is not None]
-        if not is_entrywise(edge[0]) or len(behind) != 1 or shape_at(behind[0]) != shape_at(edge):
-            break
-        if source_at(*behind[0]) is None:
-            break
-        edge = behind[0]
-    return edge
-
-
-def _picks_among_samples(ends: Ends, forward: ForwardContext) -> str:
-    """Return the name of an operation before some values that picks among samples; '' where there is none.
-
-    A gradient tells which entry was picked, not that the others took part.
-    """
-    pending: list[Any] = [node for node, _ in ends.edges]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or len(seen) > _MAX_NODES:
-            continue
-        seen.add(node)
-        axis = _torch.saved_or(node, "dim", None)
-        if node.name() in _PICKING and isinstance(axis, int):
-            sizes = shape_at(node.next_functions[0]) or ()
-            if sizes and _torch.signed(axis) % len(sizes) == samples_axis(
-                sizes, forward.batch_size, forward.batch_axis
-            ):
-                return str(node.name())
-        if METADATA_KEY not in node.metadata:
-            pending += [following for following, _ in node.next_functions]
-    return ""
-
-
 def _keeps_apart(
     capture: CaptureContext, begun: list[Start], weights: Sequence[Weights] | None, batch_size: int
 ) -> bool:
@@ -254,32 +199,13 @@ def _keeps_apart(
     Returns:
         False where some sample's values touch another's row, or another one's gradient changes with them.
     """
-    # Ranks that share samples go through the model equally often, whatever each of them finds.
-    ends, forward = reached(begun) if capture.gathering is None else None, capture.forward
-    roots = [start.edge.source for start in begun]
-    linear = weights is None and is_linear(roots, capture, forward)
+    forward = capture.forward
+    linear = weights is None and is_linear([start.edge.source for start in begun], capture, forward)
     asked = weightings(batch_size, linear=linear) if weights is None else weights
-    if ends is None:
-        apart = _keeps_layers_apart(capture, begun, asked, batch_size, linear=linear)
-    else:
-        with capture.listening(Unheard()):
-            apart = keeps_apart(begun, ends, asked, batch_size=batch_size, linear=linear)
+    with capture.listening(Unheard()):
+        apart = keeps_apart(begun, reached(begun), asked, batch_size=batch_size, linear=linear)
     sets = sample_sets(batch_size) if weights is None else [set(one) for one in weights]
-    return apart and apart_at_any_slope(begun, sets, is_output, batch_size=batch_size, axis=forward.batch_axis)
-
-
-def _keeps_layers_apart(
-    capture: CaptureContext, begun: list[Start], weights: Sequence[Weights], batch_size: int, *, linear: bool
-) -> bool:
-    """Return the same of rows in the layers: what a loss was computed from is not known to be the model's outputs."""
-    states = capture.sites.states()
-    probe = Probe({}, capture.describe_module, linear)
-    with capture.listening(probe):
-        anywhere = partial(on_any, capture.gathering)
-        ask(probe, begun, batch_size=batch_size, run=capture.run_backward, weights=weights, on_any=anywhere)
-    # What layers' rows are was decided by the model's own outputs.
-    capture.sites.restore(states)
-    return not (probe.failures or probe.unsteady)
+    return apart and apart_at_any_slope(begun, sets, batch_size=batch_size, axis=forward.batch_axis)
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:
@@ -309,18 +235,9 @@ def is_picked(edge: Edge) -> bool:
         edge: Its place in the graph.
 
     Returns:
-        True also where that cannot be told.
+        Whether it was.
     """
-    pending, seen = [edge], 0
-    while pending and seen < _MAX_NODES:
-        current = pending.pop()
-        if current[0] is None or is_output(current):
-            continue
-        seen += 1
-        if current[0].name() in PICKED:
-            return True
-        pending += current[0].next_functions
-    return bool(pending)
+    return any(node.name() in PICKED for node, _ in above_outputs([edge]))
 
 
 def gathered_at(edge: Edge, forward: ForwardContext) -> Tensor | None:

@@ -48,29 +48,26 @@ def note(begun: Sequence[Start]) -> None:
             node.metadata.setdefault(_KEY, {})[number] = start.row_map
 
 
-def reached(begun: Sequence[Start]) -> dict[Edge, RowMap] | None:
-    """Find the proved outputs that some values of a loss were computed from.
+def reached(begun: Sequence[Start]) -> dict[Edge, RowMap]:
+    """Find the proved outputs, and the layers beside them, that some values of a loss were computed from.
 
     Args:
         begun: The values.
 
     Returns:
-        Each with its row map; None where a way leads past them, to a layer's own output or to a leaf.
+        Each with its row map: an output's as it was noted, a layer's as its rows were read.
     """
     pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, RowMap]()
-    while pending:
+    while pending and len(seen) <= _MAX_NODES:
         edge = pending.pop()
         if edge[0] is None or edge in seen:
             continue
         seen.add(edge)
-        row_map = edge[0].metadata.get(_KEY, {}).get(edge[1])
-        if row_map is not None:
-            found[edge] = row_map
-            continue
-        following = [one for one in edge[0].next_functions if one[0] is not None]
-        if METADATA_KEY in edge[0].metadata or not following or len(seen) > _MAX_NODES:
-            return None
-        pending += following
+        row_map, use = edge[0].metadata.get(_KEY, {}).get(edge[1]), edge[0].metadata.get(METADATA_KEY)
+        if row_map is not None or use is not None:
+            found[edge] = row_map or use.row_map
+        else:
+            pending += [one for one in edge[0].next_functions if one[0] is not None]
     return found
 
 

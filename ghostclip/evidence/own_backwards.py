@@ -13,11 +13,11 @@ and alone. Where a forward takes values out of the graph, torch's own backwards 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, gradient_hooks
@@ -25,8 +25,7 @@ from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.gathering import on_any
-from ghostclip.capture.nodes import Edge, edge_of, nodes_behind
-from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.nodes import edge_of, nodes_behind
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.dropout import WithoutDropout
@@ -34,17 +33,14 @@ from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dtype
 from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.module_state import restored
-from ghostclip.evidence.output_rows import Unheard, reached
-from ghostclip.evidence.probe import OUTSTANDING, REPEATS, Start, cotangent, noise_of
+from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
+from ghostclip.evidence.probe import OUTSTANDING, REPEATS, Probe, Start, Weights, ask
 from ghostclip.evidence.randomness import unnoticed
 from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
 
 # Powers of two by which gradients are scaled: enough to get to a bound far away, and few where 16 bits end soon.
 _POWERS: Final = (20, -20)
 _FEW_POWERS: Final = (2, -2)
-# How far a gradient may be from itself, relative to the largest of its rows: atomic additions come in any order.
-_STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
-_COARSE: Final = 5e-2
 # What a gradient may be by rounding alone, as a share of the largest one and of a tolerance.
 _ROUNDING: Final = 1e-3
 _FOLLOWS_SIZE: Final = (
@@ -122,20 +118,44 @@ def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
         The refusal of means, for `refuse_means_without_scale`; empty where there is no such layer.
 
     Cost:
-        Three backwards; five where something differs.
+        Three backwards; more where something differs.
     """
-    size = capture.forward.batch_size
-    roots = [start.edge.source for start in begun]
-    every = dict.fromkeys(range(size), 1.0)
-    grads: list[Tensor | None] = [
-        cotangent(start, batch_size=size, weights=every, seed=seed) for seed, start in enumerate(begun)
-    ]
-    return _unscaled(capture, lambda power: _heard(capture, roots, grads, power))
+    probe = probed(capture, begun, _scales(capture), linear=False)
+    if not probe.unsteady:
+        return ""
+    site = probe.unsteady[0][0].site
+    return _FOLLOWS_SIZE.format(
+        where=f"{capture.describe_module(site.names[0])}: the gradient that comes to {site.describe()}"
+    )
 
 
-def refuse_means_without_scale(
-    capture: CaptureContext, roots: Sequence[Any], grads: Sequence[Tensor | None], forward: ForwardContext
-) -> None:
+def probed(capture: CaptureContext, begun: Sequence[Start], weights: Sequence[Weights], *, linear: bool) -> Probe:
+    """Run backwards to the layers of the latest forward, whose rows were decided before.
+
+    Args:
+        capture: Whose forward it is.
+        begun: Where they start.
+        weights: What samples are multiplied by in each of them.
+        linear: Whether all of it is torch's.
+
+    Returns:
+        What they show.
+    """
+    probe, states = Probe({}, capture.describe_module, linear), capture.sites.states()
+    size, anywhere = capture.forward.batch_size, partial(on_any, capture.gathering)
+    with capture.listening(probe):
+        ask(probe, begun, batch_size=size, run=capture.run_backward, weights=weights, on_any=anywhere)
+    capture.sites.restore(states)
+    return probe
+
+
+def _scales(capture: CaptureContext) -> list[Weights]:
+    """Return what all samples are multiplied by, in one backward after the other."""
+    powers = _FEW_POWERS if capture.forward.has_float16 else _POWERS
+    return [dict.fromkeys(range(capture.forward.batch_size), 2.0**power) for power in (0, *powers)]
+
+
+def refuse_means_without_scale(capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
     """Refuse the backward of a mean whose gradients do not follow their scale on their way to the model's outputs.
 
     Hooks that were set since the forward ended may stand inside the model: then all of the backward is looked at.
@@ -143,7 +163,6 @@ def refuse_means_without_scale(
     Args:
         capture: Whose forward the loss comes from.
         roots: Where its backward starts.
-        grads: Gradients given for them, None where none is.
         forward: The forward.
 
     Raises:
@@ -152,38 +171,24 @@ def refuse_means_without_scale(
     Cost:
         A look at the graph of the loss where all of its backward is torch's; else as for `without_scale`.
     """
-    own = loss_has_own_backwards(roots, forward)
-    if not on_any(capture.gathering, own):
+    if not on_any(capture.gathering, loss_has_own_backwards(roots, forward)):
         return
     sources = [GradientSource.of(root) if isinstance(root, Tensor) else source_at(*edge_of(root)) for root in roots]
+    # All of a loss is multiplied alike.
     begun = [
-        grad
-        if grad is not None or source is None
-        else torch.ones(source.shape, dtype=source.dtype, device=source.device)
-        for source, grad in zip(sources, grads, strict=True)
+        Start(source, RowMap("gathered", 0, torch.zeros(source.shape[:1] or 1, dtype=torch.int64)))
+        for source in sources
+        if source is not None
     ]
-    ends = (
-        None
-        if _hooked_since(forward)
-        else reached([Start(source, RowMap("whole", 0)) for source in sources if source is not None])
-    )
-    said = _unscaled(
-        capture, lambda power: _heard(capture, roots, begun, power, ends=None if ends is None else list(ends))
-    )
+    ends = None if _hooked_since(forward) else reached(begun)
+    if ends is None:
+        said = without_scale(capture, begun)
+    else:
+        with capture.listening(Unheard()):
+            same = keeps_apart(begun, ends, _scales(capture), batch_size=forward.batch_size, linear=False)
+        said = "" if same else _FOLLOWS_SIZE.format(where="the gradient of the model's outputs")
     if said:
         raise LossReductionError(said)
-
-
-def _unscaled(capture: CaptureContext, heard: Callable[[int], "_Norms"]) -> str:
-    """Return the refusal of a mean whose gradients arrive otherwise at another scale; empty where they do not."""
-    as_it_is = heard(0)
-    narrow = torch.float16 in {norms.dtype for _, norms in as_it_is.arrived}
-    others = [heard(power) for power in (_FEW_POWERS if narrow else _POWERS)]
-    if on_any(capture.gathering, any(map(as_it_is.moved_in, others))):
-        for _ in range(REPEATS):
-            as_it_is.hear_again(heard(0))
-    where = next(filter(None, map(as_it_is.moved_in, others)), "")
-    return _FOLLOWS_SIZE.format(where=where) if where else ""
 
 
 def refuse_backwards_of_the_batch(
@@ -205,7 +210,7 @@ def refuse_backwards_of_the_batch(
     Cost:
         Two forwards, each with a backward; four if samples are looked at alone. Where something differs, four more.
     """
-    model, rest, left = capture.model, batch.others(batch.drawn), batch.left
+    model, rest, left = capture.model, batch.others(batch.drawn), batch.apart
     tensors = [*capture.substitution.present.values(), *model.buffers()]
     wants = any(tensor.requires_grad for tensor in _tree.tensors(batch.inputs))
 
@@ -227,7 +232,7 @@ def refuse_backwards_of_the_batch(
         ((batch.inputs, rest, batch.size), (batch.copied(batch.drawn), rest, batch.size), "replaced")
     ]
     if alone:
-        few = batch.alone(), range(len(left)), len(left)
+        few = batch.of_samples(left), range(len(left)), len(left)
         pairs.append(((batch.inputs, left, batch.size), few, "left out"))
     try:
         with restored(model), unnoticed(tensors) as before:
@@ -306,106 +311,6 @@ def _weighted(
         roots.append(output)
         grads.append(grad)
     return roots, grads
-
-
-class _Norms:
-    """Norms of the rows of gradients, divided by the scale of the backward that they come from.
-
-    Attributes:
-        arrived: Where each gradient arrived, in words, and the norms, in the order in which they came.
-    """
-
-    def __init__(self, power: int, describe_module: Callable[[str], str]) -> None:
-        """Hear nothing yet.
-
-        Args:
-            power: The backward is scaled by two to this power.
-            describe_module: Names a parameter's module in words.
-        """
-        self._scale, self._describe = 2.0**power, describe_module
-        self.arrived: list[tuple[str, Tensor]] = []
-        self._noise: list[Tensor] = []
-
-    def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take a gradient of what a layer made.
-
-        Args:
-            use: The layer's use of its parameters.
-            grad: The gradient.
-        """
-        if use.node is not None:
-            # Non-reentrant checkpointing keeps what it recomputed until it is read.
-            _ = use.node.saved_tensors
-        self.take(f"{self._describe(use.site.names[0])}: the gradient that comes to {use.site.describe()}", grad)
-
-    def take(self, where: str, grad: Tensor) -> None:
-        """Take a gradient.
-
-        Args:
-            where: Where it arrived.
-            grad: The gradient.
-        """
-        rows = grad.reshape(len(grad), -1) if grad.dim() and grad.numel() else grad.reshape(1, -1)
-        # Scaled back first, which is exact, so that squares stay in range.
-        self.arrived.append((where, torch.linalg.vector_norm(rows / self._scale, dim=1)))
-
-    def hear_again(self, other: "_Norms") -> None:
-        """Take note of what the same backward brings at another time.
-
-        Args:
-            other: Of the same values, at the same scale.
-        """
-        if [where for where, _ in self.arrived] == [where for where, _ in other.arrived]:
-            pairs = zip(self.arrived, other.arrived, strict=True)
-            noise = [noise_of(norms.unsqueeze(1), again.unsqueeze(1))[0] for (_, norms), (_, again) in pairs]
-            self._noise = list(map(torch.maximum, self._noise or noise, noise))
-
-    def moved_in(self, other: "_Norms") -> str:
-        """Compare what another backward has brought.
-
-        Args:
-            other: Of the same values, at another scale.
-
-        Returns:
-            Where a gradient is scaled otherwise; empty if nowhere, or where that cannot be told.
-        """
-        if [where for where, _ in self.arrived] != [where for where, _ in other.arrived]:
-            return ""
-        for number, ((where, norms), (_, scaled)) in enumerate(zip(self.arrived, other.arrived, strict=True)):
-            told = norms.isfinite() & scaled.isfinite()
-            off = torch.where(told, norms - scaled, 0).abs().amax()
-            largest = torch.where(told, torch.maximum(norms, scaled), 0).amax()
-            noise = self._noise[number] if self._noise else 0.0
-            if bool((off > _STEADY.get(norms.dtype, _COARSE) * largest) & (off > OUTSTANDING * noise)):
-                return where
-        return ""
-
-
-def _heard(
-    capture: CaptureContext,
-    roots: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    power: int,
-    *,
-    ends: Sequence[Edge] | None = None,
-) -> _Norms:
-    """Run a backward at another scale, to some ends or else to all layers, and return what arrived there."""
-    begun = [None if grad is None else grad * 2.0**power for grad in grads]
-    norms = _Norms(power, capture.describe_module)
-    if ends is not None:
-        edges: list[Any] = [GradientEdge(*edge) for edge in ends]
-        with capture.listening(Unheard()), backward_entry.unseen():
-            found = torch.autograd.grad(roots, edges, begun, retain_graph=True, allow_unused=True)
-        for grad in found:
-            if grad is not None:
-                norms.take("the gradient of the model's outputs", grad)
-        return norms
-    ran: bool | None = None
-    while ran is None:
-        norms.arrived.clear()
-        with capture.listening(norms):
-            ran = capture.run_backward(roots, begun)
-    return norms
 
 
 def _is_own(node: Any) -> bool:

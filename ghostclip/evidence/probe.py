@@ -203,6 +203,9 @@ class Probe:
             _ = use.node.saved_tensors
         if not bool(nonzero_rows(grad if grad.dim() else grad.view(1)).any()):
             use.site.attempts += 1
+            # It tells nothing of rows; but where something came at another scale or in other company, it is missing.
+            for row_map in [one for one in use.maps if (use.forward, use.site, one.key) in self._uses]:
+                self._take(row_map, use, grad)
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
         known = self._known.setdefault(use.site, use.site.chosen)
@@ -213,14 +216,17 @@ class Probe:
             use.site.chosen = able[0].key
             use.site.attempts = MAX_ATTEMPTS
             for row_map in able if self.linear else able[:1]:
-                rows = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
-                place = use.forward, use.site, row_map.key
-                self._uses[place] = use, _shapes(grad, use)
-                self._company.take(place, row_map, rows, self.weights)
+                self._take(row_map, use, grad)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
+
+    def _take(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> None:
+        place = use.forward, use.site, row_map.key
+        self._uses[place] = use, _shapes(grad, use)
+        rows = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
+        self._company.take(place, row_map, rows, self.weights)
 
     def settle(self) -> None:
         """Compare what all backwards so far have brought.

@@ -36,9 +36,8 @@ from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.independence import Batch, Run, refuse_dependence, refuse_memory
 from ghostclip.evidence.linear_paths import Path
-from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs
+from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs, refuse_hooks_of_layers
 from ghostclip.evidence.module_state import ModuleState
-from ghostclip.evidence.node_hooks import refuse_node_hooks
 from ghostclip.evidence.output_rows import Unheard, note
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
@@ -162,15 +161,12 @@ class Evidence:
         own = behind - first if number >= behind else 0
         return number - own - (forward.latest or 0), type(node)
 
-    def refuse_mean(
-        self, capture: CaptureContext, roots: Sequence[Any], grads: Sequence[Tensor | None], forward: ForwardContext
-    ) -> None:
+    def refuse_mean(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Refuse a mean over the batch whose gradients do not follow their scale, between it and the layers.
 
         Args:
             capture: Whose model it is.
             roots: Where the backward starts.
-            grads: Gradients given for them, None where none is.
             forward: Whose outputs the loss is made of.
 
         Raises:
@@ -180,7 +176,7 @@ class Evidence:
             return
         if self._without_scale:
             raise LossReductionError(self._without_scale)
-        refuse_means_without_scale(capture, roots, grads, forward)
+        refuse_means_without_scale(capture, roots, forward)
 
     @contextmanager
     def unseen(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
@@ -245,7 +241,7 @@ class Evidence:
 
             refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
             if forward.unproven:
-                refuse_node_hooks([edge_of(root)[0] for root in roots], forward)
+                refuse_hooks_of_layers(roots, forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall, inputs: Sequence[Tensor]) -> None:
         """Decide whether to ask, and rehearse the forward if so.
@@ -462,9 +458,7 @@ class Evidence:
         if _has_packed((call.args, call.kwargs)) or not (self._asked or capture.gathering is None):
             watch.refuse_unshown(writes)
         runs = Runs(
-            (call.args, dict(call.kwargs)),
-            forward.batch_size,
-            forward.batch_axis,
+            Batch((call.args, dict(call.kwargs)), forward.batch_size, forward.batch_axis),
             run=lambda given: capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))),
             begin=lambda: _begin_anew(state),
             drew=self._drew,

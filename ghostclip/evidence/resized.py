@@ -4,7 +4,6 @@ Shape letter: B samples.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, Final
 
@@ -15,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _tree
 from ghostclip.capture.decompose import inside_of
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
 from ghostclip.evidence.dropout import WithoutDropout
+from ghostclip.evidence.independence import Batch
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import unnoticed
 from ghostclip.rules.registry import operation_name
@@ -70,13 +69,12 @@ def resized(
     one_more = [*range(batch_size), batch_size - 1]
     orders = [one_more] if batch_size <= _FEW else [list(range(_FEW)), one_more]
     # Lists of as many values as samples may have one for each.
-    listed = (True, False) if has_lists(inputs, batch_size=batch_size, axis=axis) else (False,)
+    batch = Batch(inputs, batch_size, axis)
+    listed = (True, False) if batch.has_lists else (False,)
     used = [*model.parameters(), *model.buffers(), *_tree.tensors(inputs)]
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients, order, with_values in product((False, True), orders, listed):
-        given, recorder = _tree.mapped(partial(_taken, order, batch_size, axis), inputs), _Recorder()
-        if with_values:
-            given = with_lists(given, order, batch_size=batch_size, axis=axis)
+        given, recorder = batch.with_lists(order) if with_values else batch.of_samples(order), _Recorder()
         try:
             with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
                 with WithoutDropout(), recorder:
@@ -85,8 +83,3 @@ def resized(
         except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
             continue
     return None
-
-
-def _taken(order: Sequence[int], batch_size: int, axis: int, leaf: Any) -> Any:
-    place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
-    return leaf if place is None else of_samples(leaf, order, place)

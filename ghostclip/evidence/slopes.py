@@ -2,13 +2,14 @@
 
 ``logits - k * logits.mean(0)`` keeps samples apart while k is zero, as does a hinge between two samples that is not
 active; the graph is the same before and after. To see what lies behind, gradients are followed from a loss to the
-model's outputs twice: as they are, and with every operation that works entry by entry taken to have slope one.
+model's outputs twice: as they are, and with every operation that works entry by entry taken to have slope one, and
+every one that picks entries to have picked any.
 """
 
 import heapq
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, Final
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
+from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.probe import Start, cotangent, touches_others
 
 # More nodes than this between a loss and the outputs are not followed.
@@ -33,48 +36,48 @@ _ENTRYWISE: Final = frozenset(
         "Softshrink", "Sqrt", "Sub", "Tanh", "Threshold", "ToCopy", "Where", "Xlogy",
     }
 )  # fmt: skip
+# Operations along an axis whose gradient goes to the picked entries alone.
+_PICKING: Final = frozenset(
+    {"Topk", "Sort", "Kthvalue", "Median", "Nanmedian", "Mode", "Max", "Min", "Cummax", "Cummin"}
+)
 
 
-def is_entrywise(node: Any) -> bool:
-    """Return whether a node's operation works entry by entry.
-
-    Args:
-        node: A node of the graph.
-
-    Returns:
-        False for what is not known to.
-    """
-    return re.sub(r"Backward\d*$", "", node.name()) in _ENTRYWISE
+def _is_steep(node: Any) -> bool:
+    """Return whether a node's operation works entry by entry, or picks entries along an axis."""
+    return _kind(node) in _ENTRYWISE or _picks(node)
 
 
-def apart_at_any_slope(
-    begun: Sequence[Start], sets: Sequence[set[int]], is_end: Callable[[Edge], bool], *, batch_size: int, axis: int
-) -> bool:
+def _picks(node: Any) -> bool:
+    return _kind(node) in _PICKING and isinstance(_torch.saved_or(node, "dim", None), int)
+
+
+def _kind(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def apart_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
     """Return whether gradients of some samples' values leave zeros in all other samples' outputs, whatever slopes are.
 
     Args:
         begun: Where they start.
         sets: The sets of samples.
-        is_end: Tells a model's output, where they are looked at.
         batch_size: B.
         axis: The expected batch axis.
 
     Returns:
         True also where that cannot be told, and where they do not even with slopes as they are.
     """
-    if not _has_slopes([edge_of(start.edge.source) for start in begun], is_end):
+    if not any(_is_steep(node) for node, _ in above_outputs(edge_of(start.edge.source) for start in begun)):
         return True
     with torch.no_grad():
-        return _apart(begun, sets, is_end, batch_size=batch_size, axis=axis)
+        return _apart(begun, sets, batch_size=batch_size, axis=axis)
 
 
-def _apart(
-    begun: Sequence[Start], sets: Sequence[set[int]], is_end: Callable[[Edge], bool], *, batch_size: int, axis: int
-) -> bool:
+def _apart(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
     maps = dict[Edge, list[RowMap]]()
     for steep in (False, True):
         for samples in sets:
-            found = _followed(begun, samples, is_end, batch_size=batch_size, steep=steep)
+            found = _followed(begun, samples, batch_size=batch_size, steep=steep)
             for edge, grad in (found or {}).items():
                 rows = _with_whole_rows(grad, axis)
                 known = maps.get(edge, _maps_of(rows, batch_size, axis=axis))
@@ -126,23 +129,7 @@ def _on_any_rank(holds: Sequence[bool], mesh: Any, device: torch.device) -> list
     return [bool(found) for found in anywhere.tolist()]
 
 
-def _has_slopes(roots: Sequence[Edge], is_end: Callable[[Edge], bool]) -> bool:
-    """Return whether anything between a loss and the outputs works entry by entry."""
-    pending, seen = list(roots), set[Any]()
-    while pending and len(seen) <= _MAX_NODES:
-        edge = pending.pop()
-        if edge[0] is None or edge[0] in seen or is_end(edge):
-            continue
-        if is_entrywise(edge[0]):
-            return True
-        seen.add(edge[0])
-        pending += edge[0].next_functions
-    return False
-
-
-def _followed(
-    begun: Sequence[Start], samples: set[int], is_end: Callable[[Edge], bool], *, batch_size: int, steep: bool
-) -> dict[Edge, Tensor] | None:
+def _followed(begun: Sequence[Start], samples: set[int], *, batch_size: int, steep: bool) -> dict[Edge, Tensor] | None:
     """Follow gradients of some samples' values to a model's outputs; None where there is too much on the way."""
     arrived, ends, numbers = defaultdict[Any, dict[int, Tensor]](dict), dict[Edge, Tensor](), count()
     pending = list[tuple[int, int, Any]]()
@@ -154,7 +141,7 @@ def _followed(
         # As autograd's engine does between nodes.
         about = _torch.outputs_of(node)[place]
         grad = grad.sum_to_size(about.shape).to(about.dtype)
-        if is_end(edge):
+        if is_output(edge):
             ends[edge] = ends[edge] + grad if edge in ends else grad
             return
         if node not in arrived:
@@ -179,15 +166,22 @@ def _followed(
 
 def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Tensor | None]:
     """Return the gradients of a node's inputs."""
-    if (
-        steep
-        and is_entrywise(node)
-        and not _is_for_nothing(node)
-        and (known := _at_slope_one(node, grads[0])) is not None
-    ):
-        return known
+    if steep and _is_steep(node) and 0 in grads and not _is_for_nothing(node):
+        known = _of_any_pick(node, grads[0]) if _picks(node) else _at_slope_one(node, grads[0])
+        if known is not None:
+            return known
     found = _torch.run_node(node, grads)
     return found if isinstance(found, tuple) else (found,)
+
+
+def _of_any_pick(node: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradient of what entries were picked from, along an axis, as if all had been."""
+    sizes = shape_at(node.next_functions[0]) or ()
+    if not sizes:
+        return [grad]
+    axis = _torch.signed(_torch.saved(node, "dim")) % len(sizes)
+    total = grad.abs() if grad.dim() < len(sizes) else grad.abs().sum(axis)
+    return [total.unsqueeze(axis).expand(sizes)]
 
 
 def _is_for_nothing(node: Any) -> bool:

@@ -20,9 +20,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _torch, _tree
+from ghostclip import _torch
 from ghostclip.errors import SampleMixingError
-from ghostclip.evidence.dependence import batch_axis_of, of_samples, same_randomness, with_lists
+from ghostclip.evidence.dependence import same_randomness
+from ghostclip.evidence.independence import Batch
 from ghostclip.evidence.module_state import restored
 
 # Elements of all parameters up to which a proof copies them, to see what is written past autograd's counter.
@@ -341,7 +342,7 @@ class StateWatch:
     def _prove_from(self, start: int, writes: frozenset[StateWrite], runs: "Runs") -> None:
         wanted = _in_order(writes)
         names = [write.name for write in wanted]
-        found = [self._after(runs.base, start, wanted, runs)]
+        found = [self._after(runs.batch.with_lists(range(runs.batch.size)), start, wanted, runs)]
         again = found[0][1] | set(self._current().hidden)
         missing = next((name for name in names if name not in again), None)
         if missing is not None:
@@ -441,27 +442,18 @@ class Runs:
     """How a forward is run once more.
 
     Attributes:
-        inputs: What it was called with.
-        batch_size: B.
-        axis: The batch axis.
+        batch: What it was called with.
         run: Runs it.
         begin: Puts back what modules held beside the state.
         drew: Whether it drew random numbers, which go to other places where there are fewer samples.
         proves: Whether what is found may be taken for proved.
     """
 
-    inputs: Any
-    batch_size: int
-    axis: int
+    batch: Batch
     run: Callable[[Any], object]
     begin: Callable[[], None]
     drew: bool
     proves: bool
-
-    @property
-    def base(self) -> Any:
-        """The batch itself, as new tensors."""
-        return self._of(list(range(self.batch_size)))
 
     @property
     def altered(self) -> Iterator[tuple[Any, bool]]:
@@ -469,24 +461,13 @@ class Runs:
 
         Of a batch of one sample there is one of zeros.
         """
-        size = self.batch_size
+        size, take = self.batch.size, self.batch.with_lists
         if size == 1:
-            yield _tree.mapped(self._zeros, self.inputs), False
+            yield self.batch.zeros(), False
             return
-        yield self._of([size - 1] * size), False
-        yield self._of([0] * size), False
-        yield self._of(list(range(1, size))), True
-
-    def _zeros(self, leaf: Any) -> Any:
-        place = batch_axis_of(leaf, batch_size=1, axis=self.axis)
-        return leaf if place is None else of_samples(leaf, [0], place) * 0
-
-    def _of(self, samples: list[int]) -> Any:
-        def taken(leaf: Any) -> Any:
-            place = batch_axis_of(leaf, batch_size=self.batch_size, axis=self.axis)
-            return leaf if place is None else of_samples(leaf, samples, place)
-
-        return with_lists(_tree.mapped(taken, self.inputs), samples, batch_size=self.batch_size, axis=self.axis)
+        yield take([size - 1] * size), False
+        yield take([0] * size), False
+        yield take(range(1, size)), True
 
 
 def _is_watched(value: Any) -> bool:

@@ -251,7 +251,7 @@ REFUSALS = {
     "other_targets": (_rows, lambda o, b: (o @ b["z"].T).softmax(1).diagonal().log().mean(), True, "becomes"),
     # What sends no gradient in this batch may in the next.
     "idle_hinge": (_rows, lambda o, b: functional.relu(_differences(o) - 1e3).mean(), False, "They meet in 'sub'"),
-    "idle_pairs": (_rows, lambda o, b: functional.softplus(_differences(o) * 0 * b["y"]).mean(), False, "They meet"),
+    "idle_pairs": (_rows, lambda o, b: functional.softplus(_differences(o) * 0 * b["y"]).mean(), False, "pairs each"),
     "neighbours": (
         _rows,
         lambda o, b: functional.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0), margin=9.0),

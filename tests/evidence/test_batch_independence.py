@@ -397,6 +397,21 @@ def test_samples_that_follow_others_anywhere_are_refused_within_some_proofs(shif
         _proved(model, size, forwards=16)
 
 
+@pytest.mark.parametrize("size", [4, 8, 9])
+def test_the_first_half_that_follows_the_second_is_refused_at_once_where_numbers_are_drawn(size):
+    """No sample can be looked at alone, and the drawn ones are not those that are followed."""
+    drawn = independence.Batch((), size, 0, seed=1).drawn
+    followed = next(sample for sample in range((size + 1) // 2, size) if sample not in drawn)
+
+    def way(model, x):
+        h = model.layer(x) + torch.rand(4)
+        return torch.cat([h[:1] + 2 * h[followed].detach(), h[1:]])
+
+    ghostclip.GhostClipper(model := _Model(way), max_grad_norm=0.1)
+    with pytest.raises(SampleMixingError, match="half of the samples were replaced"):
+        model(torch.randn(size, 3))
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 33])
 def test_sets_of_samples(size):
     """Two neighbours are never in one; any other two of one half of the batch are in one half of the draws."""

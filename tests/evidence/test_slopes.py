@@ -32,6 +32,9 @@ MIXING = {
     "a mask": lambda z, k: torch.where(torch.full((len(z),), k > 0), _each(z) * _each(z).mean(), _each(z)),
     "a bound": lambda z, k: _each(z) * (1 + _each(z).mean().clamp(0, k)),
     "a hinge": lambda z, k: _each(z) + (z[:, 0] - z[:, 0].roll(1, 0).detach() - z[:, 0].roll(1, 0) * k - 90).relu(),
+    # In a batch that is in order, each entry is the sample's own.
+    "sorted": lambda z, k: (_each(z) + 1e3 * torch.arange(5)).sort().values,
+    "a running maximum": lambda z, k: (_each(z) + 1e3 * torch.arange(5)).cummax(0).values,
 }
 APART = {
     "a Function": lambda z, k: _each(_Scaled.apply(z, 1.0)[0] * (1 + k)),
@@ -39,6 +42,7 @@ APART = {
     "a mask": lambda z, k: (z.square() * (torch.arange(4) > 3 * k)).sum(1),
     "its own mean": lambda z, k: _each(z - k * z.mean(1, keepdim=True)),
     "a zero of its kind": lambda z, k: _each(z) + z.sum() * 0,
+    "its own median": lambda z, k: z.median(1).values + z.topk(2).values.sum(1),
     "two terms": lambda z, k: _each(z) + k * z.square().mean(1) / z.square().mean(1).detach(),
 }
 
