@@ -366,11 +366,9 @@ def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest and the smallest number of every row."""
     rows = torch.view_as_real(rows) if rows.is_complex() else rows
     rows = rows.unsqueeze(-1)
-    if not rows.numel():
-        # Samples without positions, such as tokens of no expert.
-        return rows.sum(tuple(range(1, rows.dim()))), rows.sum(tuple(range(1, rows.dim())))
     axes = tuple(range(1, rows.dim()))
-    return rows.amax(axes), rows.amin(axes)
+    # Of samples without positions, such as tokens of an expert that has none, both are 0.
+    return (rows.amax(axes), rows.amin(axes)) if rows.numel() else (rows.sum(axes), rows.sum(axes))
 
 
 def _shapes(grad: Tensor, use: ParamUse) -> str:
