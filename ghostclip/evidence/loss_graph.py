@@ -28,7 +28,7 @@ _NO_PAIRING: Final = re.compile(
     "|Kthvalue|Median|Mode|.*Pool[123]D(WithIndices)?|Upsample.*|Squeeze)Backward[0-9]+"
 )
 # A loss has some dozens of nodes; one that has more is proved by gradients alone.
-_MAX_NODES: Final = 4096
+MAX_NODES: Final = 4096
 _THEIRS_AND_ANOTHER: Final = 2
 _FOREIGN: Final = (
     "the loss goes through a trainable parameter of shape {} that is no part of the private model: its gradient would "
@@ -192,7 +192,7 @@ def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
     """
     pending = list(begun)[::-1]
     visited: set[Any] = set()
-    while pending and len(visited) < _MAX_NODES:
+    while pending and len(visited) < MAX_NODES:
         edge = pending.pop()
         node = edge[0]
         if node is None or node in visited or is_output(edge):

@@ -17,7 +17,7 @@ from ghostclip.capture.row_origin import only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
-from ghostclip.evidence.loss_graph import above_outputs
+from ghostclip.evidence.loss_graph import MAX_NODES, above_outputs
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
 from ghostclip.evidence.own_backwards import is_linear, loss_has_own_backwards
 from ghostclip.evidence.probe import Start, Weights, sample_sets, weightings
@@ -235,9 +235,10 @@ def is_picked(edge: Edge) -> bool:
         edge: Its place in the graph.
 
     Returns:
-        Whether it was.
+        True also where that cannot be told.
     """
-    return any(node.name() in PICKED for node, _ in above_outputs([edge]))
+    names = [node.name() for node, _ in above_outputs([edge])]
+    return len(names) >= MAX_NODES or not PICKED.isdisjoint(names)
 
 
 def gathered_at(edge: Edge, forward: ForwardContext) -> Tensor | None:

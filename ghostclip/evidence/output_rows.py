@@ -20,8 +20,6 @@ from ghostclip.evidence.probe import Company, Start, Weights, repeated, roots_of
 
 # On the node of a proved output: how its rows map to samples, by the number of the node's output.
 _KEY: Final = "ghostclip_proved_rows"
-# A loss has some dozens of nodes; one that has more is followed through the model.
-_MAX_NODES: Final = 4096
 
 
 class Unheard:
@@ -58,7 +56,7 @@ def reached(begun: Sequence[Start]) -> dict[Edge, RowMap]:
         Each with its row map: an output's as it was noted, a layer's as its rows were read.
     """
     pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, RowMap]()
-    while pending and len(seen) <= _MAX_NODES:
+    while pending:
         edge = pending.pop()
         if edge[0] is None or edge in seen:
             continue
@@ -91,7 +89,8 @@ def keeps_apart(
         For each of them a backward from the values to the outputs; three where gradients differ.
     """
     company = Company(linear=linear)
-    if not all(_keeps_apart(begun, ends, chosen, company, batch_size) for chosen in weights):
+    # What leads to no layer, such as a parameter that is used outside the forward, is refused where it arrives.
+    if ends and not all(_keeps_apart(begun, ends, chosen, company, batch_size) for chosen in weights):
         return False
     if company.differing():
         for chosen in repeated(weights, batch_size):
