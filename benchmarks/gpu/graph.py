@@ -97,10 +97,15 @@ def main(given: list[str] | None = None) -> int:
     Returns:
         The exit status: 0.
     """
-    job = started("benchmarks.gpu.graph", __doc__, ("--case", {"choices": CASES, "required": True}), given=given)
+    own: list[tuple[str, dict[str, Any]]] = [
+        ("--case", {"choices": CASES, "required": True}),
+        ("--way", {"choices": WAYS, "action": "append", "help": "only these beside the ordinary one; repeatable"}),
+    ]
+    job = started("benchmarks.gpu.graph", __doc__, *own, given=given)
     make, batch = _case(job.arguments.case, job.device, quick=job.quick)
     ready: dict[str, tuple[Any, Any, Row]] = {}
-    for name in WAYS:
+    asked = job.arguments.way or WAYS
+    for name in [name for name in WAYS if name == ORDINARY or name in asked]:
         found: Row = {}
         with job.case(f"{job.arguments.case}: {name}, first steps") as row:
             began = time.perf_counter()

@@ -292,6 +292,11 @@ class GradientStore:
             if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
 
+    def let_go(self) -> None:
+        """Drop sums of 16-bit parameters, which are held beside ``p.grad``, where the caller has set that to None."""
+        if self._sums and not self.owned:
+            self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter.grad is not None}
+
     def finish(self) -> None:
         """Note that a backward is complete: sums of 16-bit parameters that nobody owns are shown in ``p.grad``."""
         self.has_sum = True

@@ -90,6 +90,7 @@ class CompiledStep:
         self.random = draws(self.joint.graph)  # whether it draws random numbers
         self.key = ""  # of what is on disk; empty where nothing is
         self._refuses = refuses
+        self._is_overwritten = options.uses_cuda_graphs()
         flat = inputs.flat(model)
         valid_B = torch.ones(self.size, dtype=torch.bool, device=flat[0].device)
         # the graph of the private step: functional aten operations; None where its compiled form was on disk
@@ -149,7 +150,9 @@ class CompiledStep:
             return None
         self.runs += 1
         with torch.no_grad(), full_precision(), _torch.overrides_off():
-            certain_B, losses_B, *rest = self._run(self._valid_B(count), *own, *tensors)
+            found = self._run(self._valid_B(count), *own, *tensors)
+            # The next run of a CUDA graph writes to the same memory.
+            certain_B, losses_B, *rest = [x.clone() for x in found] if self._is_overwritten else found
         groups, names = self._groups, self._trainable
         last, flags = 2 * groups + len(names), [rest.pop() for _ in self.branches][::-1]
         short = count < self.size

@@ -84,6 +84,10 @@ class GraphOptions:
         """Return whether parts that recur are compiled once."""
         return self.backend == "inductor" and _torch.region_call() is not None
 
+    def uses_cuda_graphs(self) -> bool:
+        """Return whether a GPU runs a step as one CUDA graph."""
+        return self.backend == "inductor" and bool(self.inductor().get("triton.cudagraphs"))
+
     def keeps(self) -> bool:
         """Return whether compiled graphs are kept on disk."""
-        return self.cache and self.backend == "inductor" and not self.inductor().get("triton.cudagraphs")
+        return self.cache and self.backend == "inductor" and not self.uses_cuda_graphs()

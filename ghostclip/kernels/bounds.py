@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+HALF: Final = (torch.float16, torch.bfloat16)
+
 CHAIN_OF_KERNELS: Final = 512
 """Products of float32 that a kernel of ours adds up before it starts a new sum."""
 

@@ -17,13 +17,20 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import UNIT_CHAIN, widened
-
-HALF: Final = (torch.float16, torch.bfloat16)
+from ghostclip.kernels.bounds import HALF, UNIT_CHAIN, widened
+from ghostclip.kernels.runtime import traced
 
 _OUT_DTYPE: Final = "dtype" in torch.ops.aten.bmm.overloads()
 # Before, what is added to had to be of 16 bits, or was not read (torch, pull request 167931).
 _ADDS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+
+
+def _adds() -> bool:
+    """Return whether a product may be added to float32 as it is formed: not where operations are traced."""
+    # There torch takes the type of the result for the factor of what is added to.
+    return _ADDS and not traced()
+
+
 # Loads of matrix units are of so many bytes; rows that begin elsewhere are loaded number by number.
 _ALIGNED: Final = 16
 # Bytes of a line of a CPU's cache, at multiples of which memory is allocated.
@@ -86,7 +93,7 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
     for left, right in pairs:
         if total_NTU is None:
             total_NTU = torch.bmm(left, right, out_dtype=torch.float32)
-        elif _ADDS:
+        elif _adds():
             torch.baddbmm(total_NTU, left, right, out_dtype=torch.float32, out=total_NTU)
         else:
             total_NTU.add_(torch.bmm(left, right, out_dtype=torch.float32))
@@ -132,7 +139,7 @@ def add_product_(out_OI: Tensor, left_OT: Tensor, right_TI: Tensor, *, fresh: bo
     # ``fresh`` overwrites and needs sign 1.
     if fresh:
         torch.mm(left_OT, right_TI, out_dtype=torch.float32, out=out_OI)
-    elif _ADDS:
+    elif _adds():
         torch.addmm(out_OI, left_OT, right_TI, out_dtype=torch.float32, alpha=sign, out=out_OI)
     else:
         out_OI.add_(torch.mm(left_OT, right_TI, out_dtype=torch.float32), alpha=sign)

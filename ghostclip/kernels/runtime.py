@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip._validate import choice
-from ghostclip.kernels.bounds import Bounded
-from ghostclip.kernels.products import HALF
+from ghostclip.kernels.bounds import HALF, Bounded
 
 _log = logging.getLogger(__name__)
 

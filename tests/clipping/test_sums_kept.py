@@ -1,5 +1,7 @@
 """Where clipped sums are kept: shared and 16-bit parameters, an optimizer that owns the sums, foreign changes."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,25 @@ def test_every_use_of_a_shared_parameter_counts(strategy, dtype, owned):
             sums[strategy][name], expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
         )
         assert expected.abs().sum() > 0
+
+
+def test_sums_of_16_bits_are_gone_by_the_next_forward_after_zero_grad(strategy):
+    """What is added to is held beside ``p.grad``, as long as that is there."""
+    model, ids = _Tied().bfloat16(), torch.randint(9, (4, 5))
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy=strategy) as clipper:
+        clipper.backward(_losses(model, ids))
+        once, held = _sum_of(clipper), [weakref.ref(clipper.summed_gradient(p)) for p in model.parameters()]
+        losses = _losses(model, ids)
+        assert all(one() is not None for one in held)
+        clipper.backward(losses)
+        for name, twice in _sum_of(clipper).items():
+            torch.testing.assert_close(twice, 2 * once[name], rtol=1e-2, atol=1e-4)
+        model.zero_grad(set_to_none=True)
+        losses = _losses(model, ids)
+        assert all(one() is None for one in held)
+        clipper.backward(losses)
+        for name, again in _sum_of(clipper).items():
+            torch.testing.assert_close(again, once[name], rtol=1e-2, atol=1e-4)
 
 
 def test_sums_survive_zero_grad_of_the_model(strategy):
