@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
@@ -160,13 +161,20 @@ def autocast_is_on(kind: str) -> bool:
 def divide_all_(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide every tensor by a number, in place: ``torch._foreach_div_``.
 
-    The quotient is the correctly rounded one on every device; ``Tensor.div_`` multiplies by the reciprocal on a GPU.
+    The quotient is the correctly rounded one on every device: by a number from the host a GPU would multiply by its
+    reciprocal, by one of its own it divides.
 
     Args:
         tensors: At least one tensor.
         divisor: The number.
     """
-    torch._foreach_div_(list(tensors), divisor)
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.device, tensor.dtype].append(tensor)
+    for (device, dtype), own in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        by = divisor if device.type == "cpu" else torch.full((), divisor, dtype=wide, device=device)
+        torch._foreach_div_(own, by)
 
 
 def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Stage 6: the private step as one graph: ordinary training, compiled and not, book-keeping, the graph, CUDA graphs.
 
-GPT-2 large, where products fill the device, and the MNIST CNN, where the host is what a step waits for. A row is one
-way: seconds until its second step, compiling included, and a median step in turns with the others'.
+GPT-2 large, where products fill the device, the MNIST CNN, where the host is what a step waits for, and LoRA on a Llama
+1B. A row is one way: seconds until its second step, compiling included, a median step in turns with the others', and
+the bytes that a step takes at most, model included.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
+from benchmarks.gpu import lora
 from benchmarks.gpu.models import large_model
 from benchmarks.gpu.rows import Row, started
 from benchmarks.models import MnistCNN
@@ -24,7 +26,7 @@ from benchmarks.tasks import per_sample_losses
 from benchmarks.timing import synchronize
 
 ROUNDS: Final = 15
-CASES: Final = ("gpt2-large", "mnist-cnn")
+CASES: Final = ("gpt2-large", "mnist-cnn", "lora")
 ORDINARY, COMPILED, BOOKKEEPING, GRAPH, CUDA_GRAPHS = WAYS = (
     "ordinary",
     "ordinary, compiled",
@@ -38,8 +40,11 @@ def _case(name: str, device: torch.device, *, quick: bool) -> tuple[Callable[[],
     """Return what makes the model, and a batch."""
     if name == "mnist-cnn":
         return MnistCNN, (torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device))
-    case = large_model(name)
-    task = case.quick if quick else case.task
+    if name == "lora":
+        task = lora.fine_tuning(large_model("llama-1b"), quick=quick, quantised=False)
+    else:
+        case = large_model(name)
+        task = case.quick if quick else case.task
     inputs, targets = task.batch(device)
     return task.make_model, (inputs, targets)
 
@@ -50,6 +55,16 @@ def _losses(model: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
 
 def _ordinary(model: Any, batch: tuple[Tensor, Tensor]) -> None:
     _losses(model, *batch).mean().backward()
+
+
+def _bytes(device: torch.device, *, most: bool = False) -> int:
+    """Return the bytes that the allocator of a GPU gives out, or the most since it was asked for them last."""
+    if device.type != "cuda":
+        return 0
+    synchronize(device)
+    found = torch.cuda.max_memory_allocated(device) if most else torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return found
 
 
 def way(name: str, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], device: torch.device) -> Any:
@@ -108,13 +123,18 @@ def main(given: list[str] | None = None) -> int:
     for name in [name for name in WAYS if name == ORDINARY or name in asked]:
         found: Row = {}
         with job.case(f"{job.arguments.case}: {name}, first steps") as row:
-            began = time.perf_counter()
+            began, before = time.perf_counter(), _bytes(job.device)
             run, drop = way(name, make, batch, job.device)
             for _ in range(2):
                 drop()
                 run()
             synchronize(job.device)
             row["seconds"] = found["first_seconds"] = time.perf_counter() - began
+            drop()
+            _bytes(job.device)
+            run()
+            row["peak_bytes"] = found["peak_bytes"] = _bytes(job.device, most=True) - before
+            drop()
             ready[name] = run, drop, found
     taken: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(2 if job.quick else ROUNDS):

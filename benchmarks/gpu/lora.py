@@ -85,7 +85,17 @@ def _in_4_bits(layer: nn.Linear) -> nn.Module:
     return quantised
 
 
-def _task(case: Large, *, quick: bool, quantised: bool) -> Task:
+def fine_tuning(case: Large, *, quick: bool, quantised: bool) -> Task:
+    """Return the fine-tuning of a model.
+
+    Args:
+        case: The model.
+        quick: Whether a small one is meant.
+        quantised: Whether its frozen layers are held in 4 bits.
+
+    Returns:
+        The task.
+    """
     if quick:
         task = case.quick
     else:
@@ -113,7 +123,7 @@ def main(given: list[str] | None = None) -> int:
     ]
     job = started("benchmarks.gpu.lora", __doc__, *own, given=given)
     chosen, case = job.arguments, large_model("llama-1b")
-    task = _task(case, quick=job.quick, quantised=chosen.quantised)
+    task = fine_tuning(case, quick=job.quick, quantised=chosen.quantised)
     name = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
     with job.case(name) as row, runtime.using(chosen.kernels):
         row |= {"engine": chosen.engine, "kernels": chosen.kernels}

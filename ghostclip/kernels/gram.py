@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
+    HALF,
     UNSEEN_DRIFT,
     Bounded,
     Reduced,
@@ -194,7 +195,7 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     if a_NTI.dtype != torch.float32 or g_NTO.dtype != torch.float32:
         rounds = weighting(a_NTI, g_NTO)
         a_NTI, g_NTO = products.operand(a_NTI), products.operand(g_NTO)
-        by_units = a_NTI.dtype in products.HALF or g_NTO.dtype in products.HALF
+        by_units = a_NTI.dtype in HALF or g_NTO.dtype in HALF
     if a_NTI.numel() + g_NTO.numel() <= workspace:
         a_NTI, g_NTO = (x_NTF if _in_one_piece(x_NTF) else x_NTF.contiguous() for x_NTF in (a_NTI, g_NTO))
     a_NT, g_NT = position_norms(a_NTI), position_norms(g_NTO)
@@ -273,9 +274,7 @@ def _pieces(a_NTI: Tensor, g_NTO: Tensor, size: int) -> Iterator[Factors]:
 
 def _in_one_piece(x_NTF: Tensor) -> bool:
     """Return whether positions of all samples lie one after the other, rows being as long as matrix units read them."""
-    return x_NTF.is_contiguous() or (
-        x_NTF.dtype in products.HALF and x_NTF.stride(0) == x_NTF.shape[1] * x_NTF.stride(1)
-    )
+    return x_NTF.is_contiguous() or (x_NTF.dtype in HALF and x_NTF.stride(0) == x_NTF.shape[1] * x_NTF.stride(1))
 
 
 def _products(

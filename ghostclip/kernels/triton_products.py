@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ghostclip.kernels import runtime
-from ghostclip.kernels.bounds import CHAIN_OF_KERNELS, COLUMNS, FORMED_COLUMNS, UNIT_CHAIN, Reduced
+from ghostclip.kernels.bounds import CHAIN_OF_KERNELS, COLUMNS, FORMED_COLUMNS, HALF, UNIT_CHAIN, Reduced
 from ghostclip.kernels.gram import fused_tile
-from ghostclip.kernels.products import HALF
 from ghostclip.kernels.runtime import LARGE, SMALL
 
 # Triton reads the annotations of kernels: only its own mean something to it.

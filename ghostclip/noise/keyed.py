@@ -365,7 +365,7 @@ class KeyedNoise:
             add_ = partial(self._add_at, block, within)
             self._add_correlated(part_N, std, (block.position, first), add_)
         if divisor != 1:
-            # Of a list: `div_` itself multiplies by the reciprocal on a GPU, which is another number.
+            # `div_` itself multiplies by the reciprocal on a GPU, which is another number.
             _torch.divide_all_([part_N], divisor)
 
     def _add_at(self, block: Block, within: slice, z_N: torch.Tensor, position: int) -> None:

@@ -25,6 +25,7 @@ from ghostclip.factors import convolution, planner
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from ghostclip.kernels import products
+from ghostclip.kernels.bounds import HALF
 from ghostclip.planning.footprint import Footprint, footprint_from, footprint_of
 
 MEMORY_BUDGET: Final = 1.05
@@ -221,7 +222,7 @@ def forward_work(use: ParamUse, arriving: int, forward: ForwardContext) -> float
 
 def moving(shape: Shape) -> float:
     """Return the cost of reading or writing one byte of a layer's tensors, in FLOPs of its products."""
-    by_units = shape.dtype in products.HALF and products.has_units(shape.device)
+    by_units = shape.dtype in HALF and products.has_units(shape.device)
     return (_MOVED_BY_UNITS if by_units else _MOVED) / 4
 
 
@@ -319,7 +320,7 @@ def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> f
 def _estimated(shape: Shape) -> float:
     """Return the savings in FLOPs, moved elements counted as such."""
     positions, inputs, outputs = shape.positions, shape.inputs, shape.outputs
-    by_units = shape.dtype in products.HALF and products.has_units(shape.device)
+    by_units = shape.dtype in HALF and products.has_units(shape.device)
     moved, call = (_MOVED_BY_UNITS, _CALL_BY_UNITS) if by_units else (_MOVED, _CALL)
     product = 2 * positions * inputs * outputs
     norm = min(planner.gram_flops(positions, inputs, outputs, by_units=by_units), product)
