@@ -26,7 +26,7 @@ def _sums(dtype=torch.float32):
 
 
 def test_plain_fast_noise_moves_half_of_what_it_did():
-    """Four read and write in float64, one generation, one sum, one divisor, one division for a block: 64 bytes a value before."""
+    """Four read and write in float64, and a block takes one generation, one sum, one divisor and one division."""
     source = FastNoise()
     with counted() as traffic:
         sums, values = _sums()
