@@ -7,11 +7,14 @@ the bytes that a step takes at most, model included.
 
 from __future__ import annotations
 
+import fcntl
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 import ghostclip
 from benchmarks.gpu import lora
 from benchmarks.gpu.models import large_model
-from benchmarks.gpu.rows import Row, started
+from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.models import MnistCNN
 from benchmarks.tasks import per_sample_losses
 from benchmarks.timing import synchronize
@@ -36,14 +39,15 @@ ORDINARY, COMPILED, BOOKKEEPING, GRAPH, CUDA_GRAPHS = WAYS = (
 )
 
 
-def _case(name: str, device: torch.device, *, quick: bool) -> tuple[Callable[[], nn.Module], tuple[Tensor, Tensor]]:
+def _case(job: Job) -> tuple[Callable[[], nn.Module], tuple[Tensor, Tensor]]:
     """Return what makes the model, and a batch."""
+    name, layers, device, quick = job.arguments.case, job.arguments.layers, job.device, job.quick
     if name == "mnist-cnn":
         return MnistCNN, (torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device))
+    case = large_model("llama-1b" if name == "lora" else name, layers)
     if name == "lora":
-        task = lora.fine_tuning(large_model("llama-1b"), quick=quick, quantised=False)
+        task = lora.fine_tuning(case, quick=quick, quantised=False)
     else:
-        case = large_model(name)
         task = case.quick if quick else case.task
     inputs, targets = task.batch(device)
     return task.make_model, (inputs, targets)
@@ -115,14 +119,17 @@ def main(given: list[str] | None = None) -> int:
     own: list[tuple[str, dict[str, Any]]] = [
         ("--case", {"choices": CASES, "required": True}),
         ("--way", {"choices": WAYS, "action": "append", "help": "only these beside the ordinary one; repeatable"}),
+        ("--layers", {"type": int, "help": "of GPT-2 or Llama; all of them by default"}),
+        ("--lock", {"type": Path, "help": "file that is locked while steps are timed: others may compile meanwhile"}),
     ]
     job = started("benchmarks.gpu.graph", __doc__, *own, given=given)
-    make, batch = _case(job.arguments.case, job.device, quick=job.quick)
+    make, batch = _case(job)
+    title = job.arguments.case + (f", {job.arguments.layers} layers" if job.arguments.layers else "")
     ready: dict[str, tuple[Any, Any, Row]] = {}
     asked = job.arguments.way or WAYS
     for name in [name for name in WAYS if name == ORDINARY or name in asked]:
         found: Row = {}
-        with job.case(f"{job.arguments.case}: {name}, first steps") as row:
+        with job.case(f"{title}: {name}, first steps") as row:
             began, before = time.perf_counter(), _bytes(job.device)
             run, drop = way(name, make, batch, job.device)
             for _ in range(2):
@@ -137,17 +144,20 @@ def main(given: list[str] | None = None) -> int:
             drop()
             ready[name] = run, drop, found
     taken: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(2 if job.quick else ROUNDS):
-        for name, (run, drop, _) in ready.items():
-            drop()
-            synchronize(job.device)
-            began = time.perf_counter()
-            run()
-            synchronize(job.device)
-            taken[name].append(time.perf_counter() - began)
+    with nullcontext() if job.arguments.lock is None else job.arguments.lock.open("a") as lock:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(2 if job.quick else ROUNDS):
+            for name, (run, drop, _) in ready.items():
+                drop()
+                synchronize(job.device)
+                began = time.perf_counter()
+                run()
+                synchronize(job.device)
+                taken[name].append(time.perf_counter() - began)
     base = statistics.median(taken[ORDINARY])
     for name, (_, _, found) in ready.items():
-        with job.case(f"{job.arguments.case}: {name}") as row:
+        with job.case(f"{title}: {name}") as row:
             median = statistics.median(taken[name])
             row.update({"way": name, "seconds": median, "over_ordinary": median / base, **found})
     return 0

@@ -232,24 +232,28 @@ def _case(name: str, title: str, make: Callable[..., nn.Module], sizes: dict[str
     )
 
 
-def large_models() -> list[Large]:
+def large_models(layers: int | None = None) -> list[Large]:
     """The cases.
+
+    Args:
+        layers: Of both; as many as they have by default.
 
     Returns:
         A GPT-2 of 36 layers (838 million parameters) and a Llama of 16 (1.5 billion).
     """
-    gpt2 = {"width": 1280, "layers": 36, "heads": 20, "vocabulary": 50257}
-    llama = {"width": 2048, "layers": 16, "heads": 32, "vocabulary": 128256}
+    gpt2 = {"width": 1280, "layers": layers or 36, "heads": 20, "vocabulary": 50257}
+    llama = {"width": 2048, "layers": layers or 16, "heads": 32, "vocabulary": 128256}
     return [_case("gpt2-large", "GPT-2 large", GPT2, gpt2), _case("llama-1b", "Llama 1B", Llama, llama)]
 
 
-def large_model(name: str) -> Large:
+def large_model(name: str, layers: int | None = None) -> Large:
     """The case of a name.
 
     Args:
         name: Of one of `large_models`.
+        layers: As for these.
 
     Returns:
         The case.
     """
-    return next(case for case in large_models() if case.name == name)
+    return next(case for case in large_models(layers) if case.name == name)
