@@ -204,8 +204,8 @@ class PrivacyEngine:
             mechanism: How records are drawn and what noise steps add, in place of Poisson sampling and independent
                 noise: see `ghostclip.mechanisms`.
             compile: Of the strategy "auto" with a criterion: None begins eagerly, and has graphs compute the step once
-                they are known to be quicker (on CPUs); True has them compute it from the beginning, as "graph" does;
-                False never does.
+                they are known to be quicker; True has them compute it from the beginning, as "graph" does; False never
+                does.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a

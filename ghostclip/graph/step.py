@@ -248,9 +248,11 @@ class GraphStep:
             if isinstance(step, str):
                 return step
             with restored(self.clipper.model), self.clipper.savepoint() as before:
-                self._compared(step, own, own, size)
-                before.restore()
-            states.restore()
+                try:
+                    self._compared(step, own, own, size)
+                finally:
+                    before.restore()
+                    states.restore()
             if not step.verified:
                 return next(reversed(self.reasons), "it does not agree with the eager engine in norms and sums")
         return reason

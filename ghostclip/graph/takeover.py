@@ -1,9 +1,10 @@
 """`Takeover`: from the eager engine to compiled graphs in mid-training, unasked, where that is quicker.
 
 A training begins eagerly. Once enough of it is left, a process beside it traces the step and compiles it, if the graph
-is small enough for what it saves. Graphs are then held against the eager engine, whose results still count, and both
-are timed. Where norms and sums agree and graphs are quicker, they compute all releases from the next one on. The record
-says so, in the ledger before any of them: a release that is made again after a crash is computed the same way.
+is small enough for what it saves; where the model is on a GPU, which a forked process cannot use, the training waits
+meanwhile. Graphs are then held against the eager engine, whose results still count, and both are timed. Where norms and
+sums agree and graphs are quicker, they compute all releases from the next one on. The record says so, in the ledger
+before any of them: a release that is made again after a crash is computed the same way.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Takeover:
         self._looks = False
         self._seen, self._spent, self._begun = 0, 0.0, 0
         self._beside: _Beside | None = None
+        # Says why a graph is not compiled, while this process may compile.
+        self._compiles: Callable[[fx.GraphModule], str | None] | None = None
         self._cost: dict[str, float] = {}
         self._times: list[tuple[float, float]] = []
         self._tried = 0
@@ -96,7 +99,8 @@ class Takeover:
 
     def refuses(self, graph: fx.GraphModule) -> str | None:
         """Return why a graph that is not on disk is not compiled."""
-        del graph
+        if self._compiles is not None:
+            return self._compiles(graph)
         return None if self._asked else "no graph of this form was compiled beside the training"
 
     @property
@@ -142,11 +146,13 @@ class Takeover:
             self.why = "batches have many forms"
         else:
             middle = round(statistics.median(count for _, count in self._recent))
-            step.take_sizes((max(2, middle), max(2, -(-middle // 4))))
-            self._beside = _Beside(
-                lambda: step.compile_sizes(tree, samples, _worth(left, len(step.sizes))), patience=left
-            )
-            self.why = "graphs are compiled beside the training"
+            worth = _worth(left, len(step.take_sizes((max(2, middle), max(2, -(-middle // 4))))))
+            if on_gpu(step.clipper):
+                self._compiles, self.compute = worth, self._held_against
+                self.why = "graphs are compiled with the next batch that fills them"
+            else:
+                self._beside = _Beside(lambda: step.compile_sizes(tree, samples, worth), patience=left)
+                self.why = "graphs are compiled beside the training"
 
     def _is_of_one_form(self) -> bool:
         form, number = Counter(form for form, _ in self._recent).most_common(1)[0]
@@ -173,38 +179,47 @@ class Takeover:
             if self._tried > _TRIED:
                 self._stay("no batch was large enough to hold a graph against the eager engine")
             return step.eager(tree)
-        if not self._times:
-            began = time.perf_counter()
-            wrong = step.verify(tree, samples)
-            if wrong is not None:
-                self._stay(wrong)
-                return step.eager(tree)
-            self._cost["held up"] = time.perf_counter() - began
-        began = time.perf_counter()
-        step.by_graphs(tree, samples)
-        between = time.perf_counter()
+        try:
+            wrong = None if self._times else self._wrong(step, tree, samples)
+            began = _now(step.clipper)
+            if wrong is None:
+                step.by_graphs(tree, samples)
+        except torch.OutOfMemoryError:
+            wrong = "memory ran out where graphs were held against the eager engine"
+        if wrong is not None:
+            self._stay(wrong)
+            return step.eager(tree)
+        between = _now(step.clipper)
         result = step.eager(tree)
-        self._times.append((between - began, time.perf_counter() - between))
+        self._times.append((between - began, _now(step.clipper) - between))
         if len(self._times) >= _TIMED:
             self._decide(step)
         return result
+
+    def _wrong(self, step: Any, tree: Any, samples: int) -> str | None:
+        """Return why graphs cannot be used; None where they agree with the eager engine on a batch."""
+        began = time.perf_counter()
+        wrong: str | None = step.verify(tree, samples)
+        self._cost["held up"] = time.perf_counter() - began
+        return wrong if wrong is not None or step.keys else "what it is compiled to cannot be kept on disk"
 
     def _decide(self, step: Any) -> None:
         graph, eager = (statistics.median(times) for times in zip(*self._times, strict=True))
         if graph > _QUICKER * eager:
             self._stay(f"graphs take {graph / eager:.2f} times the eager engine's time")
             return
-        owner = step.clipper.owner
+        owner, self._compiles = step.clipper.owner, None
         owner.compiled.note(Compiled(owner.releases + 1, step.sizes, step.keys, step.branches))
         _log.info(
             "strategy 'auto': graphs compute all releases from number %d on, in %.2f times the eager engine's time "
-            "(%.4g ms a batch for %.4g); compiling took %.1f s beside the training, tracing and comparing %.1f s.",
-            owner.releases + 2, graph / eager, 1e3 * graph, 1e3 * eager, self._cost["compiled"], self._cost["held up"],
+            "(%.4g ms a batch for %.4g); compiling took %.1f s beside the training, which waited for %.1f s.",
+            owner.releases + 2, graph / eager, 1e3 * graph, 1e3 * eager, self._cost.get("compiled", 0.0),
+            self._cost["held up"],
         )  # fmt: skip
 
     def _stay(self, reason: str) -> None:
         """Compute everything eagerly from here on."""
-        self.why, self.compute = reason, lambda step, tree, _: step.eager(tree)
+        self._compiles, self.why, self.compute = None, reason, lambda step, tree, _: step.eager(tree)
         _log.info("strategy 'auto': batches stay eager: %s.", reason)
 
 
@@ -216,7 +231,7 @@ def left_of(optimizer: Any, planned: int | None) -> Callable[[], int | None]:
 def hindered(clipper: GhostClipper) -> str | None:
     """Return why nothing is compiled unasked."""
     kinds = {p.device.type for p in clipper.model.parameters()}
-    if kinds != {"cpu"}:
+    if kinds != {"cpu"} and not on_gpu(clipper):
         return f"on {', '.join(sorted(kinds))} graphs are compiled where they are asked for (compile=True)"
     if _torch.several_ranks():
         return "on several ranks graphs are compiled where they are asked for (compile=True)"
@@ -229,6 +244,18 @@ def hindered(clipper: GhostClipper) -> str | None:
     if sys.platform != "linux":
         return "a process beside the training is only made on Linux; compile=True compiles within it"
     return None if _torch.compiler_cache() is not None else "torch keeps no compiled code on disk"
+
+
+def on_gpu(clipper: GhostClipper) -> bool:
+    """Return whether all of a model is on a GPU."""
+    return {p.device.type for p in clipper.model.parameters()} == {"cuda"}
+
+
+def _now(clipper: GhostClipper) -> float:
+    """Return the time once the model's devices have done what they were given."""
+    for device in {p.device for p in clipper.model.parameters() if p.is_cuda}:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _worth(left: float, sizes: int) -> Callable[[fx.GraphModule], str | None]:

@@ -139,8 +139,8 @@ class PrivacyArguments:
         physical_batch: "auto" measures memory and finds the size of physical batches; None uses
             `per_device_train_batch_size`. Either way, a physical batch that does not fit is halved.
         grad_sample_mode: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
-        compile: Of "auto": None begins eagerly, and has graphs compute the step once they are known to be quicker (on
-            CPUs, where the loss is a known one); True has them compute it from the beginning, as the Trainer's
+        compile: Of "auto": None begins eagerly, and has graphs compute the step once they are known to be quicker,
+            where the loss is a known one; True has them compute it from the beginning, as the Trainer's
             `torch_compile=True` does; False never does.
         vocabulary_head: "auto" computes the loss of causal language models without their logits where that fits,
             "fused" refuses models where it does not, "logits" never does.
