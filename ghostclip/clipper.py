@@ -128,8 +128,8 @@ class GhostClipper:
                 is held to save operations (`ghostclip.planning.plan.Planner`), beside inputs and output gradients of
                 the layers, which sums are made of, and which are more than that in small models. Below 1, with
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
-                backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`); on a GPU, where that is cheaper
-                or not enough, factors wait in the host's memory. What cannot be had is said in a warning.
+                backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a
+                warning.
             factor_dtype: torch.bfloat16 allows a memory budget below 1 to hold float32 factors in 16 bits: norms and
                 sums are then those of the rounded factors, so that each contribution keeps the bound, and its direction
                 is off by some 2^-9. None holds them as they are.
@@ -326,10 +326,10 @@ class GhostClipper:
         self._say(f"{asked}: book-keeping, one backward pass.")
         return "bookkeeping"
 
-    def _keeper(self) -> Keeper:
-        """Return what decides in which form a backward holds factors."""
+    def _keeper(self) -> Keeper | None:
+        """Return what rounds factors in a backward; None where none are."""
         reduction = None if self._reducer is None else self._reducer.latest
-        return Keeper() if reduction is None else Keeper(reduction.holding)
+        return Keeper(reduction.rounded) if reduction is not None and reduction.rounded else None
 
     def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""
