@@ -18,12 +18,11 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
-from ghostclip.clipping.held import Held
 from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.one_pass import OnePass
+from ghostclip.clipping.one_pass import Held, OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
 from ghostclip.clipping.parts import Parts
 from ghostclip.clipping.passes import Sequences
