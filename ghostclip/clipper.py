@@ -18,12 +18,11 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
-from ghostclip.clipping.held import Held
 from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.loss import back_propagate, check_shape
 from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.one_pass import OnePass
+from ghostclip.clipping.one_pass import Held, OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
 from ghostclip.clipping.parts import Parts
 from ghostclip.clipping.passes import Sequences
@@ -128,8 +127,8 @@ class GhostClipper:
                 is held to save operations (`ghostclip.planning.plan.Planner`), beside inputs and output gradients of
                 the layers, which sums are made of, and which are more than that in small models. Below 1, with
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
-                backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`); on a GPU, where that is cheaper
-                or not enough, factors wait in the host's memory. What cannot be had is said in a warning.
+                backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a
+                warning.
             factor_dtype: torch.bfloat16 allows a memory budget below 1 to hold float32 factors in 16 bits: norms and
                 sums are then those of the rounded factors, so that each contribution keeps the bound, and its direction
                 is off by some 2^-9. None holds them as they are.
@@ -326,10 +325,10 @@ class GhostClipper:
         self._say(f"{asked}: book-keeping, one backward pass.")
         return "bookkeeping"
 
-    def _keeper(self) -> Keeper:
-        """Return what decides in which form a backward holds factors."""
+    def _keeper(self) -> Keeper | None:
+        """Return what rounds factors in a backward; None where none are."""
         reduction = None if self._reducer is None else self._reducer.latest
-        return Keeper() if reduction is None else Keeper(reduction.holding)
+        return Keeper(reduction.rounded) if reduction is not None and reduction.rounded else None
 
     def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""

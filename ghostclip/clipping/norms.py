@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ghostclip.clipping.keeper import HeldFactor, restored
 from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.wrapped import sum_tensors
@@ -603,10 +604,11 @@ def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredN
     return SquaredNorm(torch.cat(formed), None, terms_of_uses(few))
 
 
-def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
+def exact_norms(by_parameter: Mapping[str, Sequence[HeldFactor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
     """Return the norms of a few samples in float64; shared parameters are summed before squaring."""
     total = like.anew()
-    for name, factors in by_parameter.items():
+    for name, held in by_parameter.items():
+        factors = [restored(one) for one in held]
         if len(factors) == 1:
             total.add(name, exact_sqnorm(factors[0], index_D))
         else:

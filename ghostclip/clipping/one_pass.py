@@ -2,18 +2,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.held import Held
 from ghostclip.clipping.keeper import Keeper
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks
 from ghostclip.clipping.state import ClippingState
 from ghostclip.kernels.products import full_precision
 from ghostclip.planning.plan import Planner
+
+
+class Held(NamedTuple):
+    """One backward without clipped sums yet: its listener with the factors, its norms, and its forward."""
+
+    listener: BookKeeping
+    total: GroupNorms
+    forward: ForwardContext
 
 
 class OnePass:

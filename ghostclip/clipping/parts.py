@@ -53,7 +53,7 @@ class PartlyKept(BookKeeping):
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64, of stored factors and of those formed once more."""
-        found = exact_norms(self._keeper.all_restored(self.factors), self.total, index_D)
+        found = exact_norms(self.factors, self.total, index_D)
         if self.measured_again is not None:
             found.merge(self.measured_again(index_D))
         return found
@@ -64,7 +64,7 @@ class Parts:
 
     repeats: Repeats
 
-    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut, keeper: Keeper) -> None:
+    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut, keeper: Keeper | None) -> None:
         self._state, self._loss, self._cut, self._keeper = state, loss, cut, keeper
         self._grad: Tensor | None = None
 

@@ -21,7 +21,7 @@ from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.alike import Alike, Joint, most_waiting
 from ghostclip.clipping.changes import changed_in_place, formed, versions
-from ghostclip.clipping.keeper import HeldFactor, Keeper, Stored
+from ghostclip.clipping.keeper import HeldFactor, Keeper, restored
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -225,14 +225,14 @@ class BookKeeping(Pass):
         ranks: SharedSamples | None = None,
     ) -> None:
         # kept_layers: returns, when the first gradient arrives, the parameters whose per-sample gradients are stored
-        # although their factors are smaller; see `Planner`. keeper: form in which factors are stored. device_only: no
+        # although their factors are smaller; see `Planner`. keeper: rounds factors, None for none. device_only: no
         # value is read, so that no sample is measured again.
         super().__init__(ranks)
         self._device_only = device_only
         self._sequences = sequences
         self._kept_layers = kept_layers
         self._keep: frozenset[str] | None = None
-        self._keeper = Keeper() if keeper is None else keeper
+        self._keeper = keeper
         self.factors: defaultdict[str, list[HeldFactor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
@@ -240,8 +240,7 @@ class BookKeeping(Pass):
         self._together = Together(self.total)
         self._joints: list[Joint] = []
         self._alike = Alike(join=self._join, alone=self._take, single=self._add)
-        self._stores = self._keeper.changes
-        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or self._stores
+        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or keeper is not None
         self.puts_together = type(self).puts_together and not alone
 
     puts_together = True
@@ -282,13 +281,12 @@ class BookKeeping(Pass):
         self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
 
     def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None, own: bool = False) -> None:
-        away = self._stores and self._keeper.offloads(name)
-        if self._stores:
+        if self._keeper is not None:
             readers = None if together is None else together.forward.readers
             kept = self._keeper.rounded(name, kept, readers=readers, own=own)
-        if together is None or away or not self._together.takes(together, name, kept):
+        if together is None or not self._together.takes(together, name, kept):
             self.total.add_norm_of(name, kept)
-        held = self._keeper.stored(name, kept) if self._stores else kept
+        held = kept if self._keeper is None else self._keeper.stored(name, kept)
         self.factors[name].append(held)
         if held is kept:
             self._versions[id(kept)] = versions(kept)
@@ -310,9 +308,10 @@ class BookKeeping(Pass):
         if len(self.forwards) > 1:
             # A parameter may have been used in each of them.
             self._take_apart()
-        self._keeper.complete()
+        if self._keeper is not None:
+            self._keeper.complete()
         for name, factors in self.factors.items():
-            crossed = cross_terms([self._keeper.restored(one) for one in factors]) if len(factors) > 1 else None
+            crossed = cross_terms([restored(one) for one in factors]) if len(factors) > 1 else None
             if crossed is not None:
                 self.total.add(name, crossed)
         self._complete()
@@ -331,7 +330,7 @@ class BookKeeping(Pass):
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64."""
-        found = exact_norms(self._keeper.all_restored(self.factors), self.total, index_D)
+        found = exact_norms(self.factors, self.total, index_D)
         found.complete(len(index_D))
         return found
 
@@ -345,29 +344,17 @@ class BookKeeping(Pass):
         joints, self._joints = self._joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
-        names = sums.in_order(list(self.factors))
-        if self._stores:
-            self._keeper.expect(held for name in names for held in self.factors[name])
-        try:
-            for name in names:
-                self._contract(sums, weights, name)
-        finally:
-            self._keeper.close()
-
-    def _contract(self, sums: Sums, weights: "ClipWeights", name: str) -> None:
-        factors = self.factors.pop(name)
-        while factors:
-            held = factors.pop(0)
-            if isinstance(held, Stored):
-                factor = self._keeper.restored(held)
-            elif self._versions.get(id(held)) in (None, versions(held)):
-                factor = held
-            else:
-                raise TamperedGradientError(changed_in_place(name))
-            del held
-            weights.into(sums, factor, name, more=bool(factors))
-            del factor
-        sums.complete(name)
+        for name in sums.in_order(list(self.factors)):
+            factors = self.factors.pop(name)
+            while factors:
+                factor = factors.pop(0)
+                if isinstance(factor, Tensor):
+                    factor = restored(factor)
+                elif self._versions.get(id(factor)) not in (None, versions(factor)):
+                    raise TamperedGradientError(changed_in_place(name))
+                weights.into(sums, factor, name, more=bool(factors))
+                del factor
+            sums.complete(name)
 
     def _leaves_out(self) -> bool:
         """Note which samples are certain where no value may be read; return whether that is so."""
@@ -401,7 +388,7 @@ class Hooks(BookKeeping):
             grad_BP = grad_BP.clone()
         before = self.factors[name]
         if before:
-            grad_BP = self._keeper.restored(before.pop()).materialize() + grad_BP
+            grad_BP = restored(before.pop()).materialize() + grad_BP
         before.append(Dense(grad_BP))
 
     def norms(self) -> GroupNorms:
@@ -409,7 +396,7 @@ class Hooks(BookKeeping):
         for name, factor in self._brought_together():
             self.factors[name].append(factor)
         for name, (held,) in self.factors.items():
-            self.total.add_norm_of(name, self._keeper.restored(held))
+            self.total.add_norm_of(name, restored(held))
         self._complete()
         self._leaves_out()
         return self.total
@@ -417,7 +404,7 @@ class Hooks(BookKeeping):
     def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
         for name, (held,) in self.factors.items():
-            grad_BP = self._keeper.restored(held).materialize()
+            grad_BP = restored(held).materialize()
             sums.keep_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
         super().add_sums(sums, weights, scale)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ghostclip.planning.below import host_room
-
 _SELF = Path("/proc/self")
 _SAMPLING_SECONDS = 0.002
 # What libraries below torch say, which raise no error of its own class: they ask for memory beside its allocator.
@@ -24,10 +22,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
-def status_bytes(field: str) -> int | None:
-    """Return a memory field of `/proc/self/status`, such as "VmRSS", in bytes; None where there is no such file."""
+def status_bytes(field: str, file: Path = _SELF / "status") -> int | None:
+    """Return a field of `/proc/self/status`, such as "VmRSS", or of a file like it, in bytes; None without the file."""
     try:
-        text = (_SELF / "status").read_text()
+        text = file.read_text()
     except OSError:
         return None
     for line in text.splitlines():
@@ -51,7 +49,22 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return host_room()
+    rooms = status_bytes("MemAvailable", Path("/proc/meminfo")), _cgroup_room()
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _cgroup_room() -> int | None:
+    """Return how much this process's control group may still take, in bytes; None without a limit."""
+    root = Path("/sys/fs/cgroup")
+    pairs = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for limit_name, used_name in pairs:
+        try:
+            limit, used = (root / limit_name).read_text().strip(), (root / used_name).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            return max(0, int(limit) - int(used))
+    return None
 
 
 class PeakMemory:

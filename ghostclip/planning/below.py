@@ -5,15 +5,13 @@ keep their inputs alone, and the first of them whose factors are dropped once th
 by a second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with
 a second backward twice, and its input gradients again.
 
-What book-keeping does hold may be held in 16 bits, where the user allows it, or on the host, where there is a GPU: of
-the layers whose gradients come first, as theirs is held longest. Price: what is copied.
+What book-keeping does hold may be held in 16 bits, where the user allows it: of the layers whose gradients come first,
+as theirs is held longest. Price: what is copied.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,45 +23,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.planning import timeline
-from ghostclip.planning.timeline import AS_THEY_ARE, Holding, Timeline
-
-
-def host_room() -> int | None:
-    """Return the bytes that this process may still allocate on the host, by system and control group."""
-    # None if unknown.
-    rooms = [room for room in (_system_room(), _cgroup_room()) if room is not None]
-    return min(rooms) if rooms else None
-
-
-def _cgroup_room() -> int | None:
-    """Return how much this process's control group may still take, in bytes; None without a limit."""
-    root = Path("/sys/fs/cgroup")
-    pairs = (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    )
-    for limit_name, used_name in pairs:
-        try:
-            limit, used = (root / limit_name).read_text().strip(), (root / used_name).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            return max(0, int(limit) - int(used))
-    return None
-
-
-def _system_room() -> int | None:
-    """Return the memory that new work may take without swapping, in bytes; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
-
-
-# Share of the host's free memory that factors may take there.
-_HOST_SHARE: Final = 0.5
+from ghostclip.planning.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -74,7 +34,7 @@ class Reduction:
     cut: int | None  # number of the block's call at whose end the part with a second backward begins; None for none
     peak: int  # bytes that the backward is expected to take
     ordinary: int  # bytes that the same backward of ordinary training takes
-    holding: Holding = AS_THEY_ARE  # parameters whose factors are stored in another form
+    rounded: frozenset[str] = frozenset()  # parameters whose factors are stored in 16 bits
 
     @property
     def share(self) -> float:
@@ -145,11 +105,11 @@ class BlockPlanner:
         limit = self.budget * read.ordinary_peak()
         able = [number for number, call in enumerate(read.calls) if call.may_be]
         found: list[_Priced] = []
-        for holding in self._holdings(read):
+        for rounded in self._roundings(read):
             for cut in (None, *cuts):
                 behind = 0 if cut is None else sum(number <= cut for number in able)
                 counts = range(behind, len(able) + 1)
-                choices = [_Choice(frozenset(able[:count]), cut, holding) for count in counts]
+                choices = [_Choice(frozenset(able[:count]), cut, rounded) for count in counts]
                 found.append(self._priced(read, _first_that_fits(read, choices, limit), limit))
         return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
 
@@ -160,34 +120,27 @@ class BlockPlanner:
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
         held = frozenset(number for number in again if read.calls[number].held is not None)
         choices = [
-            _Choice(chosen, cut, holding)
-            for holding in self._holdings(read)
+            _Choice(chosen, cut, rounded)
+            for rounded in self._roundings(read)
             for cut in (None, *cuts)
             for chosen in (again - held, again)
         ]
         found = [self._priced(read, choice, limit) for choice in choices]
         return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
 
-    def _holdings(self, read: Timeline) -> list[Holding]:
-        """Return the ways to store factors: all as they are, or all that may be in another form."""
-        found, room = read.holdable(), host_room()
-        wide = frozenset(name for name, (_, shape) in found.items() if shape.dtype == torch.float32)
-        on_gpu = {name: size for name, (size, shape) in found.items() if shape.device.type == "cuda"}
-        fits = room is None or sum(on_gpu.values()) <= _HOST_SHARE * room
-        rounded = [frozenset(), *([wide] if self._rounds and wide else [])]
-        offloaded = [frozenset(), *([frozenset(on_gpu)] if on_gpu and fits else [])]
-        return [Holding(*both) for both in product(rounded, offloaded)]
+    def _roundings(self, read: Timeline) -> list[frozenset[str]]:
+        """Return the parameters whose factors may be stored in 16 bits: none of them, or all."""
+        wide = frozenset(name for name, (_, shape) in read.holdable().items() if shape.dtype == torch.float32)
+        return [frozenset(), wide] if self._rounds and wide else [frozenset()]
 
     def _fewest(self, read: Timeline, found: "_Priced", limit: float) -> "_Choice":
-        """Return a choice with no more factors in another form than necessary: of those that arrive first."""
+        """Return a choice with no more factors in 16 bits than necessary: of those that arrive first."""
         over, _, choice = found
         if over:
             return choice
-        for kind in Holding._fields:
-            names = [name for name in read.holdable() if name in getattr(choice.holding, kind)]
-            fewer = [choice.holding._replace(**{kind: frozenset(names[:count])}) for count in range(len(names) + 1)]
-            choice = _first_that_fits(read, [choice._replace(holding=holding) for holding in fewer], limit)
-        return choice
+        names = [name for name in read.holdable() if name in choice.rounded]
+        fewer = [choice._replace(rounded=frozenset(names[:count])) for count in range(len(names) + 1)]
+        return _first_that_fits(read, fewer, limit)
 
     def _priced(self, read: Timeline, choice: "_Choice", limit: float) -> "_Priced":
         peak = read.peak(*choice)
@@ -196,7 +149,7 @@ class BlockPlanner:
 
     def _reduction(self, read: Timeline, choice: "_Choice") -> Reduction:
         names = frozenset(read.calls[number].name for number in choice.again)
-        return Reduction(names, choice.cut, read.peak(*choice), read.ordinary_peak(), choice.holding)
+        return Reduction(names, choice.cut, read.peak(*choice), read.ordinary_peak(), choice.rounded)
 
 
 class _Choice(NamedTuple):
@@ -204,7 +157,7 @@ class _Choice(NamedTuple):
 
     again: frozenset[int]  # numbers of the blocks' calls of which only inputs are stored
     cut: int | None
-    holding: Holding  # parameters whose factors are stored in another form
+    rounded: frozenset[str]  # parameters whose factors are stored in 16 bits
 
 
 # Whether it is over the budget; its peak, or else its price.

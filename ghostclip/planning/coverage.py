@@ -18,7 +18,6 @@ from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM, MatrixProduct, Statistics
 from ghostclip.factors import planner
 from ghostclip.planning.below import BlockPlanner
-from ghostclip.planning.timeline import AS_THEY_ARE
 from ghostclip.rules import rule_for
 
 # Strategies that hold something of every layer until the backward ends.
@@ -386,12 +385,11 @@ class _Measure:
     """How one parameter is handled, and its cost, where a memory budget may decide."""
 
     def __init__(self, name: str, found: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None) -> None:
-        blocks = () if reduced is None or reduced.latest is None else reduced.latest.blocks
-        self._again = any(name.startswith(f"{block}.") for block in blocks)
+        latest = None if reduced is None else reduced.latest
+        self._again = latest is not None and any(name.startswith(f"{block}.") for block in latest.blocks)
         self._twice = reduced is not None and name in reduced.dropped
         self._strategy = "ghost" if self._twice else strategy
-        holding = AS_THEY_ARE if reduced is None or reduced.latest is None or self._twice else reduced.latest.holding
-        self._rounded, self._away = name in holding.rounded, name in holding.offloaded
+        self._rounded = latest is not None and not self._twice and name in latest.rounded
         # An ordinary step runs nothing again: the budget does.
         self.statistics = list(found) if reduced is None else [replace(item, recomputed=False) for item in found]
 
@@ -399,15 +397,15 @@ class _Measure:
     def plan(self) -> str:
         """The plan in a few words."""
         plan = _joined(plan_of(item, strategy=self._strategy) for item in self.statistics)
-        held = ", held in bfloat16" * self._rounded + ", held on the host" * self._away
-        return plan + held + ", block run again" * (self._again and bool(plan)) + ", two backwards" * self._twice
+        held, again = ", held in bfloat16" * self._rounded, ", block run again" * (self._again and bool(plan))
+        return plan + held + again + ", two backwards" * self._twice
 
     def cost(self, count: int) -> Cost:
         """Return the cost of ``count`` elements, with the block's forward if it is run once more in every backward."""
         product = sum(item.flops for arrived in self.statistics for item in arrived.products)
         times = self._again * (1 + self._twice)
         cost = cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
-        return replace(cost, held=0 if self._away else cost.held // 2 if self._rounded else cost.held)
+        return replace(cost, held=cost.held // 2 if self._rounded else cost.held)
 
 
 def _kept(arrived: Statistics) -> Statistics:

@@ -8,7 +8,6 @@ a measurement and without running anything.
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,25 +22,10 @@ from ghostclip.planning.plan import Shape, forward_work, held_by, holdable, movi
 
 Sizes = dict[Hashable, int]
 
-ON_THE_WAY: Final = 2
-"""Tensors that are copied between a GPU and the host at a time: those of one factor."""
-
 # What is held in 16 bits is a half of float32.
 _HALF: Final = 2
 # Numbers are read, and written in 16 bits, and read again to be widened.
 _PASSES_ROUNDED: Final = 3
-# They go to the host and come back, at a fortieth or less of the rate of a GPU's own memory.
-_PASSES_HOST: Final = 2 * 120
-
-
-class Holding(NamedTuple):
-    """Parameters whose factors are rounded to 16 bits, or offloaded to the host."""
-
-    rounded: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-
-
-AS_THEY_ARE: Final = Holding()
 
 
 class _Held(NamedTuple):
@@ -49,7 +33,7 @@ class _Held(NamedTuple):
 
     gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
     with_inputs: bool  # whether its inputs are stored as well
-    holdable: tuple[str, Shape] | None  # parameter, as the use calls it, and sizes, where another form is possible
+    holdable: tuple[str, Shape] | None  # parameter, as the use calls it, and sizes, where 16 bits are possible
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,6 @@ class _Contracted(NamedTuple):
     size: int
     stays: int  # bytes stored for it until then, without its inputs
     inputs: Sizes  # its stored inputs
-    away: int  # bytes that come back from the host for it
     widened: int  # bytes of its operands in another dtype
 
 
@@ -103,7 +86,7 @@ class Timeline:
                 self._work[id(use)] = forward_work(use, arriving, forward)
 
     def holdable(self) -> dict[str, tuple[int, Shape]]:
-        """Return bytes and sizes of the parameters whose factors can be stored in another form, in order of arrival."""
+        """Return bytes and sizes of the parameters whose factors can be stored in 16 bits, in order of arrival."""
         found = dict[str, tuple[int, Shape]]()
         for step in self._steps:
             held = None if step.use is None else self._kept[id(step.use)]
@@ -112,16 +95,14 @@ class Timeline:
                 found[step.names[name]] = held.gradient + sum(step.inputs.values()) * held.with_inputs, shape
         return found
 
-    def price(self, recomputed: Collection[int], cut: int | None, holding: Holding) -> float:
+    def price(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str]) -> float:
         """Return the FLOPs of a choice: of forwards that are run again, and of copies."""
         # Attention's own products and everything between blocks left out.
         total = sum(map(self._forward_of, recomputed))
         # The part behind the cut is run again in either backward, and its input gradients are formed twice.
         total += 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
         for name, (size, shape) in self.holdable().items():
-            rounded, away = name in holding.rounded, name in holding.offloaded
-            total += size * moving(shape) * _PASSES_ROUNDED * rounded
-            total += size / (_HALF if rounded else 1) * moving(shape) * _PASSES_HOST * away
+            total += size * moving(shape) * _PASSES_ROUNDED * (name in rounded)
         return total
 
     def _forward_of(self, call: int) -> float:
@@ -151,24 +132,23 @@ class Timeline:
             sizes.append(0 if step.use is None else footprint.parameter_bytes(step.use, new))
         return sizes
 
-    def peak(self, recomputed: Collection[int], cut: int | None, holding: Holding = AS_THEY_ARE) -> int:
+    def peak(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] = ()) -> int:
         """Return the peak bytes of a private backward."""
         # recomputed: calls of which only inputs are stored. cut: the call at whose end the part with a second backward
         # begins. Of what norms are formed in, only a convolution's windows are counted.
-        live, passing = self._live(recomputed, cut, holding)
+        live, passing = self._live(recomputed, cut, rounded)
         begin = self._begin(cut)
         gathered, forming = np.zeros(len(live)), np.zeros(len(live))
-        held, leaving, kept, again = self._unplanned, 0, list[_Contracted](), np.zeros(len(live))
+        held, kept, again = self._unplanned, list[_Contracted](), np.zeros(len(live))
         for number, (step, size) in enumerate(zip(self._steps, self._new_gradients(), strict=True)):
             copied = 0
             if step.use is not None and number >= begin:
                 again[number + 1 :] += size
             elif step.use is not None:
-                stays, away, copied = self._held_of(step, holding)
+                stays, copied = self._held_of(step, rounded)
                 held += stays
-                leaving = away or leaving
-                kept.append(_Contracted(size, stays, self._inputs_held(step, holding), away, copied))
-            gathered[number] = held + leaving
+                kept.append(_Contracted(size, stays, self._inputs_held(step, rounded), copied))
+            gathered[number] = held
             forming[number] = step.before + (0 if step.use is None else self._formed[id(step.use)]) + copied
         # What is kept of a use is formed before the operation itself runs.
         first = int((live + np.maximum(passing, forming) + gathered).max())
@@ -186,35 +166,27 @@ class Timeline:
     def _most_contracting(self, kept: Sequence[_Contracted], held: int, read_again: Collection[Hashable]) -> int:
         """Return the peak while sums are formed one by one and their operands freed, unless they are read again."""
         most, holders = 0, Counter(key for one in kept for key in one.inputs)
-        for one, following in zip_longest(kept, kept[1:]):
+        for one in kept:
             held += one.size
-            coming = one.away + (0 if following is None else following.away)
-            most = max(most, held + coming + one.widened)
+            most = max(most, held + one.widened)
             holders.subtract(one.inputs.keys())
             gone = [size for key, size in one.inputs.items() if not holders[key] and key not in read_again]
             held -= one.stays + sum(gone)
         return most
 
-    def _held_of(self, step: Step, holding: Holding) -> tuple[int, int, int]:
-        """Return bytes of a use: stored besides its inputs, copied to the host, and temporary in another dtype."""
+    def _held_of(self, step: Step, rounded: Collection[str]) -> tuple[int, int]:
+        """Return bytes of a use: stored besides its inputs, and temporary in another dtype."""
         held = self._kept[id(step.use)]
-        rounded, away = self._otherwise(step, holding)
-        share = _HALF if rounded else 1
-        inputs = sum(step.inputs.values()) * held.with_inputs
+        if not self._is_rounded(step, rounded):
+            return held.gradient, 0
         # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
         widest = 4 * runtime.ON_CPU if held.with_inputs else held.gradient
-        copied = min(widest, held.gradient + inputs) if rounded else 0
-        if away:
-            return 0, (held.gradient + inputs) // share, copied
-        return held.gradient // share, 0, copied
+        inputs = sum(step.inputs.values()) * held.with_inputs
+        return held.gradient // _HALF, min(widest, held.gradient + inputs)
 
-    def _otherwise(self, step: Step, holding: Holding) -> tuple[bool, bool]:
-        """Return whether factors of a use are rounded, and whether they go to the host."""
-        found = None if step.use is None else self._kept[id(step.use)].holdable
-        if found is None:
-            return False, False
-        name = step.names[found[0]]
-        return name in holding.rounded, name in holding.offloaded
+    def _is_rounded(self, step: Step, rounded: Collection[str]) -> bool:
+        found = self._kept[id(step.use)].holdable
+        return found is not None and step.names[found[0]] in rounded
 
     def _begin(self, cut: int | None) -> int:
         """Return the number of the first operation behind a cut; that of all operations where there is none."""
@@ -223,10 +195,10 @@ class Timeline:
         return next(number for number, step in enumerate(self._steps) if step.ends == cut)
 
     def _live(
-        self, recomputed: Collection[int], cut: int | None, holding: Holding | None
+        self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of saved memory, and of passing gradients, at every operation."""
-        # Holding None is ordinary training.
+        # rounded: None in ordinary training, which holds no factors.
         begin, total = self._begin(cut), len(self._steps)
         spans: dict[Hashable, tuple[int, int, int]] = {}
 
@@ -245,8 +217,8 @@ class Timeline:
             for step in part.steps:
                 stays = number >= begin and not recomputes
                 hold(step.saved, start if recomputes else 0, total if stays else number)
-                if holding is not None and step.use is not None and number < begin:
-                    hold(self._inputs_held(step, holding), number, total)
+                if rounded is not None and step.use is not None and number < begin:
+                    hold(self._inputs_held(step, rounded), number, total)
                 number += 1
         change = np.zeros(total + 1)
         for start, end, size in spans.values():
@@ -256,12 +228,13 @@ class Timeline:
         passing = [step.passing for step in self._steps]
         return change.cumsum()[:total], np.array(passing, dtype=float)
 
-    def _inputs_held(self, step: Step, holding: Holding) -> Sizes:
+    def _inputs_held(self, step: Step, rounded: Collection[str]) -> Sizes:
         """Return bytes of a use's inputs from its gradient's arrival on, one copy for all that read them."""
-        rounded, away = self._otherwise(step, holding)
-        if away or not self._kept[id(step.use)].with_inputs:
+        if not self._kept[id(step.use)].with_inputs:
             return {}
-        return {("rounded", key): size // _HALF for key, size in step.inputs.items()} if rounded else step.inputs
+        if not self._is_rounded(step, rounded):
+            return step.inputs
+        return {("rounded", key): size // _HALF for key, size in step.inputs.items()}
 
 
 def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:

@@ -4,10 +4,7 @@ Tensors stay ordinary tensors of the CPU. A dispatch mode notes for every storag
 holds each operation to what CUDA would hold it to; `Tensor.device`, `.to` and what reads values on the host answer as
 they would there. What C++ makes by itself (a formula of a backward) takes the device of what it is first used with.
 
-Copies on a stream of their own are made no sooner than another stream waits for them, and what they write holds NaN
-until then: who reads too early, or lets go of memory that is still read, is found out.
-
-What it cannot see: other work on several streams, kernels' own limits, and branches on `torch.cuda.is_available()`.
+What it cannot see: streams, order of execution, kernels' own limits, and branches on `torch.cuda.is_available()`.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -133,7 +130,6 @@ class PretendedDevice(TorchDispatchMode):
 
     def _made(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         asked = kwargs.get("device")
-        pinned = kwargs.pop("pin_memory", False)
         place = CPU if asked is None else torch.device(asked)
         if place.type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
@@ -141,7 +137,7 @@ class PretendedDevice(TorchDispatchMode):
             return args[0] if asked is None else args[0].to(place)
         result = original(*args, **{key: value for key, value in kwargs.items() if key != "device"})
         # A device that was asked of an autograd node is the CPU, whatever is pretended: not to be held against it.
-        self._put(result, CUDA if place.type == "cuda" else CPU if asked is None or pinned else None)
+        self._put(result, CUDA if place.type == "cuda" else CPU if asked is None else None)
         return result
 
     def _to(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +194,6 @@ class PretendedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check where the arguments lie, run the operation, and note where the results lie."""
         kwargs = dict(kwargs or {})
-        if func.overloadpacket is _aten.copy_ and _CURRENT.value is not _FIRST:
-            # What it goes to and comes from: `_moved` would take it for a read of the host.
-            _CURRENT.value.add(args[0], args[1])
-            return args[0].fill_(torch.nan)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         asked = kwargs.get("device")
         if asked is not None and asked.type == "cuda":
@@ -248,8 +240,6 @@ class PretendedDevice(TorchDispatchMode):
         to, origin = self._known(args[0]), self._known(args[1])
         if to is None:
             return origin
-        if _COPYING.value:
-            return to
         if to.type == "cpu" and origin is not None and origin.type == "cuda":
             self.reads.append(_where("copy_"))
         if to.type == "cuda" and origin == CPU and args[1].dim() > 0:
@@ -321,73 +311,15 @@ def _nothing(*_: Any) -> Iterator[None]:
     yield
 
 
-class MemoryUsedAgainError(RuntimeError):
-    """A copy was to be made of, or to, memory that nobody has kept for it."""
-
-
 class _Stream:
-    """A stream: work on the first is done at once; copies on others are made when somebody waits for them."""
+    """The one stream, which nobody has to wait for."""
 
-    def __init__(self, device: Any = None) -> None:
-        self._copies: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
-        self._done = 0
-
-    def add(self, to: Tensor, origin: Tensor) -> None:
-        """Note a copy."""
-        self._copies.append((weakref.ref(to), weakref.ref(origin)))
-
-    def make(self, until: int) -> None:
-        """Make the copies up to a number."""
-        while self._done < until:
-            to, origin = (one() for one in self._copies[self._done])
-            if to is None or origin is None:
-                raise MemoryUsedAgainError("a copy that is not made yet, and one of its tensors is gone")
-            self._done += 1
-            with _COPYING.set(True):
-                to.copy_(origin)
-
-    def wait_stream(self, other: _Stream) -> None:
-        """Wait for all that another stream has to do."""
-        other.make(len(other._copies))
-
-    def wait_event(self, event: _Event) -> None:
-        """Wait for a part of it."""
-        event.stream.make(event.number)
-
-    def record_event(self) -> _Event:
-        """Return what stands for the work so far."""
-        return _Event(self, len(self._copies))
+    def wait_stream(self, other: _Stream) -> None: ...
 
 
-class _Event(NamedTuple):
-    """A point in the work of a stream."""
-
-    stream: _Stream
-    number: int
-
-
-class _Setting:
-    """A value with others for a while."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @contextlib.contextmanager
-    def set(self, value: Any) -> Iterator[None]:
-        """Have another value while entered."""
-        before, self.value = self.value, value
-        try:
-            yield
-        finally:
-            self.value = before
-
-
-_FIRST = _Stream()
-_CURRENT, _COPYING = _Setting(_FIRST), _Setting(value=False)
+_STREAM = _Stream()
 _OF_CUDA: dict[str, Any] = {
-    "current_stream": lambda device=None: _CURRENT.value,
-    "stream": _CURRENT.set,
-    "Stream": _Stream,
+    "current_stream": lambda device=None: _STREAM,
     "_lazy_init": lambda: None,
     "synchronize": lambda device=None: None,
     "current_device": lambda: 0,

@@ -13,9 +13,9 @@ CASES = [case for case in ALL_CASES if not case.refused and "random" not in case
 ROUNDING = 2.0**-8
 
 
+@pytest.mark.usefixtures("all_rounded")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_sample_moves_the_sum_of_rounded_factors_by_at_most_the_bound(case, hold):
-    hold(rounded=True)
+def test_a_sample_moves_the_sum_of_rounded_factors_by_at_most_the_bound(case):
     make, wanted = engine("bookkeeping", batch_first=case.batch_first), expected(case.name, CPU)
     found = run(case.on(CPU), make, torch.float32)
     assert relative_error(found.clipped, wanted.clipped) <= 8 * ROUNDING
