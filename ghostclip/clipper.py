@@ -174,7 +174,6 @@ class GhostClipper:
             model, self._capture, self._decisions, sharded=sharded, sequences=sequences, mean=loss_reduction == "mean"
         )
         self._store = self._state.store
-        self._capture.before_forward = self._store.let_go
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
         self._reducer = BlockPlanner(memory_budget, rounds=bool(factor_dtype)) if memory_budget < 1 else None

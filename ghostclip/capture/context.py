@@ -90,8 +90,7 @@ class CaptureContext:
         self._divided = gathering is not None and gathering.divides
         self.substitution = Substitution(model, self, units, divided=self._divided)
         self.bags = Bags(model)
-        # called before a forward; None to call nobody
-        self.before_forward: Callable[[], None] | None = None
+        self.before_forward: Callable[[], None] = lambda: None  # called before a forward that trains
         # called with the tensors and the number of samples of a forward; None to call nobody
         self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
@@ -173,8 +172,7 @@ class CaptureContext:
             return None
         self.stop_listening()
         self.let_go()
-        if self.before_forward is not None:
-            self.before_forward()
+        self.before_forward()
         self.substitution.take_stock()
         self.forward = forward = ForwardContext(self._around, 0, self.axis)
         size = self.bags.batch_size(call.args, call.kwargs, self.axis)

@@ -48,6 +48,7 @@ class ClippingState:
             present=substitution.present,
             delivery=None if sharded is None else sharded.delivery,
         )
+        capture.before_forward = self.store.let_go
 
     def listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
         """Run a backward that a listener receives, and return what ``run`` returns."""
