@@ -86,7 +86,7 @@ VARIABLE: Final = "GHOSTCLIP_KERNELS"
 MODES: Final = ("auto", "on", "off")
 
 DEFAULT: Final = "auto"
-"""Where an H100 showed that they pay: steps of two large models in 16 bits took 0.73 and 0.78 times as long with them."""
+"""Where an H100 showed that they pay: a step of two large models in 16 bits took 0.73 and 0.78 times as long."""
 
 _set: list[str] = []
 
