@@ -34,6 +34,7 @@ QUICK_SHARE = {
     "architectures": 6,
     "loops": 12,
     "benchmarks": 0,
+    "benchmarks/test_mutations.py": 1,
     "paper_repro": 0,
     "clipping/test_clip_policies.py": 3,
     "exactness/test_rounded_factors.py": 12,

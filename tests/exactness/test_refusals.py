@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.errors import GhostClipError, LossReductionError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UnsupportedModelError
 from tests.cases import by_name
 from tests.exactness.runs import engine, expected
 
@@ -105,6 +105,27 @@ def test_batch_norm_in_training_mode(strategy, kind):
     model = nn.Sequential(nn.Linear(5, 4), kind(4), nn.Linear(4, 2)).double()
     with pytest.raises(GhostClipError, match=kind.__name__):
         _attach_and_step(strategy, model, torch.randn(4, 5, dtype=F64))
+    assert _nothing_trained(model)
+
+
+class _BatchNormOfItsOwn(nn.Module):
+    """No module tells of the batch norm, whose statistics are there for evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        statistics = torch.zeros(4), torch.ones(4)
+        return nn.functional.batch_norm(x, *statistics, self.weight, self.bias, training=True)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_batch_norm_as_a_function(samples):
+    """Also of one sample, where no other could show that samples mix."""
+    model = _BatchNormOfItsOwn()
+    with pytest.raises(SampleMixingError, match="batch_norm: in training mode"):
+        _attach_and_step("auto", model, torch.randn(samples, 4, 5))
     assert _nothing_trained(model)
 
 

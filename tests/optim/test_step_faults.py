@@ -113,7 +113,7 @@ def test_failing_phase_leaves_nothing_behind(phase, strategy, tmp_path, monkeypa
 def test_ledger_is_on_the_disk_before_anything_changes(tmp_path, monkeypatch):
     run, seen = Run(tmp_path), []
     before = parameters_of(run.model)
-    monkeypatch.setattr("ghostclip.privacy.ledger_file._to_disk", lambda _: seen.append("on the disk"))
+    monkeypatch.setattr("os.fsync", lambda _: seen.append("on the disk"))
 
     def inner_step(*_, **__):
         seen.append("update")
