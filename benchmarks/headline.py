@@ -79,9 +79,12 @@ SHOWN = (
     "MLP",
     "Embedding, LSTM",
 )
+# What "auto" becomes in mid-training where the loss is known.
+GRAPHS = "ghostclip, graphs"
 # Beside ordinary training: (name in tables, does an engine belong to it).
 SIDES: dict[str, Callable[[Row], bool]] = {
     "ghostclip": lambda row: row["name"] == OURS,
+    GRAPHS: lambda row: row["name"] == "graph",
     "Opacus, its fastest mode": lambda row: row["name"].startswith("opacus"),
     "torch.func": lambda row: row["name"] == "torch-func",
 }
@@ -120,7 +123,7 @@ def short_table(report: Mapping[str, Any]) -> str:
     """
     lines = [f"| time / memory, × ordinary training | {' | '.join(SIDES)} |\n", f"|---|{'---:|' * len(SIDES)}\n"]
     for title, sides in beside(report):
-        cells = [f"{sides[side][0]:.2f} / {sides[side][1] or 0:.2f}" if side in sides else "cannot" for side in SIDES]
+        cells = [" / ".join(f"{part:.2f}" for part in sides.get(side, ()) if part) or "cannot" for side in SIDES]
         lines.append(f"| {title} | {' | '.join(cells)} |\n")
     return "".join(lines)
 
@@ -140,6 +143,7 @@ def short_plot(report: Mapping[str, Any], path: Path) -> None:
     # Told apart by the colour-blind, and in print by their marks (Okabe and Ito 2008).
     looks = {
         "ghostclip": ("#0072B2", "o"),
+        GRAPHS: ("#56B4E9", "D"),
         "Opacus, its fastest mode": ("#E69F00", "s"),
         "torch.func": ("#009E73", "^"),
     }
@@ -147,8 +151,10 @@ def short_plot(report: Mapping[str, Any], path: Path) -> None:
         for lower, (side, (colour, mark)) in enumerate(looks.items()):
             # A little below each other, so that none hides another.
             places = [(place + 0.2 * (lower - 1), sides) for place, (_, sides) in enumerate(rows) if side in sides]
-            points = [(sides[side][number], place) for place, sides in places]
-            panel.plot(*zip(*points, strict=True), mark, color=colour, label=side, markersize=8, alpha=0.9)
+            points = [(sides[side][number], place) for place, sides in places if sides[side][number]]
+            panel.plot(
+                [x for x, _ in points], [y for _, y in points], mark, color=colour, label=side, markersize=8, alpha=0.9
+            )
         panel.axvline(1.0, color="#444444", linewidth=0.8, linestyle="--")
         panel.set_xscale("log")
         ticks = [1, 2, 5, 10, 20, 50, 100]

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -72,13 +73,10 @@ QUICK_SHARE = {
     "cli/test_epsilon_and_calibrate.py": 3,
     "project/test_collection.py": 0,
 }
-# One in so many is run by CI, the others with those marked `slow`: each is one more example of what others hold too.
-CI_SHARE = {
-    "capture/test_leaves_no_trace.py": 3,
-    "devices/test_pretended.py": 3,
-    "exactness/test_clipped_sums.py": 2,
-    "exactness/test_rounded_factors.py": 3,
-}
+# Of a test with more parameter sets than this CI runs, beside the quick ones, one in so many, and `make test-slow` the
+# others: each is one more example of the same. Rows of these folders are promises of their own.
+WIDE, ONE_IN = 6, 3
+ROWS = {"compat", "docs", "integrations", "loops"}
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -147,6 +145,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `cuda` where there is none, let torch's remarks pass, and mark what is `thorough`."""
+    sets = Counter(map(_function_of, items))
     for item in items:
         for rule in _TORCH_SAYS:
             item.add_marker(pytest.mark.filterwarnings(rule))
@@ -154,7 +153,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if not _is_quick(item) or _is_further_strategy(item):
             item.add_marker(pytest.mark.thorough)
-            if not _is_of_share(item, CI_SHARE):
+            if sets[_function_of(item)] > WIDE and _is_further_example(item):
                 item.add_marker(pytest.mark.slow)
         elif _is_of_share(item, DEVICE_SHARE) or _is_the_one_of_its_case(item):
             item.add_marker(pytest.mark.few)
@@ -162,6 +161,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _is_quick(item: pytest.Item) -> bool:
     return _is_of_share(item, QUICK_SHARE)
+
+
+def _function_of(item: pytest.Item) -> tuple[Path, str]:
+    return item.path, getattr(item, "originalname", item.name)
+
+
+def _is_further_example(item: pytest.Item) -> bool:
+    rows = HERE in item.path.parents and item.path.relative_to(HERE).parts[0] in ROWS
+    return not rows and zlib.crc32(item.name.encode()) % ONE_IN != 0
 
 
 def _is_of_share(item: pytest.Item, shares: Mapping[str, int]) -> bool:
