@@ -84,7 +84,7 @@ def added(report: dict[str, Any], earlier: dict[str, Any], names: list[str]) -> 
         for task in earlier["tasks"]
     ]
     commit = str(report["machine"]["commit"])[:10]
-    command = f"{earlier['command'].split('; later: ')[0]}; later: {report['command']} at commit {commit}"
+    command = f"{earlier['command']}; later: {report['command']} at commit {commit}"
     return {**earlier, "command": command, "tasks": tasks}
 
 
