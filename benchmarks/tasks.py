@@ -149,7 +149,7 @@ def tasks(*, quick: bool) -> list[Task]:
         return [
             _tiny_gpt("gpt", 32, 4),
             _tiny_gpt("gpt-512", 64, 2),
-            _tiny_gpt("gpt-1024", 96, 1),
+            _tiny_gpt("gpt-1024", 96, 2),
             Task("cnn", "MNIST CNN, B 8", 8, MnistCNN, _labelled_batch(1, 28, 28)),
             Task("cnn-64", "MNIST CNN, B 4", 4, MnistCNN, _labelled_batch(1, 28, 28)),
             Task("mlp", "MLP 64-64-64-10, B 8", 8, partial(MLP, features=64, width=64), _labelled_batch(64)),

@@ -83,7 +83,7 @@ def test_adapters_beside_a_large_model(tmp_path, engine):
 
 
 def test_adapters_alone_are_trained():
-    task = lora._task(lora.large_model("llama-1b"), quick=True, quantised=False)
+    task = lora.fine_tuning(lora.large_model("llama-1b"), quick=True, quantised=False)
     trained = {name.split(".")[-2] for name, p in task.make_model().named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"}
 
