@@ -1,8 +1,9 @@
 """Everything that a lent GPU is asked, in one call of at most ten minutes: `python -m benchmarks.gpu.session --help`.
 
-What is not timed runs first, side by side: tests, agreement with float64, NCCL. Then, one at a time: LoRA on a Llama
-1B, GPT-2 large, the published tables with Opacus beside ours. Each step is a process with its own limit, and what it
-found is in the folder as soon as it is there: a step that fails or is cut short stops no other.
+What is not timed runs first, side by side: tests, agreement with float64, NCCL. Then steps that are one graph: GPT-2
+large and LoRA on a Llama 1B compile side by side and are timed in turn. Then, one at a time: both eagerly, the
+published tables with Opacus beside ours. Each step is a process with its own limit, and what it found is in the folder
+as soon as it is there: a step that fails or is cut short stops no other.
 
     python -m benchmarks.gpu.session --out "$OUT"
     python -m benchmarks.gpu.session --out rehearsal --device cpu --quick --minutes 60
@@ -86,6 +87,34 @@ def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
         *([Step("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
         Step("agreement", ("-m", "benchmarks.gpu.agreement", *shared), 110.0),
         Step("ranks", ("-m", "benchmarks.gpu.ranks", *shared), 90.0),
+    ]
+
+
+def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> list[Step]:
+    """The steps that compile side by side, for minutes where a model is deep, and are timed in turn.
+
+    Args:
+        device: Where.
+        rows: The file for rows.
+        work: The folder for the lock.
+        quick: Whether tiny sizes are meant.
+
+    Returns:
+        Them.
+    """
+    shared = (
+        "--device",
+        str(device),
+        "--rows",
+        str(rows),
+        *(["--quick"] if quick else []),
+        "--lock",
+        str(work / "lock"),
+    )
+    ways = ("--way", "book-keeping", "--way", "graph")
+    return [
+        Step(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case, *ways), 280.0)
+        for case in ("gpt2-large", "lora")
     ]
 
 
@@ -239,9 +268,13 @@ def main(arguments: list[str] | None = None) -> int:
             found = [step for step in steps if not given.step or step.name.startswith(tuple(given.step))]
             return [replace(step, seconds=PATIENCE * step.seconds) for step in found] if given.quick else found
 
-        side_by_side = chosen(together(given.device, rows, quick=given.quick))
-        if side_by_side:
-            session.run(side_by_side)
+        for several in (
+            together(given.device, rows, quick=given.quick),
+            compiled(given.device, rows, work, quick=given.quick),
+        ):
+            side_by_side = chosen(several)
+            if side_by_side:
+                session.run(side_by_side)
         for step in chosen(alone(given.device, rows, work, quick=given.quick)):
             session.run([step])
             print((given.out / "steps.json").read_text()[-300:], flush=True)

@@ -58,10 +58,11 @@ def test_nothing_begins_when_the_time_is_spent(folder):
 def test_steps_are_commands_that_are_understood(quick):
     steps = [
         *session.together(CPU, Path("rows"), quick=quick),
+        *session.compiled(CPU, Path("rows"), Path("work"), quick=quick),
         *session.alone(CPU, Path("rows"), Path("tables"), quick=quick),
     ]
     names = [step.name for step in steps]
-    assert {"tests", "agreement", "ranks", "lora nonprivate", "lora bookkeeping"} <= set(names)
+    assert {"tests", "agreement", "ranks", "graph lora", "lora nonprivate", "lora bookkeeping"} <= set(names)
     assert len(set(names)) == len(names)
     if find_spec("opacus"):
         assert {"table A mnist-cnn", "table B", "table C", "table D gpt2", "table E"} <= set(names)
