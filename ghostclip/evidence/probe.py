@@ -56,8 +56,10 @@ _TINIEST: Final = 1e-6
 _LOOKED_AT: Final = 1 << 20
 # Devices with a generator of their own.
 _DRAWING: Final = frozenset({"cpu", "cuda"})
-# How much a sample's gradient is multiplied by; one that is left out has none.
+# How much a sample's gradient is multiplied by; one that is left out has none, and one below zero is not compared.
 Weights = Mapping[int, float]
+# How much louder company is than the one sample that is compared.
+_LOUD: Final = -4.0
 # Drawn without a copy in 32 bits.
 _DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -402,13 +404,15 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
     Returns:
         Where backwards are linear all samples as they are, and then multiplied by numbers of which any two have
         different ones in one of the backwards; some are left out. Elsewhere `sample_sets`; of two or three samples,
-        each of which is a set by itself, all of them as well.
+        each of which is a set by itself, each as well in company that is louder.
     """
     every = dict.fromkeys(range(batch_size), 1.0)
     if not linear:
         sets = sample_sets(batch_size)
         found: list[Weights] = [dict.fromkeys(sorted(chosen), 1.0) for chosen in sets]
-        return found if any(len(chosen) > 1 for chosen in sets) else [*found, every]
+        if any(len(chosen) > 1 for chosen in sets):
+            return found
+        return [*found, *({**dict.fromkeys(every, _LOUD), sample: 1.0} for sample in every)]
     digits = next(digits for digits in count(1) if len(_SCALES) ** digits >= batch_size)
     base = next(base for base in count(2) if base**digits >= batch_size)
     drawn: list[Weights] = [

@@ -121,4 +121,5 @@ def test_what_begins_late_is_met(unpredictable):
 
     with pytest.raises(GhostClipError, match=r"forward before|other samples"):
         train()
-    assert model.number >= 150
+    # What a check runs once more is not counted afterwards.
+    assert model.number >= 140
