@@ -88,9 +88,10 @@ def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
         later ones, where this system lets it be read. Nothing of a runner that compiles on a CPU: steps use again what
         compiling leaves of the heap.
     """
-    compiles = isinstance(runner, Prepares)
     if isinstance(runner, Prepares):
         runner.prepare(batch)
+        if device.type == "cpu":
+            return {}
     meter = PeakMemory(device)
     gc.collect()
     meter.start()
@@ -104,7 +105,7 @@ def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
         for _ in range(LATER_STEPS):
             runner.step(batch)
         found["steady_bytes"] = meter.stop()
-    return {} if compiles and device.type == "cpu" else found
+    return found
 
 
 def _in_this_process(task: Task, small: Task, engine: Engine, device: torch.device) -> dict[str, int]:

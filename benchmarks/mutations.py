@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.files import RESULTS, head, write
 from benchmarks.options import folder, refuse_unknown
+from benchmarks.report import heading
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = "not slow and not thorough"
@@ -235,13 +236,10 @@ def run(mutations: Sequence[Mutation]) -> list[dict[str, Any]]:
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    about, rows = report["machine"], report["mutations"]
+    rows = report["mutations"]
     return "\n".join(
         [
-            f"`{report['command']}` on {about['cpu']}, {about['cores']} cores, {about['os']}; "
-            f"Python {about['python']}, torch {about['versions']['torch']}; "
-            f"commit {str(about['commit'])[:10]}, {report['date']}.",
-            "",
+            heading(report),
             f"{sum(row['caught_by'] is not None for row in rows)} of {len(rows)} mutations of the engine are seen by "
             "the quick tests (`make test`). Seconds: of a process that runs some of these until one fails.",
             "",

@@ -76,7 +76,7 @@ QUICK_SHARE = {
 # Of a test with more parameter sets than this CI runs, beside the quick ones, one in so many, and `make test-slow` the
 # others: each is one more example of the same. Rows of these folders are promises of their own.
 WIDE, ONE_IN = 6, 3
-ROWS = {"compat", "docs", "integrations", "loops"}
+CI_SHARE = dict.fromkeys(("compat", "docs", "integrations", "loops"), 1)
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if not _is_quick(item) or _is_further_strategy(item):
             item.add_marker(pytest.mark.thorough)
-            if sets[_function_of(item)] > WIDE and _is_further_example(item):
+            if sets[_function_of(item)] > WIDE and not _is_of_share(item, CI_SHARE, other=ONE_IN):
                 item.add_marker(pytest.mark.slow)
         elif _is_of_share(item, DEVICE_SHARE) or _is_the_one_of_its_case(item):
             item.add_marker(pytest.mark.few)
@@ -167,16 +167,11 @@ def _function_of(item: pytest.Item) -> tuple[Path, str]:
     return item.path, getattr(item, "originalname", item.name)
 
 
-def _is_further_example(item: pytest.Item) -> bool:
-    rows = HERE in item.path.parents and item.path.relative_to(HERE).parts[0] in ROWS
-    return not rows and zlib.crc32(item.name.encode()) % ONE_IN != 0
-
-
-def _is_of_share(item: pytest.Item, shares: Mapping[str, int]) -> bool:
+def _is_of_share(item: pytest.Item, shares: Mapping[str, int], *, other: int = 1) -> bool:
     if HERE not in item.path.parents:
         return True
     place = item.path.relative_to(HERE)
-    share = shares.get(place.as_posix(), shares.get(place.parts[0], 1))
+    share = shares.get(place.as_posix(), shares.get(place.parts[0], other))
     return share > 0 and zlib.crc32(item.name.encode()) % share == 0
 
 

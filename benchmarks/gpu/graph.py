@@ -27,6 +27,7 @@ from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.models import MnistCNN
 from benchmarks.tasks import per_sample_losses
 from benchmarks.timing import synchronize
+from ghostclip.data.memory import PeakMemory
 
 ROUNDS: Final = 15
 CASES: Final = ("gpt2-large", "mnist-cnn", "lora")
@@ -59,16 +60,6 @@ def _losses(model: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
 
 def _ordinary(model: Any, batch: tuple[Tensor, Tensor]) -> None:
     _losses(model, *batch).mean().backward()
-
-
-def _bytes(device: torch.device, *, most: bool = False) -> int:
-    """Return the bytes that the allocator of a GPU gives out, or the most since it was asked for them last."""
-    if device.type != "cuda":
-        return 0
-    synchronize(device)
-    found = torch.cuda.max_memory_allocated(device) if most else torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return found
 
 
 def way(name: str, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], device: torch.device) -> Any:
@@ -126,11 +117,11 @@ def main(given: list[str] | None = None) -> int:
     make, batch = _case(job)
     title = job.arguments.case + (f", {job.arguments.layers} layers" if job.arguments.layers else "")
     ready: dict[str, tuple[Any, Any, Row]] = {}
-    asked = job.arguments.way or WAYS
+    asked, meter = job.arguments.way or WAYS, PeakMemory(job.device)
     for name in [name for name in WAYS if name == ORDINARY or name in asked]:
         found: Row = {}
         with job.case(f"{title}: {name}, first steps") as row:
-            began, before = time.perf_counter(), _bytes(job.device)
+            began, before = time.perf_counter(), meter.in_use()
             run, drop = way(name, make, batch, job.device)
             for _ in range(2):
                 drop()
@@ -138,9 +129,9 @@ def main(given: list[str] | None = None) -> int:
             synchronize(job.device)
             row["seconds"] = found["first_seconds"] = time.perf_counter() - began
             drop()
-            _bytes(job.device)
+            meter.start()
             run()
-            row["peak_bytes"] = found["peak_bytes"] = _bytes(job.device, most=True) - before
+            row["peak_bytes"] = found["peak_bytes"] = meter.stop() - before
             drop()
             ready[name] = run, drop, found
     taken: dict[str, list[float]] = {name: [] for name in ready}

@@ -68,6 +68,10 @@ class Step:
     seconds: float
 
 
+def _shared(device: torch.device, rows: Path, *, quick: bool) -> tuple[str, ...]:
+    return "--device", str(device), "--rows", str(rows), *(["--quick"] if quick else [])
+
+
 def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
     """The steps that are not timed, and run side by side.
 
@@ -79,7 +83,7 @@ def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
     Returns:
         Them.
     """
-    shared = ("--device", str(device), "--rows", str(rows), *(["--quick"] if quick else []))
+    shared = _shared(device, rows, quick=quick)
     few = ("-k", "linear_3d") if quick else ()
     workers = ("-n", "1" if quick else "14")
     tests = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--device", str(device), *workers)
@@ -102,18 +106,10 @@ def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> li
     Returns:
         Them.
     """
-    shared = (
-        "--device",
-        str(device),
-        "--rows",
-        str(rows),
-        *(["--quick"] if quick else []),
-        "--lock",
-        str(work / "lock"),
-    )
-    ways = ("--way", "book-keeping", "--way", "graph")
+    own = ("--lock", str(work / "lock"), "--way", "book-keeping", "--way", "graph")
+    shared = (*_shared(device, rows, quick=quick), *own)
     return [
-        Step(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case, *ways), 280.0)
+        Step(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case), 280.0)
         for case in ("gpt2-large", "lora")
     ]
 
@@ -130,7 +126,7 @@ def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> lis
     Returns:
         Them.
     """
-    shared = ("--device", str(device), "--rows", str(rows), *(["--quick"] if quick else []))
+    shared = _shared(device, rows, quick=quick)
 
     def lora(engine: str, *own: str) -> Step:
         name = " ".join(("lora", engine, *own))

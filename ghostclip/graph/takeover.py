@@ -63,7 +63,7 @@ class Takeover:
         self._beside: _Beside | None = None
         # Says why a graph is not compiled, while this process may compile.
         self._compiles: Callable[[fx.GraphModule], str | None] | None = None
-        self._cost: dict[str, float] = {}
+        self._cost = {"compiled": 0.0}
         self._times: list[tuple[float, float]] = []
         self._tried = 0
         self._taken: Compiled | None = None
@@ -213,8 +213,7 @@ class Takeover:
         _log.info(
             "strategy 'auto': graphs compute all releases from number %d on, in %.2f times the eager engine's time "
             "(%.4g ms a batch for %.4g); compiling took %.1f s beside the training, which waited for %.1f s.",
-            owner.releases + 2, graph / eager, 1e3 * graph, 1e3 * eager, self._cost.get("compiled", 0.0),
-            self._cost["held up"],
+            owner.releases + 2, graph / eager, 1e3 * graph, 1e3 * eager, self._cost["compiled"], self._cost["held up"],
         )  # fmt: skip
 
     def _stay(self, reason: str) -> None:
@@ -231,7 +230,7 @@ def left_of(optimizer: Any, planned: int | None) -> Callable[[], int | None]:
 def hindered(clipper: GhostClipper) -> str | None:
     """Return why nothing is compiled unasked."""
     kinds = {p.device.type for p in clipper.model.parameters()}
-    if kinds != {"cpu"} and not on_gpu(clipper):
+    if kinds not in ({"cpu"}, {"cuda"}):
         return f"on {', '.join(sorted(kinds))} graphs are compiled where they are asked for (compile=True)"
     if _torch.several_ranks():
         return "on several ranks graphs are compiled where they are asked for (compile=True)"

@@ -23,14 +23,6 @@ from ghostclip.kernels.runtime import traced
 _OUT_DTYPE: Final = "dtype" in torch.ops.aten.bmm.overloads()
 # Before, what is added to had to be of 16 bits, or was not read (torch, pull request 167931).
 _ADDS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
-
-
-def _adds() -> bool:
-    """Return whether a product may be added to float32 as it is formed: not where operations are traced."""
-    # There torch takes the type of the result for the factor of what is added to.
-    return _ADDS and not traced()
-
-
 # Loads of matrix units are of so many bytes; rows that begin elsewhere are loaded number by number.
 _ALIGNED: Final = 16
 # Bytes of a line of a CPU's cache, at multiples of which memory is allocated.
@@ -99,6 +91,12 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
             total_NTU.add_(torch.bmm(left, right, out_dtype=torch.float32))
     assert total_NTU is not None
     return total_NTU
+
+
+def _adds() -> bool:
+    """Return whether a product may be added to float32 as it is formed: not where operations are traced."""
+    # There torch takes the type of the result for the factor of what is added to.
+    return _ADDS and not traced()
 
 
 def apart(like: Tensor, samples: int, size: int) -> Tensor:
