@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
+from benchmarks.report import machine_line
 from ghostclip import PrivacyEngine
 from ghostclip.errors import GhostClipError
 from ghostclip.optim.wrapped import ACCOUNT_KEY
@@ -300,7 +301,7 @@ class Corruptions:
 
 
 def _markdown(record: dict[str, Any]) -> str:
-    about, outcomes = record["machine"], record["outcomes"]
+    outcomes = record["outcomes"]
     counts = Counter((one["file"], one["kind"], one["outcome"]) for one in outcomes)
     tried = {(one["file"], one["kind"]): None for one in outcomes}
     rows = []
@@ -310,9 +311,7 @@ def _markdown(record: dict[str, Any]) -> str:
         rows.append(f"| {file} | {kind} | {total} | {refused} | {harmless} | {total - refused - harmless} |")
     return "\n".join(
         [
-            f"`{record['command']}` on {about['cpu']}, {about['cores']} cores, {about['os']}; "
-            f"Python {about['python']}, torch {about['versions']['torch']}; "
-            f"commit {str(about['commit'])[:10]}, {record['date']}.",
+            f"`{record['command']}` on {machine_line(record)}",
             "",
             f"{len(outcomes)} corruptions of the files of a training that was saved after its last step. Refused: by "
             "an error of this package, with nothing changed. Harmless: ε not below what was released, and all that was "

@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import machine
+from benchmarks.report import machine_line
 from ghostclip import GraphStep, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.graph import takeover
@@ -345,7 +346,7 @@ def _warm_up() -> None:
 
 
 def _markdown(record: dict[str, Any]) -> str:
-    about, trainings = record["machine"], record["trainings"]
+    trainings = record["trainings"]
     rows = [
         f"| {t['options']} | {t['kills']} | {t['lost_steps']} | {t['kills_between_ledger_and_update']} | "
         f"{t['ledger_below_released']} | {'yes' if t['equal'] else '**no**'} | {t['epsilon']:.4f} |"
@@ -356,9 +357,7 @@ def _markdown(record: dict[str, Any]) -> str:
         points.update(training["kills_at_points"])
     return "\n".join(
         [
-            f"`{record['command']}` on {about['cpu']}, {about['cores']} cores, {about['os']}; "
-            f"Python {about['python']}, torch {about['versions']['torch']}; "
-            f"commit {str(about['commit'])[:10]}, {record['date']}.",
+            f"`{record['command']}` on {machine_line(record)}",
             "",
             f"{sum(t['kills'] for t in trainings)} kills over {len(trainings)} trainings of {record['steps']} steps.",
             "",
