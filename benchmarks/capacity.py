@@ -35,7 +35,7 @@ from benchmarks.report import MEGABYTE, heading, times, why_not
 from benchmarks.run import checked
 from benchmarks.search import largest
 from benchmarks.tasks import Batch, Task, find, tasks
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 
 TASKS = ("gpt", "cnn")
 ENGINES = ("bookkeeping", "ghost", "hooks", "opacus-hooks", "opacus-ghost", "torch-func", "jax")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
@@ -11,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from ghostclip._memory import glibc
 
 PACKAGES = ("torch", "opacus", "jax", "jaxlib", "backpack-for-pytorch", "transformers", "numpy", "scipy", "opt_einsum")
 
@@ -27,10 +28,9 @@ def keep_heap() -> None:
     pay for tens of thousands of faults a step and others for none, and which of them is chance.
     """
     global _heap_is_kept  # noqa: PLW0603 - it is a property of the process
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        most = 2**31 - 1
-        _heap_is_kept = all([mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, most), mallopt(_TOP_PAD, 1 << 26)])
+    if (library := glibc()) is not None:
+        options = (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 1 << 26)
+        _heap_is_kept = all(library.mallopt(*option) for option in options)
 
 
 def describe(device: torch.device) -> dict[str, object]:

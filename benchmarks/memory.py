@@ -25,7 +25,7 @@ from benchmarks.engines import CannotDo, Engine, Runner
 from benchmarks.machine import exact_float32
 from benchmarks.peers import every_engine
 from benchmarks.tasks import Batch, Task, find
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 
 # The fourth is proved as the first is.
 FIRST_STEPS = 4

@@ -25,7 +25,7 @@ import torch
 from benchmarks.engines import Engine
 from benchmarks.machine import exact_float32
 from benchmarks.memory import in_new_process, short_of_memory
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import cap, reason
 from paper_repro.measure import MAX_GRAD_NORM, say

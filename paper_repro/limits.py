@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.memory import short_of_memory
-from ghostclip.data.memory import status_bytes
+from ghostclip._memory import status_bytes
 
 # Of what the machine has free when a run starts.
 SHARE_OF_FREE = 0.85

@@ -20,7 +20,7 @@ from benchmarks.correctness import ROUNDING, TOLERANCE, Reference, error_of, ref
 from benchmarks.engines import STRATEGIES, Engine, Runner
 from benchmarks.run import Row, add_times, checked
 from benchmarks.tasks import Batch, Task
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 from paper_repro.cases import Case, Table
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.opacus_layers import needs_opacus_layers, same_function, with_opacus_layers

@@ -27,7 +27,7 @@ from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.models import MnistCNN
 from benchmarks.tasks import per_sample_losses
 from benchmarks.timing import synchronize
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 
 ROUNDS: Final = 15
 CASES: Final = ("gpt2-large", "mnist-cnn", "lora")

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.graph import speed
 from benchmarks.memory import in_new_process
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 
 _STEPS = 3
 

@@ -17,7 +17,7 @@ from benchmarks import files, machine
 from benchmarks.flops import counter
 from benchmarks.head.ways import WAYS, Sizes, maker
 from benchmarks.memory import FIRST_STEPS, in_new_process
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 from ghostclip.kernels.head import norm_flops
 
 MEBIBYTE = 2**20

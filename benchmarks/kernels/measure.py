@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.kernels.cases import Case
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.runtime import difference, relative_difference
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ghostclip import _validate
-from ghostclip.data.memory import PeakMemory, available_bytes, is_out_of_memory
+from ghostclip._memory import PeakMemory, available_bytes, is_out_of_memory
 from ghostclip.errors import InvalidOptionError
 
 DEFAULT_SHARE = 0.5

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ghostclip import _validate
-from ghostclip.data.memory import is_out_of_memory
+from ghostclip._memory import is_out_of_memory
 from ghostclip.data.out_of_memory import count_rows, run_in_parts
 from ghostclip.data.size_policies import FixedSize, SizePolicy, largest_batch, learned_size
 from ghostclip.errors import DataError, InvalidOptionError

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ghostclip.data.memory import PeakMemory, available_bytes
+from ghostclip._memory import PeakMemory, available_bytes
 from ghostclip.data.physical_batch_size import DEFAULT_SHARE, BatchSizeSearch, memory_limit
 
 _log = logging.getLogger(__name__)

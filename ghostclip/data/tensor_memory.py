@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 
 
 def peak_bytes(work: Callable[[], None], device: torch.device) -> int | None:

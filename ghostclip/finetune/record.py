@@ -22,7 +22,7 @@ import torch
 
 import ghostclip
 from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, write_text
-from ghostclip.data.memory import is_out_of_memory
+from ghostclip._memory import is_out_of_memory
 from ghostclip.finetune.models import Quality, cost_of, ordinary_cost
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, assumptions

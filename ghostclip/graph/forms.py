@@ -8,9 +8,7 @@ memory that an ordinary step takes.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ghostclip import _torch
+from ghostclip._memory import glibc
 from ghostclip.clipping.passes import smaller_form
 from ghostclip.factors import Dense, Factor, Outer, Permuted, joined
 from ghostclip.graph.axes import values_of
@@ -114,10 +113,10 @@ def have_freed_kept(most: int) -> None:
     # At most twice what an ordinary step takes, `most`, may be free, 64 MiB at least. Nothing is done where the
     # environment sets a threshold, nor without glibc.
     said = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
-    if said or platform.libc_ver()[0] != "glibc" or most <= _kept_free[-1]:
+    libc = None if said or most <= _kept_free[-1] else glibc()
+    if libc is None:
         return
     _kept_free.append(most)
-    libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
     libc.mallopt(_TRIM_THRESHOLD, min(2 * max(most, _LARGEST), (1 << 31) - 1))
 

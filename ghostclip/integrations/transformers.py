@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
-from ghostclip.data.memory import is_out_of_memory
+from ghostclip._memory import is_out_of_memory
 from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
 from ghostclip.graph.takeover import Takeover, hindered, left_of

@@ -19,7 +19,7 @@ from benchmarks.files import stem
 from benchmarks.headline import fastest_peer, summary
 from benchmarks.report import absent, markdown, memory_ratio
 from benchmarks.tasks import block, find, tasks
-from ghostclip.data.memory import PeakMemory
+from ghostclip._memory import PeakMemory
 
 CPU = torch.device("cpu")
 PEAKS = {"loaded_bytes": 0, "peak_bytes": 3 * 2**20, "steady_bytes": 2**21}

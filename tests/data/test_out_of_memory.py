@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
+from ghostclip._memory import is_out_of_memory
 from ghostclip.clipping.passes import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.data.memory import is_out_of_memory
 from ghostclip.data.out_of_memory import rows_of
 from ghostclip.errors import DataError, MissingGradientError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostclip.data.memory import PeakMemory, _ResidentSampler, available_bytes
+from ghostclip._memory import PeakMemory, _ResidentSampler, available_bytes, glibc, status_bytes
 from ghostclip.data.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
 from ghostclip.errors import InvalidOptionError
+from ghostclip.graph.forms import have_freed_kept
 from tests.randomised import given, st
 
 CPU = torch.device("cpu")
@@ -139,6 +140,16 @@ def test_default_budget_is_a_share_of_what_is_available():
         pytest.skip("this system does not say what memory is available")
     limit = memory_limit(CPU, None)
     assert 0.4 * room < limit - PeakMemory(CPU).in_use() < 0.6 * room
+
+
+@pytest.mark.skipif(glibc() is None, reason="no other allocator is told to keep what is freed")
+def test_freed_memory_that_the_allocator_keeps_is_not_in_use():
+    have_freed_kept(2**29)
+    blocks = [torch.ones(16 * MIB // 4) for _ in range(16)]
+    held = status_bytes("VmRSS")
+    del blocks
+    kept = status_bytes("VmRSS")
+    assert kept - PeakMemory(CPU).in_use() > 128 * MIB > held - kept
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -15,6 +15,7 @@ LAYERS = (
     "_tree",
     "_validate",
     "_owner",
+    "_memory",
     "_files",
     "accounting",
     "kernels",
