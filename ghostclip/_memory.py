@@ -41,6 +41,12 @@ def glibc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
+def _return_freed() -> None:
+    """Return to the system what the allocator keeps of freed memory: a step would take it unseen."""
+    if (library := glibc()) is not None:
+        library.malloc_trim(0)
+
+
 def _high_water_since_start() -> int:
     """Return the largest resident set of this process so far, in bytes, where there is no /proc."""
     import resource  # only where it is called: the module does not exist on Windows
@@ -93,9 +99,7 @@ class PeakMemory:
         """Return the bytes in use now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        # What the allocator keeps of freed memory is room, not in use: a step would take it unseen.
-        if (library := glibc()) is not None:
-            library.malloc_trim(0)
+        _return_freed()
         return status_bytes("VmRSS") or _high_water_since_start()
 
     def start(self) -> None:
@@ -107,6 +111,7 @@ class PeakMemory:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        _return_freed()
         try:
             (_SELF / "clear_refs").write_text("5")
         except OSError:
