@@ -9,9 +9,10 @@ import os
 import re
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -30,53 +31,39 @@ _TORCH_SAYS = (
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
     "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
 )
-# One in so many tests of a folder or file is quick: there each is one more example of the same. 0: none.
-QUICK_SHARE = {
-    "architectures": 6,
-    "loops": 12,
-    "benchmarks": 0,
-    "benchmarks/test_mutations.py": 1,
-    "paper_repro": 0,
-    "clipping/test_clip_policies.py": 3,
-    "exactness/test_rounded_factors.py": 12,
-    "accounting/test_tight_bounds.py": 6,
-    "accounting/test_edges.py": 3,
-    "audit/test_loops.py": 3,
-    "cli/test_inspect.py": 3,
-    "cli/test_tasks.py": 3,
-    "devices/test_pretended.py": 6,
-    "integrations": 20,
-    "docs/test_code.py": 4,
-    "docs/test_readme.py": 0,
-    "cli/test_runs.py": 3,
-    "data/test_physical_batches.py": 3,
-    "data/test_physical_batch_size.py": 3,
-    "data/test_out_of_memory.py": 3,
-    "validation/test_find_physical_batch.py": 3,
-    "exactness/test_head.py": 3,
-    "exactness/test_sensitivity_search.py": 3,
-    "kernels/test_products.py": 3,
-    "accounting/test_history_kinds.py": 3,
-    "data/test_one_owner.py": 3,
-    "optim/test_no_way_to_a_sum.py": 3,
-    "optim/test_position.py": 3,
-    "optim/test_sums_out_of_reach.py": 3,
-    "capture/test_leaves_no_trace.py": 4,
-    "exactness/test_harness_catches_bugs.py": 4,
-    "exactness/test_flops.py": 2,
-    "graph/test_exactness.py": 2,
-    "planning/test_below.py": 2,
-    "distributed/test_sharded_measures.py": 0,
-    "distributed/test_sequences.py": 0,
-    "data/test_schemes_of_engines.py": 3,
-    "audit/test_surroundings.py": 3,
-    "cli/test_epsilon_and_calibrate.py": 3,
-    "project/test_collection.py": 0,
+# Of the parameter sets of each test of a folder or file one in so many is quick, and one in so many is run by CI, at
+# least one; `make test-slow` runs the others, which are more examples of the same. 0: none.
+SHARES = {
+    "accounting": (3, 1),
+    "architectures": (6, 1),
+    "benchmarks": (0, 1),
+    "benchmarks/test_mutations.py": (1, 1),
+    "cli/test_epsilon_and_calibrate.py": (3, 1),
+    "cli/test_inspect.py": (3, 1),
+    "cli/test_ranks.py": (0, 1),
+    "cli/test_runs.py": (3, 1),
+    "cli/test_tasks.py": (3, 1),
+    "compat": (6, 1),
+    "data": (3, 1),
+    "distributed/test_sequences.py": (0, 1),
+    "distributed/test_sharded_measures.py": (0, 1),
+    "docs": (4, 1),
+    "docs/test_readme.py": (0, 1),
+    "exactness/test_clipped_sums.py": (3, 6),
+    "exactness/test_flops.py": (2, 1),
+    "graph": (3, 1),
+    "integrations": (20, 3),
+    "integrations/test_graphs_take_over.py": (0, 1),
+    "integrations/test_trainer_in_parts.py": (0, 1),
+    "loops": (12, 2),
+    "mechanisms": (4, 2),
+    "optim": (3, 1),
+    "paper_repro": (0, 2),
+    "privacy/test_corruptions.py": (4, 2),
+    "project/test_collection.py": (0, 1),
 }
-# Of a test with more parameter sets than this CI runs, beside the quick ones, one in so many, and `make test-slow` the
-# others: each is one more example of the same. Rows of these folders are promises of their own.
-WIDE, ONE_IN = 6, 3
-CI_SHARE = dict.fromkeys(("compat", "docs", "integrations", "loops"), 1)
+# So it is of a test with more parameter sets than this, elsewhere.
+WIDE, SHARE_OF_WIDE = 6, (6, 6)
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -85,6 +72,8 @@ DEVICE_SHARE = {
     "kernels/test_norms.py": 2,
     "optim/test_records.py": 8,
 }
+
+T = TypeVar("T")
 
 _FROZEN_FOR = pytest.StashKey[Path]()
 
@@ -144,35 +133,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `cuda` where there is none, let torch's remarks pass, and mark what is `thorough`."""
-    sets = Counter(map(_function_of, items))
+    """Skip what is marked `cuda` where there is none, let torch's remarks pass, and mark `thorough` and `slow` ones."""
+    sets: defaultdict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         for rule in _TORCH_SAYS:
             item.add_marker(pytest.mark.filterwarnings(rule))
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if not _is_quick(item) or _is_further_strategy(item):
-            item.add_marker(pytest.mark.thorough)
-            if sets[_function_of(item)] > WIDE and not _is_of_share(item, CI_SHARE, other=ONE_IN):
-                item.add_marker(pytest.mark.slow)
-        elif _is_of_share(item, DEVICE_SHARE) or _is_the_one_of_its_case(item):
+        if _is_of_few(item):
             item.add_marker(pytest.mark.few)
+        sets[item.path, getattr(item, "originalname", item.name)].append(item)
+    for alike in sets.values():
+        quick, checked = _of_place(alike[0], SHARES, SHARE_OF_WIDE if len(alike) > WIDE else (1, 1))
+        of_quick = _one_in(quick, [item for item in alike if not _is_further_strategy(item)])
+        of_checked = _one_in(checked, alike)
+        for item in alike:
+            if item not in of_quick:
+                item.add_marker(pytest.mark.thorough)
+                if item not in of_checked:
+                    item.add_marker(pytest.mark.slow)
 
 
-def _is_quick(item: pytest.Item) -> bool:
-    return _is_of_share(item, QUICK_SHARE)
+def _one_in(share: int, items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Choose one in so many, the same ones in every run; none for 0."""
+    return set(sorted(items, key=_number_of)[: -(-len(items) // share)]) if share else set()
 
 
-def _function_of(item: pytest.Item) -> tuple[Path, str]:
-    return item.path, getattr(item, "originalname", item.name)
+def _number_of(item: pytest.Item) -> int:
+    return zlib.crc32(item.name.encode())
 
 
-def _is_of_share(item: pytest.Item, shares: Mapping[str, int], *, other: int = 1) -> bool:
-    if HERE not in item.path.parents:
-        return True
-    place = item.path.relative_to(HERE)
-    share = shares.get(place.as_posix(), shares.get(place.parts[0], other))
-    return share > 0 and zlib.crc32(item.name.encode()) % share == 0
+def _of_place(item: pytest.Item, table: Mapping[str, T], other: T) -> T:
+    """Return what a table says of a test's file, or else of its folder."""
+    place = item.path.relative_to(HERE) if HERE in item.path.parents else item.path
+    return table.get(place.as_posix(), table.get(place.parts[0], other))
+
+
+def _is_of_few(item: pytest.Item) -> bool:
+    chosen = _number_of(item) % _of_place(item, DEVICE_SHARE, 1) == 0 or _is_the_one_of_its_case(item)
+    return chosen and not _is_further_strategy(item)
 
 
 def _is_further_strategy(item: pytest.Item) -> bool:

@@ -103,6 +103,7 @@ def test_checkpoint_is_what_transformers_loads(finetune, text_file, tmp_path, re
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
 
 
+@pytest.mark.slow
 def test_strategies_give_the_same_weights(finetune, text_file, tmp_path, monkeypatch):
     """With noise and sampling fixed, which is for tests only, it does not matter what clips."""
     # Graphs run operation by operation: compiling takes longer than a test may.

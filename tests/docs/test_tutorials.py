@@ -20,6 +20,8 @@ TUTORIALS = {
     "images_timm": (("timm", "sklearn", "matplotlib"), "last", 0.55),
     "tabular_loop": (("sklearn", "matplotlib"), "tail", 0.85),
 }
+# They take half a minute and a whole one: `make test-slow` runs them.
+LONG = dict.fromkeys(("images_timm", "llm_trl"), pytest.mark.slow)
 # What follows from the plan alone is the same in each run, and so stands on the page as it is printed.
 PLANNED = re.compile(
     r"\d+ \w+ to train on|trainable params: [\d,]+|noise multiplier:? [\d.]+|ε ≤ [\d.]+|epsilon spent [\d.]+"
@@ -57,7 +59,7 @@ print(*(float(variables[name]) for name in (sys.argv[2], "spent", "epsilon")))
 
 @pytest.mark.thorough
 @pytest.mark.integration
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in NAMES])
 def test_a_tutorial_runs_and_learns(name):
     needed, what, floor = TUTORIALS[name]
     missing = [package for package in needed if find_spec(package) is None]
