@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ghostclip.accounting import get_noise_multiplier
+    from ghostclip.assembly.options import Options
     from ghostclip.clipper import GhostClipper
     from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader, PhysicalBatches
     from ghostclip.engine import PrivacyEngine
@@ -35,6 +36,7 @@ __all__ = [
     "GraphOptions",
     "GraphStep",
     "ModuleValidator",
+    "Options",
     "PhysicalBatches",
     "PrivacyEngine",
     "check",
@@ -56,6 +58,7 @@ _HOME_OF = {
     "GraphOptions": "ghostclip.graph",
     "GraphStep": "ghostclip.graph",
     "ModuleValidator": "ghostclip.validation.fixers",
+    "Options": "ghostclip.assembly.options",
     "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
     "check": "ghostclip.validation.check",

@@ -14,7 +14,8 @@ import numbers
 import re
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from inspect import Parameter
+from typing import Any, ParamSpec, TypeVar
 
 from ghostclip.errors import InvalidOptionError
 
@@ -220,3 +221,39 @@ def suggests_options(function: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(f"{error}{suggestion}") from None
 
     return called
+
+
+def takes(*options: Parameter, made: Callable[..., Any] = dict) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Put options in the place of a function's last parameter, which is given what is made of them.
+
+    Args:
+        *options: What the function takes by these names; of the kind of the parameter before.
+        made: Called with all of them by name.
+
+    Returns:
+        A decorator; its functions suggest the nearest option for one that there is not.
+    """
+
+    def spelled_out(function: Callable[..., R]) -> Callable[..., R]:
+        signature = inspect.signature(function)
+        *first, last = signature.parameters.values()
+        signature = signature.replace(parameters=[*first, *(option.replace(kind=first[-1].kind) for option in options)])
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = next((name for name in kwargs if name not in signature.parameters), None)
+                nearest = "" if unknown is None else did_you_mean(unknown, signature.parameters)
+                raise TypeError(f"{function.__qualname__}() {error}{nearest}") from None
+            bound.apply_defaults()
+            values = {option.name: bound.arguments.pop(option.name) for option in options}
+            return function(**bound.arguments, **{last.name: made(**values)})
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        called.__annotations__ = {**called.__annotations__, **{option.name: option.annotation for option in options}}
+        del called.__annotations__[last.name]
+        return called
+
+    return spelled_out

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -22,7 +21,7 @@ from ghostclip.accounting import (
     create_accountant,
     delta_too_large,
 )
-from ghostclip.assembly.clipping_options import ClippingOptions
+from ghostclip.assembly.options import Options, takes_options
 from ghostclip.assembly.prepared import Prepared
 from ghostclip.assembly.private import (
     Private,
@@ -33,17 +32,14 @@ from ghostclip.assembly.private import (
     check_options,
     noise_level_of,
 )
-from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data import DeclaredSampling, DPDataLoader
 from ghostclip.data.accepted import checked_batch_size, dataset_length
-from ghostclip.distributed import SplitSequences, world_size
+from ghostclip.distributed import world_size
 from ghostclip.errors import GhostClipError
-from ghostclip.facade.module import mode_of
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.optim.checks import refuse_unfit
-from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.budget import Budget
@@ -122,38 +118,16 @@ class PrivacyEngine:
         self._earlier: list[Released] = []
         self.accountant = create_accountant(mechanism=accountant)
 
-    @suggests_options
-    def make_private(  # noqa: PLR0913 - Opacus's arguments
+    @takes_options
+    def make_private(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        criterion: Callable[..., torch.Tensor] | None = None,
         data_loader: DataLoader[Any] | DeclaredSampling,
         noise_multiplier: float,
-        max_grad_norm: float | Sequence[float] | None,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: str | ClipPolicy = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "auto",
-        wrap_model: bool = True,
-        rand_on_empty: bool = False,
-        target_unclipped_quantile: float | None = None,
-        clipbound_learning_rate: float | None = None,
-        max_clipbound: float | None = None,
-        min_clipbound: float | None = None,
-        unclipped_num_std: float | None = None,
         budget: Budget | None = None,
-        probe: bool = True,
-        memory_budget: float = MEMORY_BUDGET,
-        factor_dtype: torch.dtype | None = None,
-        device_only: bool = False,
-        vocabulary_head: str = "logits",
-        sequences: SplitSequences | None = None,
-        mechanism: Mechanism | None = None,
-        compile: bool | None = None,  # noqa: A002 - torch's word
+        options: Options,
     ) -> Private | PrivateWithCriterion:
         """Return private counterparts of a model, its optimizer and its loader.
 
@@ -161,51 +135,11 @@ class PrivacyEngine:
             module: The model, in training mode.
             optimizer: Its optimizer; several over disjoint parameters in a list, for which as many are returned, with
                 one release and one entry in the account for all of them.
-            criterion: The loss function, for strategies that need the losses apart by sample; "bookkeeping" and "hooks"
-                use it as it is.
             data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
                 `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
             noise_multiplier: σ, the standard deviation of the noise in units of the sensitivity.
-            max_grad_norm: C, the bound on the gradient norm of each sample. For clipping="per_layer" also a list, one
-                bound per trainable parameter; None if `clipping` is a policy, which holds its bound.
-            batch_first: Whether axis 0 of the model's inputs is the batch.
-            loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-            poisson_sampling: Whether batches are sampled as the accountant assumes; False keeps the loader's own
-                batches and accounts a full participation per pass.
-            clipping: "flat", "per_layer", "adaptive", "automatic", "normalised", "psac", or a clip policy (see
-                `ghostclip.clipping.policies`).
-            noise_generator: Makes the noise reproducible, and therefore not private against anybody who knows the seed.
-            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
-            wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
-            rand_on_empty: Only False: batches without records are steps of pure noise.
-            target_unclipped_quantile: Share of samples that clipping="adaptive" leaves unclipped; 0.5 by default.
-            clipbound_learning_rate: How fast it moves C; 0.2 by default.
-            max_clipbound: Largest C; 1e8 by default.
-            min_clipbound: Smallest C; 1e-6 by default.
-            unclipped_num_std: Standard deviation of its noisy count, whose cost is part of each step's; a twentieth of
-                the expected batch size by default, σ if that is more.
             budget: Refuses, or ends the training before, the step that would exceed it.
-            probe: Whether to prove by extra backwards in the first steps that samples do not mix; False only for a
-                model that `ghostclip.validate` found sound in the same layout.
-            memory_budget: How much a backward may hold, relative to an ordinary one. Below 1 pass a criterion, because
-                some layers may get two backwards; see `ghostclip.GhostClipper`.
-            factor_dtype: torch.bfloat16 allows a memory budget below 1 to round what clipping holds to 16 bits. Every
-                record keeps its bound; the sum is off by some 2^-9; see `ghostclip.GhostClipper`.
-            device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that
-                are not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`.
-                A release still asks once whether its records are those drawn, unless sampling is declared.
-            vocabulary_head: Of a language model of transformers (causal, masked or sequence to sequence). "auto": in
-                training, ``model(..., labels=labels).loss`` is one loss per record, shape (B,), the mean over its own
-                tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay
-                what they are. "fused" never stores them, and refuses a model that does not fit. "logits" leaves the
-                model's loss what it is.
-            sequences: The ranks over which sequences are split (context parallelism), which then draw the same records:
-                see `ghostclip.distributed.SplitSequences`.
-            mechanism: How records are drawn and what noise steps add, in place of Poisson sampling and independent
-                noise: see `ghostclip.mechanisms`.
-            compile: Of the strategy "auto" with a criterion: None begins eagerly, and has graphs compute the step once
-                they are known to be quicker; True has them compute it from the beginning, as "graph" does; False never
-                does.
+            options: `max_grad_norm`, and what else `ghostclip.Options` lists, each by its own name.
 
         Returns:
             (module, optimizer, data_loader); or (module, optimizer, criterion, data_loader) for "ghost", and if a
@@ -225,115 +159,42 @@ class PrivacyEngine:
             >>> loader.sample_rate  # the batch size of before, on average, over the number of records
             0.125
         """
-        check_options(
-            rand_on_empty=rand_on_empty,
-            noise_generator=noise_generator,
-            noise_level=self.noise_level,
-            grad_sample_mode=grad_sample_mode,
-        )
+        check_options(options, self.noise_level)
         given = Prepared.of(optimizer, data_loader)
-        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=mechanism)
-        private = self._assemble(
-            Request(
-                module=module,
-                optimizer=given.optimizer,
-                criterion=criterion,
-                sampling=sampling,
-                noise_multiplier=noise_multiplier,
-                clipping=ClippingOptions(
-                    clipping=clipping,
-                    max_grad_norm=max_grad_norm,
-                    target_unclipped_quantile=target_unclipped_quantile,
-                    clipbound_learning_rate=clipbound_learning_rate,
-                    max_clipbound=max_clipbound,
-                    min_clipbound=min_clipbound,
-                    unclipped_num_std=unclipped_num_std,
-                ),
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                noise_generator=noise_generator,
-                grad_sample_mode=mode_of(grad_sample_mode, compile),
-                compile=compile,
-                wrap_model=wrap_model,
-                probe=probe,
-                memory_budget=memory_budget,
-                factor_dtype=factor_dtype,
-                device_only=device_only,
-                vocabulary_head=vocabulary_head,
-                sequences=sequences,
-            ),
-            budget,
+        request = Request(
+            module=module,
+            optimizer=given.optimizer,
+            sampling=self._sampled(given.data_loader, options, options.mechanism),
+            noise_multiplier=noise_multiplier,
+            options=options,
         )
-        return given.around(private)
+        return given.around(self._assemble(request, budget))
 
-    @suggests_options
+    @takes_options
     def make_private_with_epsilon(  # noqa: PLR0913 - Opacus's arguments
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        criterion: Callable[..., torch.Tensor] | None = None,
         data_loader: DataLoader[Any] | DeclaredSampling,
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float | Sequence[float] | None,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: str | ClipPolicy = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "auto",
-        wrap_model: bool = True,
-        target_unclipped_quantile: float | None = None,
-        clipbound_learning_rate: float | None = None,
-        max_clipbound: float | None = None,
-        min_clipbound: float | None = None,
-        unclipped_num_std: float | None = None,
         when_spent: str = "raise",
-        probe: bool = True,
-        memory_budget: float = MEMORY_BUDGET,
-        factor_dtype: torch.dtype | None = None,
-        device_only: bool = False,
-        vocabulary_head: str = "logits",
-        sequences: SplitSequences | None = None,
-        mechanism: Mechanism | None = None,
-        compile: bool | None = None,  # noqa: A002 - torch's word
+        options: Options,
     ) -> Private | PrivateWithCriterion:
         """Like `make_private`, with the least noise that keeps a privacy budget for a number of epochs.
 
         Args:
             module: The model, in training mode.
             optimizer: Its optimizer, or several in a list, as for `make_private`.
-            criterion: As for `make_private`.
-            data_loader: The loader; its batch size over the number of records becomes the sampling rate. A
-                `ghostclip.DeclaredSampling` instead, if you sample batches yourself.
+            data_loader: As for `make_private`.
             target_epsilon: ε that must not be exceeded in `epochs`.
             target_delta: δ of the guarantee.
             epochs: Planned passes over the private loader.
-            max_grad_norm: C, as for `make_private`.
-            batch_first: Whether axis 0 of the model's inputs is the batch.
-            loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-            poisson_sampling: Whether batches are sampled as the accountant assumes.
-            clipping: As for `make_private`.
-            noise_generator: Makes the noise reproducible, and therefore not private against anybody who knows the seed.
-            grad_sample_mode: The clipping strategy: "auto", "bookkeeping", "ghost", "fast", "hooks" or "graph".
-            wrap_model: False attaches to the model and returns only a handle with `cleanup()` in its place.
-            target_unclipped_quantile: As for `make_private`.
-            clipbound_learning_rate: As for `make_private`.
-            max_clipbound: As for `make_private`.
-            min_clipbound: As for `make_private`.
-            unclipped_num_std: As for `make_private`.
             when_spent: What happens at the step that would exceed the budget: "raise" an error, or "stop" the training
                 (that step and later ones do nothing, the loader hands out no further batch).
-            probe: As for `make_private`.
-            memory_budget: As for `make_private`.
-            factor_dtype: As for `make_private`.
-            device_only: As for `make_private`.
-            vocabulary_head: As for `make_private`.
-            sequences: As for `make_private`.
-            mechanism: As for `make_private`; of correlated noise it may leave its own `epochs` out.
-            compile: As for `make_private`.
+            options: As for `make_private`.
 
         Returns:
             As `make_private`.
@@ -353,44 +214,19 @@ class PrivacyEngine:
             >>> print(f"σ = {optimizer.noise_multiplier:.2f}")
             σ = 0.99
         """
-        check_options(
-            rand_on_empty=False,
-            noise_generator=noise_generator,
-            noise_level=self.noise_level,
-            grad_sample_mode=grad_sample_mode,
-        )
+        check_options(options, self.noise_level)
         given = Prepared.of(optimizer, data_loader)
-        planned, budget = mechanism and mechanism.for_epochs(epochs), _target(target_epsilon, target_delta, when_spent)
-        sampling = self._sampled(given.data_loader, poisson_sampling=poisson_sampling, mechanism=planned)
+        planned = options.mechanism and options.mechanism.for_epochs(epochs)
+        budget = _target(target_epsilon, target_delta, when_spent)
+        sampling = self._sampled(given.data_loader, options, planned)
         self._warn_of(target_delta, sampling)
         request = Request(
             module=module,
             optimizer=given.optimizer,
-            criterion=criterion,
             sampling=sampling,
             noise_multiplier=self._noise_for(budget, module, sampling, epochs),
-            clipping=ClippingOptions(
-                clipping=clipping,
-                max_grad_norm=max_grad_norm,
-                target_unclipped_quantile=target_unclipped_quantile,
-                clipbound_learning_rate=clipbound_learning_rate,
-                max_clipbound=max_clipbound,
-                min_clipbound=min_clipbound,
-                unclipped_num_std=unclipped_num_std,
-            ),
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            noise_generator=noise_generator,
-            grad_sample_mode=mode_of(grad_sample_mode, compile),
-            compile=compile,
+            options=options,
             releases=epochs * len(sampling.loader) if isinstance(sampling.loader, DPDataLoader) else None,
-            wrap_model=wrap_model,
-            probe=probe,
-            memory_budget=memory_budget,
-            factor_dtype=factor_dtype,
-            device_only=device_only,
-            vocabulary_head=vocabulary_head,
-            sequences=sequences,
         )
         return given.around(self._assemble(request, budget))
 
@@ -718,15 +554,11 @@ class PrivacyEngine:
             self._account.ledger.close()
 
     def _sampled(
-        self,
-        data_loader: DataLoader[Any] | DeclaredSampling,
-        *,
-        poisson_sampling: bool,
-        mechanism: Mechanism | None,
+        self, data_loader: DataLoader[Any] | DeclaredSampling, options: Options, mechanism: Mechanism | None
     ) -> Sampling:
         """Settle how batches are sampled; the account takes over what neighbouring data sets are."""
         sampling = sampling_for(
-            data_loader, poisson_sampling=poisson_sampling, before=self._sampling, mechanism=mechanism
+            data_loader, poisson_sampling=options.poisson_sampling, before=self._sampling, mechanism=mechanism
         )
         self._account.settle_ledger(shared=sampling.replicas > 1)
         self._account.require_relation(sampling.event.relation)
@@ -742,7 +574,7 @@ class PrivacyEngine:
         Returns:
             As `make_private`.
         """
-        noise = make_noise_source(level=self.noise_level, generator=request.noise_generator)
+        noise = make_noise_source(level=self.noise_level, generator=request.options.noise_generator)
         private = assemble(request, noise)
         others = earlier(request.module, self._account.released)
         if others:

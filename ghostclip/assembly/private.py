@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ghostclip import _torch, _validate
-from ghostclip.assembly.clipping_options import ClippingOptions
+from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.clipping.policies import ClipPolicy
@@ -22,7 +21,6 @@ from ghostclip.distributed import (
     Pipeline,
     ShardedModel,
     Shares,
-    SplitSequences,
     all_apart,
     copy_inside,
     noise_for,
@@ -49,6 +47,7 @@ from ghostclip.facade import (
     strategy_of,
     watch_forwards,
 )
+from ghostclip.facade.module import mode_of
 from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.language.record_losses import by_record
 from ghostclip.language.vocabulary_head import CHOICES
@@ -76,23 +75,15 @@ class Request:
 
     module: nn.Module
     optimizer: Optimizer | Sequence[Optimizer]
-    criterion: Callable[..., torch.Tensor] | None
     sampling: Sampling
     noise_multiplier: float
-    clipping: ClippingOptions
-    batch_first: bool
-    loss_reduction: str
-    noise_generator: torch.Generator | None
-    grad_sample_mode: str
-    compile: bool | None
+    options: Options
     releases: int | None = None  # planned ones, where that is known
-    wrap_model: bool
-    probe: bool
-    memory_budget: float
-    factor_dtype: torch.dtype | None
-    device_only: bool
-    vocabulary_head: str
-    sequences: SplitSequences | None
+
+    @property
+    def mode(self) -> str:
+        """The clipping strategy, as `compile` has it."""
+        return mode_of(self.options.grad_sample_mode, self.options.compile)
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -104,23 +95,21 @@ def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
     return noise_level
 
 
-def check_options(
-    *, rand_on_empty: bool, noise_generator: torch.Generator | None, noise_level: str, grad_sample_mode: str
-) -> None:
+def check_options(options: Options, noise_level: str) -> None:
     """Refuse options that Opacus offers and this engine does not."""
-    if rand_on_empty:
+    if options.rand_on_empty:
         raise InvalidOptionError(
             "rand_on_empty=True would train on dummy records. Leave it out: a batch without records has tensors "
             "of length 0 and becomes a step of pure noise."
         )
-    if noise_generator is not None and noise_level != "fast":
+    if options.noise_generator is not None and noise_level != "fast":
         raise InvalidOptionError(
             f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."
         )
-    if strategy_of(grad_sample_mode) != "hooks" and noise_level == "exact":
+    if strategy_of(mode_of(options.grad_sample_mode, options.compile)) != "hooks" and noise_level == "exact":
         raise InvalidOptionError(
-            f"grad_sample_mode={grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by sample, "
-            "which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."
+            f"grad_sample_mode={options.grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by "
+            "sample, which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."
         )
 
 
@@ -169,9 +158,9 @@ def _refuse_with_correlated_noise(clipper: GhostClipper, module: nn.Module) -> N
 
 def _losses_by_record(module: nn.Module, request: Request) -> Callable[[], AbstractContextManager[None]] | None:
     """Return the context of a language model's private forwards in which its own loss is one loss per record."""
-    choice = _validate.choice(request.vocabulary_head, "vocabulary_head", CHOICES)
-    strategy = strategy_of(request.grad_sample_mode)
-    if choice != "logits" and not request.wrap_model:
+    choice = _validate.choice(request.options.vocabulary_head, "vocabulary_head", CHOICES)
+    strategy = strategy_of(request.mode)
+    if choice != "logits" and not request.options.wrap_model:
         raise InvalidOptionError(
             f"vocabulary_head={choice!r} with wrap_model=False: the model stays as it is. Run its forwards in "
             "ghostclip.language.vocabulary_head.without_logits(model), or leave wrap_model out."
@@ -199,15 +188,14 @@ def _of_stages(
 ) -> tuple[GhostClipper, NoiseSource, Shares]:
     """Attach clippers to the stages of a pipeline; return them as one, their noise, and how ranks share a batch."""
     wanted = {
-        f"grad_sample_mode={request.grad_sample_mode!r}": strategy_of(request.grad_sample_mode)
-        in ("auto", "bookkeeping"),
-        "criterion (the schedule has its loss_fn)": request.criterion is None,
-        "batch_first=False": request.batch_first,
-        f"memory_budget={request.memory_budget}": request.memory_budget >= 1,
-        f"factor_dtype={request.factor_dtype}": request.factor_dtype is None,
-        "device_only=True": not request.device_only,
-        f"vocabulary_head={request.vocabulary_head!r}": request.vocabulary_head == "logits",
-        "sequences": request.sequences is None,
+        f"grad_sample_mode={request.mode!r}": strategy_of(request.mode) in ("auto", "bookkeeping"),
+        "criterion (the schedule has its loss_fn)": request.options.criterion is None,
+        "batch_first=False": request.options.batch_first,
+        f"memory_budget={request.options.memory_budget}": request.options.memory_budget >= 1,
+        f"factor_dtype={request.options.factor_dtype}": request.options.factor_dtype is None,
+        "device_only=True": not request.options.device_only,
+        f"vocabulary_head={request.options.vocabulary_head!r}": request.options.vocabulary_head == "logits",
+        "sequences": request.options.sequences is None,
         "a loader of distributed=False": request.sampling.replicas == world_size(),
         "parameters that ranks hold in parts": sharded_model(pipeline) is None,
     }
@@ -221,7 +209,7 @@ def _of_stages(
         policy=_policy(request),
         loss_reduction=_reduction(request),
         relation=request.sampling.event.relation,
-        probe=request.probe,
+        probe=request.options.probe,
     )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # It answers for all stages what a private optimizer asks of a clipper.
@@ -229,14 +217,15 @@ def _of_stages(
 
 
 def _policy(request: Request) -> ClipPolicy:
-    return request.clipping.policy(
+    return clip_policy(
+        request.options,
         expected_batch_size=request.sampling.expected_batch_size,
         noise_multiplier=_validate.non_negative(request.noise_multiplier, "noise_multiplier"),
     )
 
 
 def _reduction(request: Request) -> Reduction:
-    return cast(Reduction, _validate.choice(request.loss_reduction, "loss_reduction", ("mean", "sum")))
+    return cast(Reduction, _validate.choice(request.options.loss_reduction, "loss_reduction", ("mean", "sum")))
 
 
 def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None) -> GhostClipper:
@@ -244,16 +233,16 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
     clipper = GhostClipper(
         module,
         policy=_policy(request),
-        strategy=strategy_of(request.grad_sample_mode),
+        strategy=strategy_of(request.mode),
         loss_reduction=_reduction(request),
-        batch_first=request.batch_first,
+        batch_first=request.options.batch_first,
         relation=request.sampling.event.relation,
-        probe=request.probe,
-        memory_budget=request.memory_budget,
-        factor_dtype=request.factor_dtype,
-        device_only=request.device_only,
+        probe=request.options.probe,
+        memory_budget=request.options.memory_budget,
+        factor_dtype=request.options.factor_dtype,
+        device_only=request.options.device_only,
         sharded=sharded,
-        sequences=request.sequences,
+        sequences=request.options.sequences,
     )
     clipper.note_padding(request.sampling.padded)
     return clipper
@@ -261,7 +250,7 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
 
 def _shares(request: Request, sharded: ShardedModel | None, level: str) -> Shares | None:
     """Return how ranks share each batch; None where each has a part of it, and the model whole."""
-    if request.sequences is None or sharded is not None:
+    if request.options.sequences is None or sharded is not None:
         return None if sharded is None else sharded.shares
     if level == "exact":
         raise InvalidOptionError(
@@ -269,8 +258,8 @@ def _shares(request: Request, sharded: ShardedModel | None, level: str) -> Share
             "grad_sample_mode='hooks' forms on one rank. Use noise_level='secure'."
         )
     if request.sampling.replicas > 1:
-        require_all_ranks(request.sequences.shares, "sequences")
-    return request.sequences.shares
+        require_all_ranks(request.options.sequences.shares, "sequences")
+    return request.options.sequences.shares
 
 
 def _around(
@@ -282,42 +271,42 @@ def _around(
         optimizer,
         noise_multiplier=request.noise_multiplier,
         expected_batch_size=request.sampling.expected_batch_size,
-        loss_reduction=request.loss_reduction,
+        loss_reduction=request.options.loss_reduction,
         clipper=clipper,
         noise_source=noise_source,
     )
-    wrap = GradSampleModule if request.wrap_model else GradSampleHooks
+    wrap = GradSampleModule if request.options.wrap_model else GradSampleHooks
     private_module = wrap(request.module, clipper=clipper)
     if isinstance(private_module, GradSampleModule):
         watch_forwards(private_module, noting)
     returned: PrivateOptimizer = private_optimizer
     if isinstance(optimizer, JoinedOptimizer):
         returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]
-    criterion = request.criterion
-    if criterion is None and request.grad_sample_mode == "ghost":
+    criterion = request.options.criterion
+    if criterion is None and request.mode == "ghost":
         # Opacus's default, which scripts for its ghost mode rely on.
-        criterion = nn.CrossEntropyLoss(reduction=request.loss_reduction)
+        criterion = nn.CrossEntropyLoss(reduction=request.options.loss_reduction)
     if criterion is None:
         _refuse_without_criterion(request)
         return private_module, returned, loader
     # Built for every strategy: it refuses a reduction that would scale the gradients before they are clipped.
     private_criterion = PrivateCriterion(clipper, criterion)
-    asked = request.grad_sample_mode == "graph"
-    unasked = request.grad_sample_mode == "auto" and request.compile is None
-    if unasked and request.memory_budget >= 1 and not hasattr(criterion, "reduction"):
+    asked = request.mode == "graph"
+    unasked = request.mode == "auto" and request.options.compile is None
+    if unasked and request.options.memory_budget >= 1 and not hasattr(criterion, "reduction"):
         # Whether it returns a loss of each sample is not known.
         return private_module, returned, criterion, loader
-    may = unasked and request.vocabulary_head == "logits" and hindered(clipper) is None
+    may = unasked and request.options.vocabulary_head == "logits" and hindered(clipper) is None
     if isinstance(private_module, GradSampleModule) and (asked or may):
         takeover = Takeover(left=left_of(private_optimizer, request.releases), asked=asked)
         defer(private_module, private_criterion, takeover)
-    if asked or unasked or request.grad_sample_mode in _TWO_PASS or request.memory_budget < 1:
+    if asked or unasked or request.mode in _TWO_PASS or request.options.memory_budget < 1:
         return private_module, returned, private_criterion, loader
     return private_module, returned, loader
 
 
 def _refuse_without_criterion(request: Request) -> None:
-    if request.grad_sample_mode == "graph" and request.wrap_model:
+    if request.mode == "graph" and request.options.wrap_model:
         raise InvalidOptionError(
             "grad_sample_mode='graph' without criterion=: forward, loss and backward are compiled together. Give "
             "criterion= and use the one that is returned, or wrap_model=False with ghostclip.GraphStep."

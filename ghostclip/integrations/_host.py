@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ghostclip import _validate
 from ghostclip.accounting import get_noise_multiplier
-from ghostclip.assembly.clipping_options import CLIPPINGS
+from ghostclip.assembly.options import CLIPPINGS
 from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.data import DPDataLoader, PhysicalBatches
 from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler

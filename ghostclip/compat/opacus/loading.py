@@ -13,8 +13,8 @@ from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ghostclip import BatchMemoryManager, DPDataLoader, DPOptimizer
-from ghostclip._validate import positive_int
-from ghostclip.compat.opacus.signatures import defaults, takes
+from ghostclip._validate import positive_int, takes
+from ghostclip.compat.opacus.signatures import defaults
 from ghostclip.data import Poisson, PrivateSampler
 from ghostclip.data.empty_batch import empty_like
 from ghostclip.data.loader import refuse_invented_records

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
 from inspect import Parameter
 from typing import Any
 
@@ -38,36 +37,3 @@ def defaults(values: Mapping[str, Any]) -> list[Parameter]:
     """
     types = {name: "Any" if value is None else type(value).__name__ for name, value in values.items()}
     return [Parameter(n, Parameter.KEYWORD_ONLY, default=v, annotation=types[n]) for n, v in values.items()]
-
-
-def takes(*options: Parameter) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put options in the place of a function's last parameter, which is given their values by name.
-
-    Args:
-        *options: What the function takes by these names; of the kind of the parameter before.
-
-    Returns:
-        A decorator.
-    """
-
-    def spelled_out(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-        *first, last = signature.parameters.values()
-        signature = signature.replace(parameters=[*first, *(option.replace(kind=first[-1].kind) for option in options)])
-
-        @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{function.__qualname__}() {error}") from None
-            bound.apply_defaults()
-            values = {option.name: bound.arguments.pop(option.name) for option in options}
-            return function(**bound.arguments, **{last.name: values})
-
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        called.__annotations__ = {**called.__annotations__, **{option.name: option.annotation for option in options}}
-        del called.__annotations__[last.name]
-        return called
-
-    return spelled_out

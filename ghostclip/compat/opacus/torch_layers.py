@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip import _torch
-from ghostclip.compat.opacus.signatures import defaults, takes
+from ghostclip._validate import takes
+from ghostclip.compat.opacus.signatures import defaults
 from ghostclip.errors import UnsupportedModelError
 
 

@@ -21,14 +21,14 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, ModuleValidator, PrivacyEngine
-from ghostclip._validate import choice
-from ghostclip.assembly.clipping_options import ClippingOptions
+from ghostclip._validate import choice, takes
+from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.grouping import PerParameter
-from ghostclip.compat.opacus.signatures import defaults, options_of, takes
+from ghostclip.compat.opacus.signatures import defaults, options_of
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleHooks, PrivateCriterion, PrivateLoss, strategy_of
@@ -368,9 +368,9 @@ def _adapt(optimizer: Any, asked: dict) -> None:
             "optimizer with expected_batch_size=None: an adaptive clip bound divides its count by it."
         )
     bound = optimizer.max_grad_norm
-    options = ClippingOptions(clipping="adaptive", max_grad_norm=bound, unclipped_num_std=None, **asked)
-    optimizer.clipper.policy = options.policy(
-        expected_batch_size=optimizer.expected_batch_size, noise_multiplier=optimizer.noise_multiplier
+    options = Options(clipping="adaptive", max_grad_norm=bound, **asked)
+    optimizer.clipper.policy = clip_policy(
+        options, expected_batch_size=optimizer.expected_batch_size, noise_multiplier=optimizer.noise_multiplier
     )
 
 
@@ -424,7 +424,7 @@ class PrivacyEngineAdaptiveClipping(PrivacyEngine):
     """
 
     def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
-        if request.clipping.clipping == "flat":
-            adaptive = dataclasses.replace(request.clipping, clipping="adaptive")
-            request = dataclasses.replace(request, clipping=adaptive)
+        if request.options.clipping == "flat":
+            adaptive = dataclasses.replace(request.options, clipping="adaptive")
+            request = dataclasses.replace(request, options=adaptive)
         return super()._assemble(request, budget)
