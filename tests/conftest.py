@@ -45,10 +45,12 @@ SHARES = {
     "cli/test_tasks.py": (3, 1),
     "compat": (6, 1),
     "data": (3, 1),
+    "distributed": (3, 1),
     "distributed/test_sequences.py": (0, 1),
     "distributed/test_sharded_measures.py": (0, 1),
     "docs": (4, 1),
     "docs/test_readme.py": (0, 1),
+    "evidence/test_noise.py": (3, 1),
     "exactness/test_clipped_sums.py": (3, 6),
     "exactness/test_flops.py": (2, 1),
     "graph": (3, 1),
@@ -63,10 +65,11 @@ SHARES = {
     "project/test_collection.py": (0, 1),
 }
 # So it is of a test with more parameter sets than this, elsewhere.
-WIDE, SHARE_OF_WIDE = 6, (6, 6)
+WIDE, SHARE_OF_WIDE = 12, (6, 6)
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
+    "evidence/test_noise.py": (3, 1),
     "exactness/test_clipped_sums.py": 6,
     "exactness/test_low_precision.py": 3,
     "kernels/test_norms.py": 2,
