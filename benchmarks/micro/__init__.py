@@ -1,1 +1,0 @@
-"""One layer at a time under pytest-benchmark: `make bench-micro`."""
