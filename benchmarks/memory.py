@@ -185,7 +185,7 @@ def main() -> None:
     if options.batch_size:
         task = replace(task, batch_size=options.batch_size)
     engine = next(engine for engine in every_engine() if engine.name == options.engine)
-    small = find("gpt" if options.task.startswith("block") else options.task, quick=True)
+    small = find(options.task, quick=True)
     give_way()
     try:
         found: dict[str, Any] = _in_this_process(task, small, engine, torch.device(options.device))

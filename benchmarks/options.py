@@ -8,9 +8,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import Engine
-from benchmarks.peers import every_engine
-
 
 def device(text: str) -> torch.device:
     """A device that is there, for `type=` of an option.
@@ -89,22 +86,6 @@ def folder(text: str) -> Path:
     except OSError as problem:
         raise argparse.ArgumentTypeError(f"cannot make the folder {text}: {problem.strerror}") from None
     return path
-
-
-def wanted(parser: argparse.ArgumentParser, names: Sequence[str] | None, default: Sequence[str]) -> list[Engine]:
-    """The engines of a run; a name that nobody has ends the program with one line.
-
-    Args:
-        parser: Says so.
-        names: Those that are wanted beside the non-private one; None for the default.
-        default: The names that are taken then, of those that are installed.
-
-    Returns:
-        The non-private one first.
-    """
-    engines = every_engine()
-    refuse_unknown(parser, "--engine", names, [engine.name for engine in engines])
-    return [engine for engine in engines if not engine.private or engine.name in (names or default)]
 
 
 def refuse_unknown(

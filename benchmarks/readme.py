@@ -36,15 +36,7 @@ def measured() -> str:
                 f"{headline(report)}\nEvery engine on every model: [{path.stem}.md](repo:{stem}.md), made from "
                 f"[{name}](repo:{stem}.json).\n\n![{path.stem}](../../{stem}.png)\n"
             )
-    parts += [_linked(path) for path in sorted(RESULTS.glob("*-cpu.md")) + sorted(RESULTS.glob("*-cuda.md"))]
-    return "\n".join(part for part in parts if part) or "No run is committed yet: `python -m benchmarks` makes one.\n"
-
-
-def _linked(path: Path) -> str:
-    """A line for a further report: curves over T and B, largest batches, large models on a GPU."""
-    shown = {"scaling": "Curves over T and B", "capacity": "Largest batch under a cap", "large": "Large models"}
-    title = shown.get(path.stem.rpartition("-")[0])
-    return f"{title}: [{path.name}](repo:{path.relative_to(ROOT).as_posix()}).\n" if title else ""
+    return "\n".join(parts) or "No run is committed yet: `python -m benchmarks` makes one.\n"
 
 
 def cases() -> str:

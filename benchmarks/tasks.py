@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -168,28 +167,11 @@ def tasks(*, quick: bool) -> list[Task]:
     ]
 
 
-def block(length: int, samples: int, *, quick: bool) -> Task:
-    """One transformer block between embedding and head: what scaling curves are drawn of.
-
-    Args:
-        length: T, the tokens of a sample.
-        samples: B.
-        quick: Whether a narrow one is meant.
-
-    Returns:
-        A task that `find` knows by its name.
-    """
-    vocabulary, width = (100, 32) if quick else (1000, 256)
-    model = partial(GPT, vocabulary=vocabulary, width=width, heads=4, layers=1, positions=length)
-    title = f"GPT, 1 layer, d {width}, 4 heads, T {length}, V {vocabulary}, B {samples}"
-    return Task(f"block-T{length}-B{samples}", title, samples, model, token_batch(vocabulary, length))
-
-
 def find(name: str, *, quick: bool) -> Task:
     """The task of a name, as processes of their own are told.
 
     Args:
-        name: Of one of `tasks`, or of a `block`.
+        name: Of one of `tasks`.
         quick: Whether the small ones are meant.
 
     Returns:
@@ -198,9 +180,6 @@ def find(name: str, *, quick: bool) -> Task:
     Raises:
         LookupError: If there is none.
     """
-    found = re.fullmatch(r"block-T(\d+)-B(\d+)", name)
-    if found:
-        return block(int(found[1]), int(found[2]), quick=quick)
     for task in tasks(quick=quick):
         if task.name == name:
             return task

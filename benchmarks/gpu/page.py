@@ -90,23 +90,9 @@ def _table(stage: Row) -> str:
 
 def _large(row: Row | None, base: Row | None) -> list[str]:
     if row is None:
-        return [
-            "way",
-            "step, ms",
-            "time",
-            "of peak",
-            "memory, MB",
-            "memory",
-            "first steps, MB",
-            "largest batch",
-            "samples/s",
-        ]
+        return ["way", "step, ms", "time", "of peak", "memory, MB", "memory", "first steps, MB", "samples/s"]
     if row["status"] != "ok":
         return [row["case"], _why(row)]
-    if "largest_batch" in row:
-        most = "≥ " if row["largest_batch_is_limit"] or row["search_cut_short"] else ""
-        found = f"{most}{row['largest_batch']}"
-        return [row["case"], *[""] * 6, found, f"{row.get('samples_per_second', 0):.1f}"]
     return [
         row["case"],
         f"{row['seconds'] * 1e3:.1f}",
@@ -115,7 +101,6 @@ def _large(row: Row | None, base: Row | None) -> list[str]:
         f"{_held(row) / MEGABYTE:.0f}",
         times(_held(row) / _held(base)) if base else "",
         f"{row['peak_bytes'] / MEGABYTE:.0f}",
-        "",
         f"{row['batch_size'] / row['seconds']:.1f}",
     ]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import capacity, memory, run, scaling
+from benchmarks import memory, run
 from benchmarks.__main__ import added
 from benchmarks.engines import NON_PRIVATE
 from benchmarks.files import stem
 from benchmarks.headline import fastest_peer, summary
 from benchmarks.report import absent, markdown, memory_ratio
-from benchmarks.tasks import block, find, tasks
+from benchmarks.tasks import find, tasks
 from ghostclip._memory import PeakMemory
 
 CPU = torch.device("cpu")
@@ -30,23 +30,15 @@ def _same_process(monkeypatch):
     """Stands in for processes of their own, which would spend their seconds on imports."""
 
     def here(module, arguments, *, seconds=None):
-        if module == "benchmarks.memory":
-            return dict(PEAKS)
-        assert module == "benchmarks.capacity"
-        return {
-            "largest_batch": 3,
-            "largest_batch_is_limit": False,
-            "search_cut_short": False,
-            "samples_per_second": 7.5,
-        }
+        assert module == "benchmarks.memory"
+        return dict(PEAKS)
 
-    for place in (memory, capacity):
-        monkeypatch.setattr(place, "in_new_process", here)
+    monkeypatch.setattr(memory, "in_new_process", here)
 
 
 @pytest.mark.usefixtures("_same_process")
 def test_the_report_runs_from_end_to_end(tmp_path):
-    arguments = ["--quick", "--task", "mlp", "--engine", "bookkeeping", "--engine", "torch-func", "--seconds", "0"]
+    arguments = ["--quick", "--task", "mlp", "--engine", "bookkeeping", "--engine", "torch-func", "--seconds", "0.001"]
     assert program.main([*arguments, "--rounds", "1", "--with-memory", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report-cpu-quick.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in report["tasks"][0]["engines"]] == ["nonprivate", "bookkeeping", "torch-func"]
@@ -56,26 +48,6 @@ def test_the_report_runs_from_end_to_end(tmp_path):
     assert "fastDP" in text
     assert (tmp_path / "report-cpu-quick.png").stat().st_size > 5_000
     assert "torch.func vmap" in summary(report)
-
-
-@pytest.mark.usefixtures("_same_process")
-def test_curves_run_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling, "QUICK_LENGTHS", (4, 8))
-    monkeypatch.setattr(scaling, "QUICK_TOKENS", 8)
-    arguments = ["--quick", "--over", "T", "--engine", "bookkeeping", "--out", str(tmp_path)]
-    assert scaling.main(arguments) == 0
-    curve = json.loads((tmp_path / "scaling-cpu-quick.json").read_text(encoding="utf-8"))["curves"][0]
-    assert [(point["T"], point["B"]) for point in curve["points"]] == [(4, 2), (8, 1)]
-    text = (tmp_path / "scaling-cpu-quick.md").read_text(encoding="utf-8")
-    assert "| memory, × non-private | T = 4 | T = 8 |" in text
-    assert (tmp_path / "scaling-cpu-quick.png").stat().st_size > 5_000
-
-
-@pytest.mark.usefixtures("_same_process")
-def test_capacity_runs_from_end_to_end(tmp_path):
-    assert capacity.main(["--quick", "--task", "mlp", "--engine", "ghost", "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "capacity-cpu-quick.md").read_text(encoding="utf-8")
-    assert "| ghostclip ghost | 3 | 1.00× | 8 |" in text
 
 
 def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch):
@@ -149,7 +121,6 @@ def test_an_engine_that_cannot_says_why_and_shows_no_figure():
 
 def test_tasks_have_the_same_names_in_both_sizes():
     assert [task.name for task in tasks(quick=True)] == [task.name for task in tasks(quick=False)]
-    assert find(block(64, 2, quick=False).name, quick=False).batch_size == 2
     with pytest.raises(LookupError, match="'nobody'"):
         find("nobody", quick=True)
 
