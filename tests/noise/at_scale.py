@@ -1,17 +1,19 @@
-"""Tails, shape, correlations and speed of a way to draw normal values."""
+"""Tails, shape and correlations of a way to draw normal values."""
 
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import special, stats
 
-from benchmarks.noise.draws import Draw, Drawer
 from ghostclip.noise.keyed import BLOCK
+
+Draw = Callable[[int], torch.Tensor]
+"""How many values -> that many, meant to be independent N(0, 1)."""
 
 THRESHOLDS = (5.0, 5.5, 5.768, 5.8, 6.0, 6.2)
 _AT_ONCE = 2**21
@@ -19,15 +21,7 @@ _BINS = 1024
 
 
 def tails(draw: Draw, total: int) -> dict[str, Any]:
-    """Count values beyond thresholds.
-
-    Args:
-        draw: Draws.
-        total: How many values.
-
-    Returns:
-        Counts, what is expected, and the probability of a count at least as far off.
-    """
+    """Count values beyond thresholds."""
     far: list[torch.Tensor] = []
     largest = 0.0
     for _ in range(total // _AT_ONCE):
@@ -46,15 +40,7 @@ def tails(draw: Draw, total: int) -> dict[str, Any]:
 
 
 def shape(draw: Draw, total: int) -> dict[str, float]:
-    """Test the distribution in bins of equal probability, and its variance.
-
-    Args:
-        draw: Draws.
-        total: How many values.
-
-    Returns:
-        p of χ² over 1,024 bins, and of the variance.
-    """
+    """Test the distribution in bins of equal probability, and its variance."""
     counts, squares = np.zeros(_BINS), 0.0
     for _ in range(total // _AT_ONCE):
         values = draw(_AT_ONCE).double().numpy()
@@ -67,17 +53,9 @@ def shape(draw: Draw, total: int) -> dict[str, float]:
     return {"draws": drawn, "chi2_p": float(stats.chi2.sf(chi2, _BINS - 1)), "variance_p": _two_sided(off)}
 
 
-def correlations(drawer: Drawer, total: int) -> dict[str, float]:
-    """Test independence within a call, between calls, and between sources; of values and of their squares.
-
-    Args:
-        drawer: Draws.
-        total: Values of one call.
-
-    Returns:
-        The smallest p of all tests, times their number (Bonferroni), and the number of tests.
-    """
-    draw, other = drawer.start(), drawer.start()
+def correlations(start: Callable[[], Draw], total: int) -> dict[str, float]:
+    """Test independence within a call, between calls, and between sources; of values and of their squares."""
+    draw, other = start(), start()
     first, second, third = draw(total).double(), draw(total).double(), other(total).double()
     pairs = [(first[lag:], first[:-lag]) for lag in (1, 2, 3, BLOCK // 2, BLOCK - 1, BLOCK, BLOCK + 1)]
     pairs += [(first, second), (first, third), (second[BLOCK:], first[:-BLOCK])]
@@ -87,24 +65,6 @@ def correlations(drawer: Drawer, total: int) -> dict[str, float]:
         found.append(_two_sided(float((a * b).sum()) / math.sqrt(n)))
         found.append(_two_sided(float(((a.square() - 1) * (b.square() - 1)).sum()) / (2 * math.sqrt(n))))
     return {"draws": total, "tests": len(found), "p": min(1.0, min(found) * len(found))}
-
-
-def speed(draw: Draw, seconds: float) -> float:
-    """Measure millions of values per second of CPU time, adding them to a tensor in place where a source does.
-
-    Args:
-        draw: Draws.
-        seconds: How long to go on.
-
-    Returns:
-        The best of rounds of 2^21 values: other programs can only slow it down.
-    """
-    best, end = 0.0, time.process_time() + seconds
-    while time.process_time() < end:
-        start = time.process_time()
-        draw(_AT_ONCE)
-        best = max(best, _AT_ONCE / (time.process_time() - start) / 1e6)
-    return best
 
 
 def _two_sided(z: float) -> float:
