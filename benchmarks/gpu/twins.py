@@ -13,10 +13,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu.kernels import cases, measure
 from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.gpu.timed import seconds
-from benchmarks.kernels.cases import cases
-from benchmarks.kernels.measure import measure
 from ghostclip.kernels import runtime
 from ghostclip.noise import make_noise_source
 
