@@ -18,7 +18,6 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: Bytes alive.
         peak: The most so far.
-        course: Bytes alive after each operation.
     """
 
     def __init__(self, *, beside: Iterable[Tensor] = ()) -> None:
@@ -30,7 +29,6 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self.course: list[int] = []
         self._known: dict[int, int] = {}
         self._beside = {tensor.untyped_storage()._cdata for tensor in beside}
 
@@ -42,7 +40,6 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
-        self.course.append(self.now)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -70,18 +67,3 @@ def peak_of(step: Callable[[], object], *, beside: Iterable[Tensor] = ()) -> int
     with LiveBytes(beside=beside) as live:
         step()
     return live.peak
-
-
-def course_of(step: Callable[[], object], *, beside: Iterable[Tensor] = ()) -> list[int]:
-    """Return the bytes that a step's tensors took after each operation.
-
-    Args:
-        step: Runs it.
-        beside: As for `peak_of`.
-
-    Returns:
-        Bytes, in the order of the operations.
-    """
-    with LiveBytes(beside=beside) as live:
-        step()
-    return live.course
