@@ -13,8 +13,8 @@ from benchmarks.loops.loop import Loop
 from benchmarks.loops.models import cross_entropy, functional, mlp
 from benchmarks.loops.rows import row
 from benchmarks.loops.world import BATCH, CLASSES, FEATURES, VOCABULARY, World
-from benchmarks.opacus_surface.differences import DIFFERENCES
 from ghostclip.errors import GhostClipError
+from tests.compat.surface.differences import DIFFERENCES
 
 LOOPS: list[Loop] = []
 

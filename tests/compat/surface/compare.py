@@ -7,7 +7,7 @@ import inspect
 from operator import attrgetter
 from typing import Any
 
-from benchmarks.opacus_surface.walk import Name
+from tests.compat.surface.walk import Name
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _OPEN = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

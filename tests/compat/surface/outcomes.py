@@ -7,10 +7,10 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.opacus_surface.scripts import PREAMBLE, SCRIPTS, WHY
+from tests.compat.surface.scripts import PREAMBLE, SCRIPTS, WHY
 
 # An account may be tighter here, never looser than this.
 _LOOSEST = 1.01
@@ -86,29 +86,6 @@ def pairs(names: Sequence[str] = ()) -> list[Pair]:
         Their outcomes.
     """
     return [Pair(name, run(name, "opacus"), run(name, "ghostclip.compat.opacus")) for name in names or SCRIPTS]
-
-
-def markdown(given: Sequence[Mapping[str, Any]]) -> str:
-    """Write the outcomes for people.
-
-    Args:
-        given: What `plain` made.
-
-    Returns:
-        A part of a page.
-    """
-    same = sum(row["status"] == "same" for row in given)
-    lines = [
-        "## Scripts with the import changed\n",
-        f"{len(given)} scripts ([scripts](../opacus_surface/scripts)), run as they are with Opacus and with `opacus` "
-        f"changed to `ghostclip.compat.opacus`: {same} show the same (ε may be lower: the account is tighter).\n",
-        "| script | | ε, Opacus | ε, ghostclip | remark |",
-        "|---|---|---:|---:|---|",
-    ]
-    for row in given:
-        epsilon = [f"{row[side]:.3f}" if row[side] is not None else "" for side in ("theirs", "ours")]
-        lines.append(f"| {row['script']} | {row['status']} | {epsilon[0]} | {epsilon[1]} | {row['remark']} |")
-    return "\n".join(lines) + "\n"
 
 
 def plain(found: Sequence[Pair]) -> list[dict[str, Any]]:

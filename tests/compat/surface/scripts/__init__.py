@@ -4,9 +4,9 @@ A script sees what `PREAMBLE` makes and leaves what is compared in `shown`: "eps
 tighter), everything else is the same up to the noise of the training.
 """
 
-from benchmarks.opacus_surface.scripts.engines import ENGINES
-from benchmarks.opacus_surface.scripts.layers import LAYERS
-from benchmarks.opacus_surface.scripts.parts import PARTS
+from tests.compat.surface.scripts.engines import ENGINES
+from tests.compat.surface.scripts.layers import LAYERS
+from tests.compat.surface.scripts.parts import PARTS
 
 PREAMBLE = """
 import copy, io
