@@ -50,28 +50,12 @@ def _limits(given: argparse.Namespace) -> Limits:
 
 
 def chosen(names: list[str] | None) -> list[Engine]:
-    """The engines of a run.
-
-    Args:
-        names: Those that are wanted beside the non-private one; None for all.
-
-    Returns:
-        The non-private one first.
-    """
+    """The engines of a run."""
     return [engine for engine in every_engine() if not (names and engine.private and engine.name not in names)]
 
 
 def added(report: dict[str, Any], earlier: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Some engines' rows in an earlier report; ratios are to the non-private engine of their own run.
-
-    Args:
-        report: What was measured now.
-        earlier: The report that is there.
-        names: The engines.
-
-    Returns:
-        The earlier report with their rows, and the command they are of.
-    """
+    """Some engines' rows in an earlier report; ratios are to the non-private engine of their own run."""
     rows = {task["name"]: [row for row in task["engines"] if row["name"] in names] for task in report["tasks"]}
     tasks = [
         {
@@ -87,14 +71,7 @@ def added(report: dict[str, Any], earlier: dict[str, Any], names: list[str]) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the whole comparison.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 if an engine of ghostclip failed or computed something wrong.
-    """
+    """Run the whole comparison."""
     given = _options(arguments)
     device = given.device
     if given.threads:

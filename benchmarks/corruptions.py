@@ -38,12 +38,7 @@ Damage = Callable[[bytes, bytes, random.Random], bytes]
 
 
 class Training:
-    """A small private training in a folder; made anew, it is the one that continues.
-
-    Args:
-        folder: Holds ledger, checkpoint and the optimizer's state.
-        sigma: σ.
-    """
+    """A small private training in a folder; made anew, it is the one that continues."""
 
     def __init__(self, folder: Path, *, sigma: float = 1.0) -> None:
         self.folder = folder
@@ -77,11 +72,7 @@ class Training:
         return self
 
     def load(self, file: str) -> None:
-        """Continue from what was saved.
-
-        Args:
-            file: Which file is damaged; the account of an optimizer's state is read by that optimizer.
-        """
+        """Continue from what was saved."""
         if file == "account":
             state = self.optimizer.state_dict()
             state["param_groups"][0][ACCOUNT_KEY] = (self.folder / "account").read_text(errors="replace")
@@ -90,14 +81,7 @@ class Training:
             self.engine.load_checkpoint(path=self.folder / "run.pt", module=self.model, optimizer=self.optimizer)
 
     def state(self, *, account: bool = True) -> str:
-        """Return a digest of everything that loading changes.
-
-        Args:
-            account: Whether the account is part of it.
-
-        Returns:
-            The digest.
-        """
+        """Return a digest of everything that loading changes."""
         accountant = self.engine.accountant.state_dict() if account else {}
         inner = self.optimizer.original_optimizer.state_dict()
         positions = [self.optimizer.noise_source.state_dict(), self.loader.state_dict(), self.optimizer.releases]
@@ -217,11 +201,7 @@ class Outcome:
 
 
 class Corruptions:
-    """A training, another one, and what continuing from them undamaged gives.
-
-    Args:
-        folder: For their files.
-    """
+    """A training, another one, and what continuing from them undamaged gives."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -248,17 +228,7 @@ class Corruptions:
         return training
 
     def one(self, file: str, kind: str, damage: Damage, chance: random.Random) -> Outcome:
-        """Damage a file and try to continue.
-
-        Args:
-            file: Which one.
-            kind: Name of the damage.
-            damage: Changes the content.
-            chance: Chooses the place.
-
-        Returns:
-            What came of it.
-        """
+        """Damage a file and try to continue."""
         trial = self._folder / "try"
         shutil.copytree(self._folder / "whole", trial)
         content, foreign = ((self._folder / name / file).read_bytes() for name in ("whole", "foreign"))
@@ -285,15 +255,7 @@ class Corruptions:
         return "harmless" if training.state(account=False) == self._loaded[file] else "another training"
 
     def many(self, number: int, *, seed: int) -> list[Outcome]:
-        """Damage files in all ways in turn.
-
-        Args:
-            number: How often.
-            seed: Of the places.
-
-        Returns:
-            What came of it.
-        """
+        """Damage files in all ways in turn."""
         chance = random.Random(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -327,11 +289,7 @@ def _markdown(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Damage files and write down what came of it.
-
-    Returns:
-        0 if every damage was refused or harmless, else 1.
-    """
+    """Damage files and write down what came of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.corruptions", description=__doc__)
     parser.add_argument("--number", type=int, default=640, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of their places (default: %(default)s)")

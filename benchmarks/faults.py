@@ -68,13 +68,7 @@ LastWord = Callable[[str], None]
 
 
 class Training:
-    """One process of a training: continues from the folder's checkpoint, and saves there every few steps.
-
-    Args:
-        folder: Holds checkpoint, ledger and the record of applied steps.
-        options: Options of `make_private`.
-        last_word: Called with the name of each point of a step that is reached.
-    """
+    """One process of a training: continues from the folder's checkpoint, and saves there every few steps."""
 
     def __init__(self, folder: Path, options: dict[str, Any], last_word: LastWord) -> None:
         self._folder, self._last_word = folder, last_word
@@ -114,11 +108,7 @@ class Training:
             Path.replace = replace  # type: ignore[method-assign]
 
     def run(self, steps: int) -> None:
-        """Train until so many steps were released, counted from the very beginning.
-
-        Args:
-            steps: How many.
-        """
+        """Train until so many steps were released, counted from the very beginning."""
         while self.optimizer.releases < steps:
             with BatchMemoryManager(
                 data_loader=self.loader, max_physical_batch_size=5, optimizer=self.optimizer
@@ -263,18 +253,7 @@ def _dies_at(point: str, after: int) -> LastWord:
 
 
 def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, *, at_points: bool) -> Killed:
-    """Run a training once undisturbed and once with kills.
-
-    Args:
-        name: Which options, of `OPTIONS`.
-        steps: Length of the training.
-        kills: Most kills.
-        chance: Chooses the times.
-        at_points: Kill at the points of a step in turn, instead of at random times.
-
-    Returns:
-        What was seen.
-    """
+    """Run a training once undisturbed and once with kills."""
     seen = Killed(name)
     with tempfile.TemporaryDirectory() as place:
         whole, killed = Path(place, "whole"), Path(place, "killed")
@@ -385,11 +364,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Kill trainings until there were enough kills.
-
-    Returns:
-        0 if every training came out equal and no ledger was ever behind, else 1.
-    """
+    """Kill trainings until there were enough kills."""
     options = _options()
     os.nice(19)
     torch.set_num_threads(1)

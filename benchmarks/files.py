@@ -16,17 +16,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def head(program: str, arguments: Sequence[str], device: torch.device, *, quick: bool) -> dict[str, Any]:
-    """Say how and on what a report was made.
-
-    Args:
-        program: The module, as in `python -m program`.
-        arguments: Its command line.
-        device: What was measured on.
-        quick: Whether it was a quick run.
-
-    Returns:
-        The first entries of a report.
-    """
+    """Say how and on what a report was made."""
     return {
         "command": " ".join([f"python -m {program}", *arguments]),
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -36,28 +26,12 @@ def head(program: str, arguments: Sequence[str], device: torch.device, *, quick:
 
 
 def stem(kind: str, device: torch.device, *, quick: bool) -> str:
-    """The name of a report's files.
-
-    Args:
-        kind: What was measured.
-        device: On what.
-        quick: Whether it was a quick run, which is not for the README.
-    """
+    """The name of a report's files."""
     return f"{kind}-{device.type}{'-quick' if quick else ''}"
 
 
 def write(folder: Path, name: str, report: dict[str, Any], text: str) -> Path:
-    """Write a report as JSON and as Markdown.
-
-    Args:
-        folder: Where; made if it is not there.
-        name: Of the files, without ending.
-        report: Plain values.
-        text: Markdown.
-
-    Returns:
-        The path without ending.
-    """
+    """Write a report as JSON and as Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(text, encoding="utf-8")

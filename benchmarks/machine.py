@@ -34,14 +34,7 @@ def keep_heap() -> None:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Describe the machine, the versions and the code.
-
-    Args:
-        device: The device that is measured.
-
-    Returns:
-        Plain values, ready for JSON.
-    """
+    """Describe the machine, the versions and the code."""
     about: dict[str, object] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

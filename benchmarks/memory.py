@@ -45,49 +45,24 @@ class Prepares(Protocol):
     """A runner that compiles before its first step."""
 
     def prepare(self, batch: Batch) -> None:
-        """Do what is done once for all steps on such a batch.
-
-        Args:
-            batch: As given to `step`.
-        """
+        """Do what is done once for all steps on such a batch."""
 
 
 def short_of_memory(problem: BaseException) -> bool:
-    """Whether an error says that memory ran out.
-
-    Args:
-        problem: What was raised.
-    """
+    """Whether an error says that memory ran out."""
     if isinstance(problem, MemoryError | torch.OutOfMemoryError):
         return True
     return any(said in str(problem) for said in _SHORT_OF_MEMORY)
 
 
 def load_what_a_step_loads(engine: Engine, small: Task, device: torch.device) -> None:
-    """Make a step on a small model, so that what is imported at the first step is not counted as its memory.
-
-    Args:
-        engine: The engine.
-        small: A task like the one that is measured.
-        device: Where it runs.
-    """
+    """Make a step on a small model, so that what is imported at the first step is not counted as its memory."""
     engine.attach(small.model(device), 1.0).step(small.batch(device))
     gc.collect()
 
 
 def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
-    """Make first and later steps.
-
-    Args:
-        runner: An engine that has not made a step.
-        batch: Given to it.
-        device: Where it runs.
-
-    Returns:
-        `loaded_bytes`, before the first step, `peak_bytes` of the first four, and `steady_bytes`, the peak of four
-        later ones, where this system lets it be read. Nothing of a runner that compiles on a CPU: steps use again what
-        compiling leaves of the heap.
-    """
+    """Make first and later steps."""
     if isinstance(runner, Prepares):
         runner.prepare(batch)
         if device.type == "cpu":
@@ -116,16 +91,7 @@ def _in_this_process(task: Task, small: Task, engine: Engine, device: torch.devi
 
 
 def in_new_process(module: str, arguments: list[str], *, seconds: float | None = None) -> dict[str, Any]:
-    """Run a module that prints one line of JSON at its end, in a process whose resident size is what is alive.
-
-    Args:
-        module: Its name.
-        arguments: Its command line.
-        seconds: How long it may take.
-
-    Returns:
-        What it printed; `process_problem` alone if it died or took too long.
-    """
+    """Run a module that prints one line of JSON at its end, in a process whose resident size is what is alive."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments],
@@ -155,19 +121,7 @@ def give_way() -> None:
 def measure(
     task_name: str, engine_name: str, device: torch.device, *, quick: bool, seconds: float = SECONDS
 ) -> dict[str, Any]:
-    """Measure in a new process.
-
-    Args:
-        task_name: One of the tasks' names.
-        engine_name: One of the engines' names.
-        device: Where it runs.
-        quick: Whether the small tasks are meant.
-        seconds: How long it may take.
-
-    Returns:
-        The peaks; `process_problem` alone if there are none, `cannot` alone if the engine says that the model is not
-        for it.
-    """
+    """Measure in a new process."""
     arguments = [task_name, engine_name, "--device", str(device)]
     return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments, seconds=seconds)
 

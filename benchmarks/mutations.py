@@ -163,18 +163,7 @@ MUTATIONS = (
 
 
 def mutated(text: str, mutation: Mutation) -> str:
-    """Return a file's text with a mutation.
-
-    Args:
-        text: The text.
-        mutation: Of that file.
-
-    Returns:
-        The changed text.
-
-    Raises:
-        ValueError: If what is replaced does not occur exactly once.
-    """
+    """Return a file's text with a mutation."""
     if text.count(mutation.old) != 1:
         raise ValueError(f"{mutation.name}: ghostclip/{mutation.file} has its text {text.count(mutation.old)} times")
     return text.replace(mutation.old, mutation.new)
@@ -206,17 +195,7 @@ def _tested(place: Path, tests: Sequence[str]) -> dict[str, Any]:
 
 
 def run(mutations: Sequence[Mutation]) -> list[dict[str, Any]]:
-    """Make mutations one after the other in a copy of the sources.
-
-    Args:
-        mutations: Which.
-
-    Returns:
-        For each what it is, the first test that fails, None if none does, and how long that took.
-
-    Raises:
-        RuntimeError: If such a test fails without a mutation, too.
-    """
+    """Make mutations one after the other in a copy of the sources."""
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary).resolve()
@@ -259,14 +238,7 @@ def _shown(test: str | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Break the engine and write down what the tests see.
-
-    Args:
-        arguments: The command line.
-
-    Returns:
-        0 if every mutation is seen, else 1.
-    """
+    """Break the engine and write down what the tests see."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations", description=__doc__)
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutation; may be repeated")
     parser.add_argument("--out", type=folder, default=RESULTS, help="folder for the files (default: %(default)s)")

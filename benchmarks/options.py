@@ -10,17 +10,7 @@ import torch
 
 
 def device(text: str) -> torch.device:
-    """A device that is there, for `type=` of an option.
-
-    Args:
-        text: As in `torch.device`.
-
-    Returns:
-        The device.
-
-    Raises:
-        argparse.ArgumentTypeError: If torch knows no such device, or has none.
-    """
+    """A device that is there, for `type=` of an option."""
     try:
         found = torch.device(text)
     except RuntimeError:
@@ -31,17 +21,7 @@ def device(text: str) -> torch.device:
 
 
 def positive(text: str) -> float:
-    """A number above zero, for `type=` of an option.
-
-    Args:
-        text: The number.
-
-    Returns:
-        Its value.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none, or not above zero.
-    """
+    """A number above zero, for `type=` of an option."""
     try:
         value = float(text)
     except ValueError:
@@ -52,34 +32,14 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number above zero, for `type=` of an option.
-
-    Args:
-        text: The number.
-
-    Returns:
-        Its value.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
+    """A whole number above zero, for `type=` of an option."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
     return int(text)
 
 
 def folder(text: str) -> Path:
-    """A folder that files can be written to, made here, so that no run ends without a place for what it measured.
-
-    Args:
-        text: Its path.
-
-    Returns:
-        The path.
-
-    Raises:
-        argparse.ArgumentTypeError: If it cannot be made.
-    """
+    """A folder that files can be written to, made here, so that no run ends without a place for what it measured."""
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -91,14 +51,7 @@ def folder(text: str) -> Path:
 def refuse_unknown(
     parser: argparse.ArgumentParser, option: str, given: Sequence[str] | None, known: Sequence[str]
 ) -> None:
-    """End the program with one line if a name is not known.
-
-    Args:
-        parser: Says so.
-        option: Which one the names were given with.
-        given: The names, or None.
-        known: Those that exist.
-    """
+    """End the program with one line if a name is not known."""
     unknown = sorted(set(given or ()) - set(known))
     if unknown:
         parser.error(f"argument {option}: unknown: {', '.join(unknown)} (there are: {', '.join(known)})")

@@ -419,16 +419,7 @@ class _Counted:
 
 
 def measure(seed: int, *, steps: int = 3) -> dict[str, object]:
-    """Run the model of a seed for a few steps.
-
-    Args:
-        seed: Which model.
-        steps: How many steps.
-
-    Returns:
-        Its blocks and sizes; the outcome (``"exact"``, ``"refused"`` or ``"wrong"``), the first step that was refused
-        and why; the largest relative error; forwards and backwards of the first step.
-    """
+    """Run the model of a seed for a few steps."""
     torch.manual_seed(seed)
     model, generator = Model(seed).double(), torch.Generator().manual_seed(seed)
     row: dict[str, object] = {"seed": seed, "mixes": model.mixes, "blocks": model.names, "pooled": model.pooled}
@@ -452,14 +443,7 @@ def measure(seed: int, *, steps: int = 3) -> dict[str, object]:
 
 
 def summary(rows: list[dict[str, object]]) -> str:
-    """Return the table as Markdown.
-
-    Args:
-        rows: What `measure` returned.
-
-    Returns:
-        A paragraph, and a row for every model that was refused or clipped wrongly.
-    """
+    """Return the table as Markdown."""
     right = [row for row in rows if not row["mixes"]]
     mixing = [row for row in rows if row["mixes"]]
     refused = [row for row in right if row["outcome"] == "refused"]
@@ -485,11 +469,7 @@ def summary(rows: list[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    """Measure many models.
-
-    Returns:
-        The exit status: 1 where a gradient was wrong, as it is where a model that mixes samples is accepted.
-    """
+    """Measure many models."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.random_models", description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="how many models (default: %(default)s)")
     parser.add_argument("--begin", type=int, default=0, help="the first seed")

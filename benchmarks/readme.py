@@ -21,11 +21,7 @@ REPORTS = ("report-cpu.json", "report-cuda.json")
 
 
 def measured() -> str:
-    """The measured part of the docs.
-
-    Returns:
-        Markdown made from every committed report; a sentence in its place where there is none.
-    """
+    """The measured part of the docs."""
     parts = []
     for name in REPORTS:
         path = RESULTS / name
@@ -40,11 +36,7 @@ def measured() -> str:
 
 
 def cases() -> str:
-    """The table of supported cases.
-
-    Returns:
-        Markdown made from the committed results of the cases and of the architectures.
-    """
+    """The table of supported cases."""
     path = RESULTS / "cases.json"
     if not path.exists():
         return "No run is committed yet: `python -m benchmarks.cases` makes one.\n"
@@ -58,11 +50,7 @@ def cases() -> str:
 
 
 def architectures() -> str:
-    """What is said of known architectures.
-
-    Returns:
-        A sentence made from the committed results.
-    """
+    """What is said of known architectures."""
     path = RESULTS / "architectures.json"
     if not path.exists():
         return "No run is committed yet: `python -m benchmarks.architectures` makes one.\n"
@@ -86,11 +74,7 @@ _OPACUS = ("hooks", "ghost")
 
 
 def short() -> str:
-    """The README's few figures.
-
-    Returns:
-        A table and a picture.
-    """
+    """The README's few figures."""
     path = RESULTS / REPORTS[0]
     if not path.exists():
         return "No run is committed yet: `python -m benchmarks` makes one.\n"
@@ -110,18 +94,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def rewritten(page: str, text: str) -> str:
-    """Put each block between its marks.
-
-    Args:
-        page: The page's path from the top.
-        text: The page.
-
-    Returns:
-        The page with the blocks of now.
-
-    Raises:
-        ValueError: If the page does not hold all marks.
-    """
+    """Put each block between its marks."""
     for name, block in PAGES[page].items():
         first, last = BEGIN.format(name=name), END.format(name=name)
         before, begin, rest = text.partition(first)
@@ -133,11 +106,7 @@ def rewritten(page: str, text: str) -> str:
 
 
 def main() -> int:
-    """Rewrite the pages, or compare.
-
-    Returns:
-        The exit status: 1 if `--check` found a difference.
-    """
+    """Rewrite the pages, or compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something would change")
     options = parser.parse_args()

@@ -22,18 +22,7 @@ def _say(text: str) -> None:
 
 
 def checked(engine: Engine, task: Task, device: torch.device, expected: Reference) -> Row:
-    """Decide whether an engine may be timed.
-
-    Args:
-        engine: The engine.
-        task: Gives the model and the batch.
-        device: Where it runs.
-        expected: Of the same task.
-
-    Returns:
-        The engine's row: its names, its error, and as `status` "ok", "wrong", "failed", or "cannot" where it says
-        itself that the model is not for it.
-    """
+    """An engine's row: its error, and "ok", "wrong", "failed", or "cannot" where it says so itself: may it be timed?"""
     row: Row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
     if not engine.private:
         return row
@@ -57,19 +46,7 @@ def add_times(
     *,
     limits: dict[str, float],
 ) -> int:
-    """Time engines in turns and count their operations.
-
-    Args:
-        rows: Receive the figures.
-        chosen: The engine of each row, the one that ratios refer to first.
-        task: Gives the models and the batch.
-        device: Where they run.
-        expected: Gives the clipping norm.
-        limits: `rounds` and `seconds`, whichever comes first; `before`, if it is there: the fewest steps before them.
-
-    Returns:
-        The number of rounds.
-    """
+    """Time engines in turns and count their operations."""
     batch = task.batch(device)
     runners = [engine.attach(task.model(device), expected.max_grad_norm) for engine in chosen]
     before = int(limits.get("before", timing.FEWEST_BEFORE))
@@ -110,11 +87,7 @@ class Limits:
     alone_seconds: float = memory.SECONDS
 
     def few(self, task: Task) -> Task:
-        """The task with the batch that correctness is checked on.
-
-        Args:
-            task: With the batch that is timed.
-        """
+        """The task with the batch that correctness is checked on."""
         return replace(task, batch_size=min(task.batch_size, self.checked_samples or task.batch_size))
 
 
@@ -176,18 +149,7 @@ def _timed(
 def measure_task(
     task: Task, wanted: Sequence[Engine], device: torch.device, limits: Limits, *, quick: bool
 ) -> dict[str, object]:
-    """Measure one task.
-
-    Args:
-        task: The model and its batch.
-        wanted: The engines, the non-private one first.
-        device: Where they run.
-        limits: How much is spent.
-        quick: Whether the task is one of the small ones.
-
-    Returns:
-        The task's part of the report: plain values, ready for JSON.
-    """
+    """Measure one task."""
     _say(f"== {task.title}\n   one-sample reference in float64")
     expected = reference(limits.few(task), device)
     rows = [_verdict(engine, task, device, expected, limits=limits, quick=quick) for engine in wanted]

@@ -51,27 +51,13 @@ class Times:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given.
-
-    Args:
-        device: A GPU; any other is done already.
-    """
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def steps(runner: Runner, batch: Batch, device: torch.device, count: int = 1) -> tuple[float, float]:
-    """Make steps.
-
-    Args:
-        runner: The engine at work.
-        batch: What it steps on.
-        device: Where it runs; waited for before and after.
-        count: How many steps, in a row.
-
-    Returns:
-        The wall and CPU seconds of one step, as their mean.
-    """
+    """Make steps."""
     synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -102,17 +88,6 @@ def measure(
 
     A turn is one step; of quick ones it is as many in a row as fill `TURN_SECONDS`, as they would run in training: a
     step of a few hundred microseconds alone tells what the other engines left in the caches.
-
-    Args:
-        runners: The engines at work, the one that ratios refer to first.
-        batch: Given to each of them.
-        device: Where they run.
-        rounds: Most rounds.
-        seconds: Start no further round after this time, but finish three at least.
-        before: Fewest steps of each before the first that is timed; one that proves makes its proofs in any case.
-
-    Returns:
-        The times of each runner.
     """
     quickest = [_warmed_up(runner, batch, device, before) for runner in runners]
     counts = [min(MOST_IN_A_TURN, max(1, round(TURN_SECONDS / seconds_each))) for seconds_each in quickest]
@@ -137,13 +112,5 @@ def measure(
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median over rounds of time divided by the base's time in the same round.
-
-    Args:
-        times: Seconds, one a round.
-        base: Seconds, of the same rounds.
-
-    Returns:
-        The median ratio.
-    """
+    """The median over rounds of time divided by the base's time in the same round."""
     return statistics.median(t / b for t, b in zip(times, base, strict=True))

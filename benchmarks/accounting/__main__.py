@@ -70,11 +70,7 @@ class _Peer:
 
 
 def main() -> int:
-    """Run the comparison.
-
-    Returns:
-        The exit status: 1 if our own accountant failed anywhere or fell below a valid lower bound.
-    """
+    """Run the comparison."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accounting", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit of each answer (default: %(default)s)")

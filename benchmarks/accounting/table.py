@@ -48,15 +48,7 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, bool]:
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> tuple[str, bool]:
-    """Return the report, and whether our own accountant failed or fell below a lower bound.
-
-    Args:
-        rows: Settings and answers.
-        about: The machine and the limits.
-
-    Returns:
-        (text, failed).
-    """
+    """Return the report, and whether our own accountant failed or fell below a lower bound."""
     on, limits = about["machine"], about["limits"]
     versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
     lines = [

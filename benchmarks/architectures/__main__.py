@@ -57,11 +57,7 @@ def _measured(architecture: Architecture) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run the whole comparison.
-
-    Returns:
-        The exit status: 1 if an architecture failed or was clipped wrongly.
-    """
+    """Run the whole comparison."""
     options = _options()
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"

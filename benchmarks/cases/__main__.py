@@ -19,11 +19,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def main() -> int:
-    """Measure all cases and write the table.
-
-    Returns:
-        The exit status: 1 where a case is neither exact nor refused as its row says.
-    """
+    """Measure all cases and write the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cases", description=__doc__)
     parser.add_argument("--only", default="", help="measure only cases whose name holds this, and write nothing")
     options = parser.parse_args()

@@ -14,16 +14,7 @@ Row = dict[str, object]
 
 
 def measure(case: Case) -> Row:
-    """Measure a case.
-
-    Args:
-        case: A row of the tests' table.
-
-    Returns:
-        Its name; `errors`: for each strategy the relative error of the clipped sum against one-sample autograd in
-        float64; `sensitivity`: the largest move of the sum when one sample is left out, over C; `forms`: how its
-        parameters were handled; `refused`: the error's text, where it is refused.
-    """
+    """Measure a case."""
     begun = time.process_time()
     dtype = torch.float64 if torch.float64 in case.dtypes else case.dtypes[0]
     row: Row = {"name": case.name, "dtype": str(dtype)[6:], "forms": _forms(case, dtype)}

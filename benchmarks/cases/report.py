@@ -11,11 +11,7 @@ from benchmarks.cases.measure import Row
 
 
 def families() -> dict[str, tuple[str, list[str]]]:
-    """List the families of the tests' table.
-
-    Returns:
-        For each file of cases its first line, and the names of its cases.
-    """
+    """List the families of the tests' table."""
     found = {}
     for module_info in pkgutil.iter_modules(tests.cases.__path__):
         module = importlib.import_module(f"tests.cases.{module_info.name}")
@@ -26,14 +22,7 @@ def families() -> dict[str, tuple[str, list[str]]]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return one line a family.
-
-    Args:
-        rows: What `measure` returned, for all cases.
-
-    Returns:
-        A Markdown table.
-    """
+    """Return one line a family."""
     by_name = {row["name"]: row for row in rows}
     lines = [
         "| family | cases | exact | refused | largest error | largest move / C |",
@@ -49,14 +38,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def details(rows: Sequence[Row]) -> str:
-    """Return one line a case, family by family, and the texts of the refusals.
-
-    Args:
-        rows: What `measure` returned, for all cases.
-
-    Returns:
-        Markdown.
-    """
+    """Return one line a case, family by family, and the texts of the refusals."""
     by_name = {row["name"]: row for row in rows}
     parts = []
     for text, names in families().values():

@@ -37,15 +37,7 @@ OF_USE = ("opacus", "triton", "transformers", "accelerate", "hypothesis", "pytes
 
 
 def name_of(device: torch.device, *, quick: bool) -> str:
-    """The name of the report's files: of the GPU and not of "cuda", so that two GPUs have two reports.
-
-    Args:
-        device: What is measured on.
-        quick: Whether it is a rehearsal.
-
-    Returns:
-        Without an ending.
-    """
+    """The name of the report's files: of the GPU and not of "cuda", so that two GPUs have two reports."""
     full = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     words = [word for word in full.lower().replace("nvidia", "").replace("-", " ").split() if word]
     return "-".join(["gpu", *words, *(["quick"] if quick else [])])
@@ -59,26 +51,12 @@ class Run:
     """
 
     def __init__(self, report: Row, folder: Path, name: str) -> None:
-        """Begin.
-
-        Args:
-            report: Its head.
-            folder: Receives the report, and a log of what every stage printed.
-            name: Of the files.
-        """
+        """Begin."""
         self.report, self._folder, self._name = report, folder, name
         self.report["stages"] = []
 
     def stage(self, stage: Stage, seconds: float) -> Row:
-        """Run the jobs of a stage.
-
-        Args:
-            stage: What is run.
-            seconds: No job begins, and none goes on, after these.
-
-        Returns:
-            The stage's part of the report.
-        """
+        """Run the jobs of a stage."""
         began = time.monotonic()
         found: Row = {"name": stage.name, "title": stage.title, "rows": []}
         self.report["stages"].append(found)
@@ -185,14 +163,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every stage within the time.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 2 if the default path does not agree with float64, 1 if something else failed or was wrong.
-    """
+    """Run every stage within the time."""
     given = _options(arguments)
     end = time.monotonic() + 60 * given.minutes
     # A run that is ended from outside ends what it started, too.
@@ -227,15 +198,7 @@ def _holds(rows: list[Row], decisive: str) -> bool:
 
 
 def status_of(report: Row) -> int:
-    """The exit status of a report.
-
-    Args:
-        report: As it was written.
-
-    Returns:
-        2 if the run was stopped, 1 if something of ours failed or was wrong; a device that is too small, a package that
-        is missing and time that ran out are none of these.
-    """
+    """The exit status of a report."""
     if "stopped" in report:
         return WRONG
     bad = [row for stage in report["stages"] for row in stage["rows"] if row["status"] in ("failed", "wrong")]

@@ -123,14 +123,7 @@ def _noise_case(elements: int, level: str, rounds: int) -> Case:
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """Yield every problem.
-
-    Args:
-        quick: Small ones only.
-
-    Yields:
-        Cases.
-    """
+    """Yield every problem."""
     for dtype in DTYPES:
         for title, size in (QUICK if quick else LAYERS).items():
             yield from _layer_cases(title, size, dtype)
@@ -165,16 +158,7 @@ def _checked(case: Case, device: torch.device) -> dict[str, object]:
 
 
 def measure(case: Case, device: torch.device, *, rounds: int) -> dict[str, object]:
-    """Check one case and, if it is right, time it.
-
-    Args:
-        case: The problem.
-        device: A GPU; on a CPU, where kernels are interpreted, nothing is timed.
-        rounds: How often each is timed.
-
-    Returns:
-        A row of the report; without times and speed-up where the check is red.
-    """
+    """Check one case and, if it is right, time it."""
     row: dict[str, object] = {
         "kernel": case.kernel.name,
         "title": case.title,

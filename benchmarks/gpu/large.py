@@ -56,11 +56,7 @@ COMPILED = Engine("compiled", "PyTorch, not private, compiled", False, _Compiled
 
 
 def ways() -> dict[str, Engine]:
-    """The ways by name: ordinary and compiled training, every engine that is here.
-
-    Returns:
-        Them.
-    """
+    """The ways by name: ordinary and compiled training, every engine that is here."""
     return {engine.name: engine for engine in [*engines(), COMPILED]}
 
 
@@ -95,14 +91,7 @@ def _roof(case: Large, task: Task, device: torch.device, *, quick: bool) -> Row:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure one way.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Measure one way."""
     own: list[tuple[str, dict[str, Any]]] = [
         ("--case", {"choices": [case.name for case in large_models()], "required": True}),
         ("--engine", {"default": NON_PRIVATE.name}),

@@ -131,14 +131,7 @@ def _wall(optimizer: Any, device: torch.device) -> float:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Profile, release and count.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Profile, release and count."""
     own: tuple[str, dict[str, Any]] = ("--case", {"choices": [case.name for case in large_models()], "required": True})
     job = started("benchmarks.gpu.one_step", __doc__, own, given=given)
     training = None

@@ -13,14 +13,7 @@ BASE = "nonprivate"
 
 
 def markdown(report: Row) -> str:
-    """The report as a page.
-
-    Args:
-        report: As it is written, complete or not.
-
-    Returns:
-        Markdown.
-    """
+    """The report as a page."""
     parts = [f"# On a GPU, in {report['minutes']:g} minutes\n\n{heading(report)}"]
     if "stopped" in report:
         parts.append(f"**Stopped {report['stopped']}.**\n")

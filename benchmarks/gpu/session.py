@@ -73,16 +73,7 @@ def _shared(device: torch.device, rows: Path, *, quick: bool) -> tuple[str, ...]
 
 
 def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
-    """The steps that are not timed, and run side by side.
-
-    Args:
-        device: Where.
-        rows: The file for rows.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        Them.
-    """
+    """The steps that are not timed, and run side by side."""
     shared = _shared(device, rows, quick=quick)
     few = ("-k", "linear_3d") if quick else ()
     workers = ("-n", "1" if quick else "14")
@@ -95,17 +86,7 @@ def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
 
 
 def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> list[Step]:
-    """The steps that compile side by side, for minutes where a model is deep, and are timed in turn.
-
-    Args:
-        device: Where.
-        rows: The file for rows.
-        work: The folder for the lock.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        Them.
-    """
+    """The steps that compile side by side, for minutes where a model is deep, and are timed in turn."""
     own = ("--lock", str(work / "lock"), "--way", "book-keeping", "--way", "graph")
     shared = (*_shared(device, rows, quick=quick), *own)
     return [
@@ -115,17 +96,7 @@ def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> li
 
 
 def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> list[Step]:
-    """The steps that are timed, the most important first.
-
-    Args:
-        device: Where.
-        rows: The file for rows.
-        tables: The folder for the published tables.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        Them.
-    """
+    """The steps that are timed, the most important first."""
     shared = _shared(device, rows, quick=quick)
 
     def lora(engine: str, *own: str) -> Step:
@@ -163,24 +134,13 @@ class Session:
     """Runs steps and keeps what they found in a folder, of a few files."""
 
     def __init__(self, out: Path, work: Path, head: dict[str, object], *, minutes: float) -> None:
-        """Begin.
-
-        Args:
-            out: The folder.
-            work: Another one, for logs and tables as their programs write them.
-            head: What the machine is.
-            minutes: Nothing goes on after these.
-        """
+        """Begin."""
         self._out, self.work, self._head = out, work, head
         self._end = time.monotonic() + 60 * minutes
         self._done: list[dict[str, object]] = []
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Run steps side by side, each within its own limit and the time that is left.
-
-        Args:
-            steps: Them.
-        """
+        """Run steps side by side, each within its own limit and the time that is left."""
         left = self._end - time.monotonic()
         if left < FEWEST_SECONDS:
             self._done += [{"step": step.name, "status": "left out"} for step in steps]
@@ -237,14 +197,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every step within the time.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0, whatever became of the steps.
-    """
+    """Run every step within the time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.session", description=__doc__)
     parser.add_argument("--device", type=torch.device, default="cuda", help="cuda (the default), or cpu with --quick")
     parser.add_argument("--minutes", type=options.positive, default=9.0, help="for everything (default: %(default)s)")

@@ -56,15 +56,7 @@ class Stage:
 
 
 def stages(device: torch.device, *, quick: bool) -> list[Stage]:
-    """What is run.
-
-    Args:
-        device: Where.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        The stages. Of eight minutes they may take 60, 30, 80, 115, 115 and 80 seconds, the last what is left.
-    """
+    """What is run."""
     shared = ("--device", str(device), *(["--quick"] if quick else []))
     # Without a GPU, kernels can be interpreted where they are small.
     interpreted = {"TRITON_INTERPRET": "1"} if device.type != "cuda" and runtime.installed() else {}

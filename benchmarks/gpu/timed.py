@@ -10,16 +10,7 @@ import torch
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, rounds: int) -> float:
-    """The median time of a call.
-
-    Args:
-        work: What is called.
-        device: Where it runs.
-        rounds: How often it is timed, after two calls that are not.
-
-    Returns:
-        Seconds.
-    """
+    """The median time of a call."""
     for _ in range(2):
         work()
     return statistics.median(_once(work, device) for _ in range(rounds))

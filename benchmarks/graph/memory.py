@@ -17,27 +17,13 @@ _STEPS = 3
 
 
 def measure(task: speed.Task) -> dict[str, Any]:
-    """Measure one task.
-
-    Args:
-        task: The task.
-
-    Returns:
-        Plain values: peak bytes of a step by way.
-    """
+    """Measure one task."""
     found = {way: in_new_process("benchmarks.graph.memory", [task.name, way]) for way in speed.WAYS}
     return {"name": task.name, "title": task.title, "bytes": {way: own.get("bytes") for way, own in found.items()}}
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        report: What was measured.
-
-    Returns:
-        The page.
-    """
+    """Return a report as Markdown."""
     lines = [
         "# The private step as one graph: memory",
         "",

@@ -102,12 +102,7 @@ class Ways:
     """
 
     def __init__(self, task: Task, batch: tuple[Tensor, ...]) -> None:
-        """Attach all ways; nothing is computed or compiled yet.
-
-        Args:
-            task: The task.
-            batch: Its batch.
-        """
+        """Attach all ways; nothing is computed or compiled yet."""
         self._losses, self._batch = task.losses, batch
         self._models = {name: task.model() for name in WAYS}
         for model in self._models.values():
@@ -138,11 +133,7 @@ class Ways:
         clipper.backward(self._losses(self._models["book-keeping"], *self._batch))
 
     def let_go(self, way: str) -> None:
-        """Drop the gradients or sums of one way.
-
-        Args:
-            way: Which.
-        """
+        """Drop the gradients or sums of one way."""
         if way in self._clippers:
             self._clippers[way].reset()
         elif way in self._models:
@@ -167,15 +158,7 @@ def _in_jax(model: nn.Module, state: Mapping[str, Tensor], batch: tuple[Tensor, 
 
 
 def measure(task: Task, *, rounds: int) -> dict[str, Any]:
-    """Measure one task.
-
-    Args:
-        task: The task.
-        rounds: In each of which every way takes a step.
-
-    Returns:
-        Plain values: median milliseconds of CPU time by way, what compiling took, and why batches were eager if any.
-    """
+    """Measure one task."""
     torch.manual_seed(0)
     batch = task.batch()
     ways = Ways(task, batch)
@@ -205,14 +188,7 @@ def measure(task: Task, *, rounds: int) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        report: What was measured.
-
-    Returns:
-        The page.
-    """
+    """Return a report as Markdown."""
     lines = [
         "# The private step as one graph: CPU time",
         "",

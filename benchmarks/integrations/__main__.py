@@ -21,14 +21,7 @@ HOSTS = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "ligh
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Drive the rows.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 where a row does not come out as it says.
-    """
+    """Drive the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.integrations", description=__doc__)
     parser.add_argument("--only", default="", help="drive only rows whose name holds this, and write nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")

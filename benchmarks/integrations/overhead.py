@@ -62,11 +62,7 @@ def _collate(records: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class Turns:
-    """Lets a function in a thread go on from one point to the next.
-
-    Args:
-        work: Is given a function that it calls at each point.
-    """
+    """Lets a function in a thread go on from one point to the next."""
 
     def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
@@ -91,11 +87,7 @@ class Turns:
 
 
 def plain(steps: int) -> Callable[[Callable[[], None]], None]:
-    """Return a plain private loop.
-
-    Args:
-        steps: How many.
-    """
+    """Return a plain private loop."""
 
     def work(point: Callable[[], None]) -> None:
         model = _model()
@@ -136,12 +128,7 @@ def _again(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def trainer(steps: int, folder: Path) -> Callable[[Callable[[], None]], None]:
-    """Return a training through `DPTrainer`.
-
-    Args:
-        steps: How many.
-        folder: Where it may write.
-    """
+    """Return a training through `DPTrainer`."""
     from transformers import PrinterCallback, TrainerCallback
 
     from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
@@ -174,14 +161,7 @@ def trainer(steps: int, folder: Path) -> Callable[[Callable[[], None]], None]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Measure.
-
-    Args:
-        rounds: Steps that count.
-
-    Returns:
-        Seconds of each step, and the ratios.
-    """
+    """Measure."""
     quiet()
     steps = rounds + _WARM + 1
     found: dict[str, list[float]] = {"plain": [], "DPTrainer": []}
@@ -202,14 +182,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and write.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 where the overhead is above 3 %.
-    """
+    """Measure and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.integrations.overhead", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="steps of each that count (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")

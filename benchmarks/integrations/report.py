@@ -12,14 +12,7 @@ DIFFS = Path(__file__).resolve().parent / "diffs.md"
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the whole report.
-
-    Args:
-        report: Head, `hosts` and `rows`.
-
-    Returns:
-        Markdown.
-    """
+    """Return the whole report."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["hosts"].items() if version)
     counts = ", ".join(f"{count} {name}" for name, count in Counter(r["found"] for r in report["rows"]).most_common())

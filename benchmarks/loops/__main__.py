@@ -20,14 +20,7 @@ HOSTS = ("torch", "transformers", "accelerate", "trl", "peft", "lightning", "opa
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 where a loop is neither exact nor refused as it should be.
-    """
+    """Measure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__)
     parser.add_argument("--only", default="", help="measure only loops whose name holds this, and write nothing")
     parser.add_argument("--search", type=int, metavar="N", help="try N random loops instead")

@@ -19,14 +19,7 @@ _HOST = {"hosts": ("transformers", "accelerate"), "clips": (0.5,)}
 
 
 def padded(records: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad records to the longest, as DataCollatorForLanguageModeling does.
-
-    Args:
-        records: With `input_ids`.
-
-    Returns:
-        A batch.
-    """
+    """Pad records to the longest, as DataCollatorForLanguageModeling does."""
     width = max(len(record["input_ids"]) for record in records)
     ids = torch.tensor([record["input_ids"] + [0] * (width - len(record["input_ids"])) for record in records])
     mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in records])

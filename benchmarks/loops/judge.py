@@ -30,15 +30,7 @@ def _sums(loop: Loop, seen: Seen, like: dict[str, tuple[int, ...]]) -> list[Tens
 
 
 def clipped_parts(world: World, like: dict[str, tuple[int, ...]]) -> Tensor:
-    """Return the clipped gradient of every record, computed alone.
-
-    Args:
-        world: That of the loop.
-        like: Shapes of the trained parameters, by name.
-
-    Returns:
-        (N, P), in the order of `like`.
-    """
+    """Return the clipped gradient of every record, computed alone."""
     assert world.losses is not None
     model = world.reference_model()
     named = {name: p for name, p in model.named_parameters() if name in like}
@@ -64,13 +56,7 @@ def clipped_parts(world: World, like: dict[str, tuple[int, ...]]) -> Tensor:
 
 
 def judge_sums(loop: Loop, outcome: Outcome, clean: Seen) -> None:
-    """Compare the released sums with one record at a time.
-
-    Args:
-        loop: The loop.
-        outcome: Takes what is wrong.
-        clean: A run without noise.
-    """
+    """Compare the released sums with one record at a time."""
     sums = _sums(loop, clean, clean.trainable)
     if not sums:
         if clean.error:
@@ -137,15 +123,7 @@ def _nearest(
 
 
 def judge_moves(loop: Loop, outcome: Outcome, clean: Seen, without: dict[int, Seen], clip: float) -> None:
-    """Compare the released sums with those of runs with one record less.
-
-    Args:
-        loop: The loop.
-        outcome: Takes what is wrong.
-        clean: A run without noise.
-        without: Runs without noise and without a record, by its number.
-        clip: C of these runs.
-    """
+    """Compare the released sums with those of runs with one record less."""
     sums = _sums(loop, clean, clean.trainable)
     moves, strange = [], []
     for record, other in without.items():
@@ -201,13 +179,6 @@ def judge_additivity(loop: Loop, outcome: Outcome, clean: Seen, without: list[Se
 
     It is so for whatever clips records one by one, at any C, also where the sums happen to move by less than C. Where
     no record is clipped, nothing hides it.
-
-    Args:
-        loop: The loop.
-        outcome: Takes what is wrong.
-        clean: A run without noise.
-        without: The same without a record, without another, and without both.
-        clip: C of these runs.
     """
     sums = [_sums(loop, seen, clean.trainable)[:1] for seen in (clean, *without)]
     if all(sums) and len({found[0].shape for found in sums}) == 1:
@@ -223,14 +194,7 @@ def judge_additivity(loop: Loop, outcome: Outcome, clean: Seen, without: list[Se
 
 
 def judge_noise(loop: Loop, outcome: Outcome, clean: Seen, noisy: Seen) -> None:
-    """Measure the noise, which is what two runs differ by.
-
-    Args:
-        loop: The loop.
-        outcome: Takes what is wrong.
-        clean: A run without noise.
-        noisy: The same run with noise.
-    """
+    """Measure the noise, which is what two runs differ by."""
     before = None
     for number, (one, two, passes) in enumerate(
         zip(clean.releases, noisy.releases, noisy.passes, strict=False), start=1
@@ -259,13 +223,7 @@ def judge_noise(loop: Loop, outcome: Outcome, clean: Seen, noisy: Seen) -> None:
 
 
 def judge_account(loop: Loop, outcome: Outcome, noisy: Seen) -> None:
-    """Compare releases with what is accounted for, and the ε that is printed with the one that is due.
-
-    Args:
-        loop: The loop.
-        outcome: Takes what is wrong.
-        noisy: A run with noise.
-    """
+    """Compare releases with what is accounted for, and the ε that is printed with the one that is due."""
     applied = len(noisy.releases)
     if loop.releases is not None and applied != loop.releases and not noisy.error:
         outcome.problems.append(f"{applied} releases, its author means {loop.releases}")
@@ -292,17 +250,7 @@ def _participations(seen: Seen) -> int:
 
 @lru_cache(maxsize=64)
 def epsilon_of(rate: float, sigma: float, times: int, delta: float = DELTA) -> float:
-    """ε of Poisson-sampled Gaussian releases, by another library's accountant.
-
-    Args:
-        rate: q.
-        sigma: Noise multiplier.
-        times: Releases.
-        delta: δ.
-
-    Returns:
-        ε, rounded up by at most a thousandth.
-    """
+    """ε of Poisson-sampled Gaussian releases, by another library's accountant."""
     from dp_accounting import dp_event
     from dp_accounting.pld import PLDAccountant
 

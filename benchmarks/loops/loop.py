@@ -137,10 +137,5 @@ class Outcome:
 
 
 def divisor(loop: Loop, passes: int) -> float:
-    """What a private mean is divided by: as in Opacus, of several accumulated means the mean is released.
-
-    Args:
-        loop: The loop.
-        passes: Backward passes that were seen.
-    """
+    """What a private mean is divided by: as in Opacus, of several accumulated means the mean is released."""
     return float(BATCH * passes) if loop.reduction == "mean" else 1.0

@@ -37,11 +37,7 @@ class Loss:
     unseen: str = ""
 
     def data(self, world: World) -> Dataset:
-        """The records.
-
-        Args:
-            world: Whose.
-        """
+        """The records."""
         return world.tokens if self.tokens else world.data
 
 

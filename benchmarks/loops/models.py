@@ -32,11 +32,7 @@ def encoder() -> nn.Module:
 
 
 def cross_entropy(world: World) -> Losses:
-    """Return the cross-entropy of each record alone.
-
-    Args:
-        world: Whose records.
-    """
+    """Return the cross-entropy of each record alone."""
     features, labels = world.features, world.labels
 
     def losses(model: nn.Module, records: list[int]) -> Tensor:
@@ -46,35 +42,18 @@ def cross_entropy(world: World) -> Losses:
 
 
 def shared(losses: Losses, among: int) -> Losses:
-    """Return losses as a host leaves them that divides each batch's by the number of batches that it adds up.
-
-    Args:
-        losses: Of each record.
-        among: The number.
-
-    Returns:
-        Losses divided so.
-    """
+    """Return losses as a host leaves them that divides each batch's by the number of batches that it adds up."""
     return lambda model, records: losses(model, records) / among
 
 
 def tag_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the cross-entropy of every token, (B, T): is it a frequent one?
-
-    Args:
-        model: The tagger.
-        ids: (B, T).
-    """
+    """Return the cross-entropy of every token, (B, T): is it a frequent one?"""
     scores = model(ids)
     return functional.cross_entropy(scores.transpose(1, 2), (ids > 6).long(), reduction="none")
 
 
 def tag_means(world: World) -> Losses:
-    """Return each record's mean over its own positions.
-
-    Args:
-        world: Whose records.
-    """
+    """Return each record's mean over its own positions."""
     ids, mask = world.ids, world.mask
 
     def losses(model: nn.Module, records: list[int]) -> Tensor:
@@ -105,21 +84,12 @@ def gpt2() -> nn.Module:
 
 
 def labels_of(ids: Tensor, mask: Tensor) -> Tensor:
-    """Return tokens as labels, padding left out.
-
-    Args:
-        ids: Tokens.
-        mask: What counts.
-    """
+    """Return tokens as labels, padding left out."""
     return ids.masked_fill(~mask, -100)
 
 
 def lm_means(world: World) -> Losses:
-    """Return each record's mean over its own predicted tokens.
-
-    Args:
-        world: Whose records.
-    """
+    """Return each record's mean over its own predicted tokens."""
     ids, mask = world.ids, world.mask
 
     def losses(model: nn.Module, records: list[int]) -> Tensor:
@@ -132,11 +102,7 @@ def lm_means(world: World) -> Losses:
 
 
 def lm_records(world: World) -> list[dict[str, Any]]:
-    """Return records as data sets of transformers hold them, unpadded.
-
-    Args:
-        world: Whose records.
-    """
+    """Return records as data sets of transformers hold them, unpadded."""
     return [
         {"input_ids": row[own].tolist(), "attention_mask": [1] * int(own.sum()), "labels": row[own].tolist()}
         for row, own in zip(world.ids, world.mask, strict=True)

@@ -27,15 +27,7 @@ _UNCLIPPED = 1e3
 
 
 def see(loop: Loop, world: World) -> Seen:
-    """Run a loop once.
-
-    Args:
-        loop: The loop.
-        world: A fresh world.
-
-    Returns:
-        What was seen.
-    """
+    """Run a loop once."""
     seen = Seen()
     with world.recording():
         try:
@@ -76,16 +68,7 @@ Run = Callable[[Loop, World], Seen]
 
 
 def measure(loop: Loop, run: Run = see, *, left_out: int = 6) -> Outcome:
-    """Say what a loop is.
-
-    Args:
-        loop: The loop.
-        run: Runs it once.
-        left_out: Records that are left out, one at a time.
-
-    Returns:
-        The outcome.
-    """
+    """Say what a loop is."""
     outcome = Outcome(loop.name)
     noisy = run(loop, World(sigma=1.0, clip=loop.clips[0], sampling=loop.sampling))
     outcome.applied, outcome.accounted = len(noisy.releases), noisy.accounted

@@ -38,11 +38,7 @@ class Passes:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count.
-
-        Yields:
-            Nothing.
-        """
+        """Count."""
         places: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
             (torch.autograd, "backward", self._backward),
             (GhostClipper, "backward", self._whole_backward),

@@ -30,15 +30,7 @@ def _context():  # noqa: ANN202 - multiprocessing does not name its contexts
 
 
 def see_on_ranks(loop: Loop, world: World) -> Seen:
-    """Run a loop once, on as many processes as it asks for.
-
-    Args:
-        loop: The loop; importable by name.
-        world: A fresh world.
-
-    Returns:
-        What the first rank saw, with what went wrong on any.
-    """
+    """Run a loop once, on as many processes as it asks for."""
     if loop.ranks == 1:
         return see(loop, world)
     with tempfile.TemporaryDirectory() as folder:

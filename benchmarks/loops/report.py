@@ -11,14 +11,7 @@ _SENTENCE = re.compile(r"(.*?[.:](?=\s)|.*)")
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of an error's text, its class included.
-
-    Args:
-        text: Of the error.
-
-    Returns:
-        At most 240 characters, safe in a table.
-    """
+    """Return the first sentence of an error's text, its class included."""
     kind, _, rest = text.partition(": ")
     matched = _SENTENCE.match(rest)
     sentence = f"{kind}: {matched.group(1) if matched else rest}" if rest else text
@@ -30,14 +23,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return one line of a table.
-
-    Args:
-        row: An outcome in plain values, with `about` and `shortfall`.
-
-    Returns:
-        Markdown.
-    """
+    """Return one line of a table."""
     said = "; ".join(row["problems"]).replace("|", "\\|") or first_sentence(row["message"])
     said = "; ".join(text for text in (said, row["note"].replace("|", "\\|")) if text)
     cells = [
@@ -53,14 +39,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Count outcomes.
-
-    Args:
-        rows: Outcomes in plain values.
-
-    Returns:
-        One line.
-    """
+    """Count outcomes."""
     counts = Counter(row["outcome"] for row in rows)
     short = sum(row["shortfall"] != "" for row in rows)
     text = ", ".join(f"{count} {name}" for name, count in counts.most_common())
@@ -68,14 +47,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the whole report.
-
-    Args:
-        report: Head and `families` of outcomes.
-
-    Returns:
-        Markdown.
-    """
+    """Return the whole report."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["hosts"].items() if version)
     rows = [row for family in report["families"].values() for row in family]

@@ -12,15 +12,7 @@ Training = Callable[[World], None]
 
 
 def row(rows: list[Loop], **options: Any) -> Callable[[Training], Training]:
-    """Put a function into a table, under its own name and first line.
-
-    Args:
-        rows: The table.
-        options: Of the loop.
-
-    Returns:
-        The decorator.
-    """
+    """Put a function into a table, under its own name and first line."""
 
     def put(run: Training) -> Training:
         about = " ".join((run.__doc__ or "").split())

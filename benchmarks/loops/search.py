@@ -30,15 +30,7 @@ _OUT_OF_SIGHT = (
 
 
 def combinations(count: int, *, seed: int) -> Iterator[Combination]:
-    """Draw combinations: one in two differs from the ordinary in one thing, the others in two or three.
-
-    Args:
-        count: How many.
-        seed: Of the choice.
-
-    Yields:
-        Combinations.
-    """
+    """Draw combinations: one in two differs from the ordinary in one thing, the others in two or three."""
     chance = random.Random(seed)
     singles = [(axis, choice) for axis, choices in AXES.items() for choice in choices if choice != ORDINARY]
     chance.shuffle(singles)
@@ -56,27 +48,12 @@ def combinations(count: int, *, seed: int) -> Iterator[Combination]:
 
 
 def is_wrong(outcome: Outcome) -> bool:
-    """Whether a loop got through: anything but exact, refused, or ended by an error with all before it right.
-
-    Args:
-        outcome: Of the loop.
-    """
+    """Whether a loop got through: anything but exact, refused, or ended by an error with all before it right."""
     return any(not problem.startswith("never trained") for problem in outcome.problems)
 
 
 def search(report: dict[str, Any], count: int, *, seed: int, out: Path, say: Callable[[str], None] = print) -> int:
-    """Try random loops, and write what was found.
-
-    Args:
-        report: Its head.
-        count: How many loops.
-        seed: Of the choice.
-        out: Folder of the files.
-        say: Told of every loop.
-
-    Returns:
-        The exit status: 1 where a loop got through.
-    """
+    """Try random loops, and write what was found."""
     begun, rows = time.monotonic(), []
     for combination in combinations(count, seed=seed):
         loop = combination.loop()
@@ -94,14 +71,7 @@ def search(report: dict[str, Any], count: int, *, seed: int, out: Path, say: Cal
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report of a search.
-
-    Args:
-        report: Head and `loops`.
-
-    Returns:
-        Markdown.
-    """
+    """Return the report of a search."""
     rows, machine = report["loops"], report["machine"]
     counts = Counter("WRONG" if row["wrong"] else row["outcome"] for row in rows)
     parts = [

@@ -25,41 +25,19 @@ _LEFT_OUT_ON_RANKS, _LEFT_OUT_OF_HOSTS = 2, 2
 
 
 def missing_hosts(loop: Loop) -> list[str]:
-    """Libraries that a loop needs and that are not installed.
-
-    Args:
-        loop: The loop.
-
-    Returns:
-        Their names.
-    """
+    """Libraries that a loop needs and that are not installed."""
     return [name for name in loop.hosts if find_spec(name) is None]
 
 
 def outcome_of(loop: Loop) -> Outcome:
-    """Measure a loop of the table.
-
-    Args:
-        loop: The loop.
-
-    Returns:
-        Its outcome.
-    """
+    """Measure a loop of the table."""
     if loop.ranks > 1:
         return measure(loop, see_on_ranks, left_out=_LEFT_OUT_ON_RANKS)
     return measure(loop, left_out=_LEFT_OUT_OF_HOSTS) if loop.hosts else measure(loop)
 
 
 def shortfall(loop: Loop, outcome: Outcome) -> str:
-    """Say what is not as it should be.
-
-    Args:
-        loop: The loop.
-        outcome: What became of it.
-
-    Returns:
-        Empty if the loop is exact, or refused before its first release with what its refusal has to say.
-    """
+    """Say what is not as it should be."""
     said = "; ".join(outcome.problems) or outcome.message
     allowed = ("exact", "refused") if loop.expect == "either" else (loop.expect,)
     if outcome.outcome not in allowed:

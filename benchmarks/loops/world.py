@@ -135,12 +135,7 @@ class World:
         return TensorDataset(self.ids, self.mask)
 
     def loader(self, data: Dataset | None = None, **options: Any) -> DataLoader:
-        """The loader of a user who wants batches of 6, whose randomness is the world's.
-
-        Args:
-            data: By default features and labels.
-            options: As torch's.
-        """
+        """The loader of a user who wants batches of 6, whose randomness is the world's."""
         generator = torch.Generator().manual_seed(self.seed + SAMPLING_SEED + self._private_part())
         return DataLoader(
             self.data if data is None else data,
@@ -148,15 +143,7 @@ class World:
         )
 
     def watch(self, make: Callable[[], nn.Module], losses: Losses | None = None) -> nn.Module:
-        """Make the model that is trained.
-
-        Args:
-            make: Makes it, the same each time.
-            losses: Of the records of a list, each alone, given the model; None where no reference is defined.
-
-        Returns:
-            The model.
-        """
+        """Make the model that is trained."""
 
         def pristine() -> nn.Module:
             torch.manual_seed(self.seed + 7)
@@ -169,11 +156,7 @@ class World:
         return self.model
 
     def new_engine(self, **options: Any) -> PrivacyEngine:
-        """A privacy engine; the last one made is asked for ε at the end.
-
-        Args:
-            options: Of the engine.
-        """
+        """A privacy engine; the last one made is asked for ε at the end."""
         self.engine = PrivacyEngine(**options)
         return self.engine
 
@@ -191,17 +174,7 @@ class World:
         self.restarts += 1
 
     def private(self, model: nn.Module, optimizer: Optimizer, loader: DataLoader, **options: Any) -> Any:
-        """Make a training private with this world's σ, C and noise.
-
-        Args:
-            model: The model.
-            optimizer: Its optimizer.
-            loader: Its loader.
-            options: More of `make_private`.
-
-        Returns:
-            What `make_private` returned.
-        """
+        """Make a training private with this world's σ, C and noise."""
         engine = self.engine or self.new_engine()
         given = {"noise_multiplier": self.sigma, "max_grad_norm": self.clip, "noise_generator": self.noise()} | options
         return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **given)
@@ -223,20 +196,12 @@ class World:
         return 0 if self.engine is None else len(self.engine.accountant)
 
     def epsilon(self, delta: float) -> float:
-        """ε that the engine prints.
-
-        Args:
-            delta: δ.
-        """
+        """ε that the engine prints."""
         return 0.0 if self.engine is None else self.engine.get_epsilon(delta)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record draws and updates, leave the record out, and undo every update, so that all steps start alike.
-
-        Yields:
-            Nothing.
-        """
+        """Record draws and updates, leave the record out, and undo every update, so that all steps start alike."""
         before: dict[int, list[tuple[Tensor, Tensor]]] = {}
         passes = Passes()
 
@@ -325,11 +290,7 @@ class World:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators.
-
-    Args:
-        seed: Of Python's, numpy's and torch's.
-    """
+    """Seed the global generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -364,11 +325,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 @contextlib.contextmanager
 def _quiet_environment() -> Iterator[None]:
-    """Host libraries ask for servers and write environment variables; neither outlives a run.
-
-    Yields:
-        Nothing.
-    """
+    """Host libraries ask for servers and write environment variables; neither outlives a run."""
     before = dict(os.environ)
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true"}
     try:

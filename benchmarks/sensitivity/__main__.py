@@ -19,14 +19,7 @@ from benchmarks.sensitivity.search import cells, search
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Search.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 where a move above the bound was found.
-    """
+    """Search."""
     options = _options(arguments)
     torch.set_num_threads(1)
     begun, reduced = time.monotonic(), reduced_products()

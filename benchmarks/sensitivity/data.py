@@ -146,15 +146,7 @@ def _scale(chance: Random) -> float:
 
 
 def sample_of(setting: Setting, chance: Random) -> Sample:
-    """Return one sample of an adversary.
-
-    Args:
-        setting: What it must look like.
-        chance: Where choices come from.
-
-    Returns:
-        Inputs by name, without a batch axis, and the weights of the outputs.
-    """
+    """Return one sample of an adversary."""
     made: Sample = {}
     shapes, positions = setting.shapes, setting.positions
     pattern = COEFFICIENTS[chance.choice(list(COEFFICIENTS))]
@@ -234,15 +226,7 @@ def batch_of(samples: list[Sample]) -> Sample:
 
 
 def ordinary(setting: Setting, chance: Random) -> Sample:
-    """Return one sample of random values of ordinary size: what an adversary's sample is put beside.
-
-    Args:
-        setting: What it must look like.
-        chance: Where choices come from.
-
-    Returns:
-        As `sample_of`.
-    """
+    """Return one sample of random values of ordinary size: what an adversary's sample is put beside."""
     generator = torch.Generator().manual_seed(chance.getrandbits(40))
     made = {name: torch.randn(shape, generator=generator).to(setting.dtype) for name, shape in setting.shapes.items()}
     ids = {name: torch.randint(ROWS, (setting.positions,), generator=generator) for name in setting.ids}
@@ -297,16 +281,7 @@ _CHANGES: Final = (_rescale, _nudge, _nudge, _perturb, _move_row, _move_row, _cl
 
 
 def changed(data: Sample, setting: Setting, chance: Random) -> Sample:
-    """Return a batch with one or a few changes to one of its samples.
-
-    Args:
-        data: A batch.
-        setting: What its samples must look like.
-        chance: Where choices come from.
-
-    Returns:
-        A new batch.
-    """
+    """Return a batch with one or a few changes to one of its samples."""
     after = dict(data)
     sample = chance.randrange(len(data["w"]))
     for _ in range(chance.choice([1, 1, 2, 3])):

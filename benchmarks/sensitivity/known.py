@@ -42,14 +42,7 @@ class Known:
     normalised: bool = False
 
     def moves(self, strategy: str) -> Moves:
-        """Return how far each of its samples moves the sum.
-
-        Args:
-            strategy: How clipped sums are formed.
-
-        Returns:
-            The moves.
-        """
+        """Return how far each of its samples moves the sum."""
         numerics = NUMERICS[self.numerics]
         subject = Subject(kind(self.kind), self.width, numerics, strategy, normalised=self.normalised)
         return subject.moves(self.data(), bound=self.bound)

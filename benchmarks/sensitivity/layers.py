@@ -24,12 +24,7 @@ class Model(nn.Module):
     """Named layers and parameters, and the function that applies them."""
 
     def __init__(self, owned: Mapping[str, nn.Module | nn.Parameter], run: Run) -> None:
-        """Keep them.
-
-        Args:
-            owned: Layers and parameters by name.
-            run: From the model and its data to outputs whose first axis is the batch.
-        """
+        """Keep them."""
         super().__init__()
         for name, part in owned.items():
             setattr(self, name, part)
@@ -69,14 +64,7 @@ class Kind:
     computed: bool = False
 
     def model(self, width: int) -> Model:
-        """Return a model with random weights.
-
-        Args:
-            width: Of its layers.
-
-        Returns:
-            In float32.
-        """
+        """Return a model with random weights."""
         return Model(self.make(width), self.run)
 
 

@@ -94,15 +94,7 @@ class Moves:
     sample: int
 
     def worst(self, *, computed: bool = False) -> float:
-        """Return the largest move.
-
-        Args:
-            computed: Whether activations may round otherwise in a batch of another size, so that leaving a sample out
-                says nothing about what was added for it.
-
-        Returns:
-            Over C.
-        """
+        """Return the largest move."""
         return max(self.silenced, self.alone, 0.0 if computed else self.left_out)
 
 
@@ -110,15 +102,7 @@ class Subject:
     """A clipper around a model of one kind, and what it sums up for any batch."""
 
     def __init__(self, kind: Kind, width: int, numerics: Numerics, strategy: str, *, normalised: bool = False) -> None:
-        """Attach.
-
-        Args:
-            kind: Of layers.
-            width: Of the layers.
-            numerics: What is computed in.
-            strategy: How clipped sums are formed.
-            normalised: Whether every gradient is scaled to length C, so that what rounding leaves of one counts most.
-        """
+        """Attach."""
         self.kind, self.width, self.numerics, self.normalised = kind, width, numerics, normalised
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -134,14 +118,7 @@ class Subject:
         self._parameters = list(self.model.parameters())
 
     def shapes(self, positions: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape that each input has for a sample.
-
-        Args:
-            positions: T.
-
-        Returns:
-            By name; "w", "w1" and so on are what multiplies the outputs.
-        """
+        """Return the shape that each input has for a sample."""
         shapes = {name: (positions, *rest) for name, rest in self.kind.values(self.width).items()}
         dtype = self.numerics.dtype
         data: dict[str, Tensor] = {name: torch.zeros(1, *shape, dtype=dtype) for name, shape in shapes.items()}
@@ -154,14 +131,7 @@ class Subject:
         return model(data) + model({**data, "x": data["y"]}) if self.kind.again else model(data)
 
     def sums(self, data: Data) -> Tensor:
-        """Return the clipped sum of a batch.
-
-        Args:
-            data: Inputs by name, and "w", "w1" and so on, which multiply the outputs.
-
-        Returns:
-            Over all parameters, as one vector in float64.
-        """
+        """Return the clipped sum of a batch."""
         if len(data["w"]) == 0:
             return torch.zeros(sum(parameter.numel() for parameter in self._parameters), dtype=torch.float64)
         self.clipper.reset()
@@ -172,14 +142,7 @@ class Subject:
         return torch.cat([self._sum_of(parameter) for parameter in self._parameters])
 
     def norms(self, data: Data) -> tuple[Tensor, Tensor]:
-        """Return the norms of the samples' gradients, by the engine and by autograd on one sample after the other.
-
-        Args:
-            data: As for `sums`.
-
-        Returns:
-            Two tensors of shape ``(B,)``.
-        """
+        """Return the norms of the samples' gradients, by the engine and by autograd on one sample after the other."""
         self.sums(data)
         alone = []
         for sample in range(len(data["w"])):
@@ -196,16 +159,7 @@ class Subject:
         return found.detach().double().flatten()
 
     def moves(self, data: Data, samples: Sequence[int] | None = None, *, bound: float = 1.0) -> Moves:
-        """Return how far samples move the sum.
-
-        Args:
-            data: A batch.
-            samples: Those that are tried; all by default.
-            bound: C.
-
-        Returns:
-            The largest moves; NaN counts as infinite.
-        """
+        """Return how far samples move the sum."""
         self.clipper.reset()
         self.clipper.max_grad_norm = bound
         size = len(data["w"])

@@ -24,15 +24,7 @@ the worst batch of every cell that is above the bound, where it is small.
 
 
 def excess(value: float | str, limit: float) -> str:
-    """Return a move minus 1.
-
-    Args:
-        value: Over C; "inf" for one that is not finite.
-        limit: The largest that is allowed.
-
-    Returns:
-        Bold where it is above the limit.
-    """
+    """Return a move minus 1."""
     number = math.inf if isinstance(value, str) else value
     text = "inf" if math.isinf(number) else f"{number - 1:+.1e}"
     return f"**{text}**" if number > limit else text
@@ -84,14 +76,7 @@ def _beyond(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the report of a search.
-
-    Args:
-        report: Head, `known` and `cells`.
-
-    Returns:
-        Markdown.
-    """
+    """Return the report of a search."""
     rows, machine = report["cells"], report["machine"]
     parts = [
         "# Search for data that move a clipped sum by more than the bound\n",

@@ -109,17 +109,7 @@ def _number(value: float) -> float | str:
 
 
 def cells(kind: str = "", numerics: str = "", strategy: str = "", *, medium: bool) -> Iterator[Cell]:
-    """Yield the cells whose names hold the given texts.
-
-    Args:
-        kind: Text in the kind's name.
-        numerics: Name of what is computed in; all by default.
-        strategy: A strategy; all by default.
-        medium: Whether reduced float32 products are different from others on this machine.
-
-    Yields:
-        Cells.
-    """
+    """Yield the cells whose names hold the given texts."""
     for each in KINDS:
         for name in NUMERICS:
             if name == "medium" and not medium:
@@ -141,16 +131,7 @@ class _Tried:
 
 
 def search_cell(cell: Cell, evaluations: int, *, seed: int) -> Found:
-    """Search a cell.
-
-    Args:
-        cell: Which.
-        evaluations: How many batches are tried.
-        seed: Everything that is tried follows from it and the cell.
-
-    Returns:
-        The worst.
-    """
+    """Search a cell."""
     begun = time.monotonic()
     chance = Random(zlib.crc32(f"{seed}/{cell}".encode()))
     kind, numerics = kind_of(cell.kind), NUMERICS[cell.numerics]
@@ -205,17 +186,7 @@ def _judge(tried: _Tried, chance: Random) -> Moves:
 
 
 def search(chosen: Iterable[Cell], evaluations: int, *, seed: int, processes: int) -> Iterator[Found]:
-    """Search cells, several at a time.
-
-    Args:
-        chosen: The cells.
-        evaluations: How many batches are tried in each.
-        seed: Of what is tried.
-        processes: How many work at a time.
-
-    Yields:
-        What was found, in the cells' order.
-    """
+    """Search cells, several at a time."""
     if processes <= 1:
         yield from (search_cell(cell, evaluations, seed=seed) for cell in chosen)
         return

@@ -18,14 +18,7 @@ from benchmarks.timm_families.measure import SAMPLES, TOLERANCE, Found, measure
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 1 where a family is neither exact nor refused.
-    """
+    """Measure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timm_families", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="families (default: all, and the table is written)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
@@ -52,14 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the table.
-
-    Args:
-        report: Head and rows.
-
-    Returns:
-        Markdown.
-    """
+    """Return the table."""
     machine, rows = report["machine"], report["rows"]
     exact = [row for row in rows if row["outcome"] == "exact"]
     worst = max((row["error"] for row in exact), default=0.0)

@@ -54,14 +54,7 @@ class Found:
 
 
 def made(family: Family) -> nn.Module:
-    """Return a family's model, as timm makes it, without stochastic depth.
-
-    Args:
-        family: The family.
-
-    Returns:
-        The model, in float64 and in training mode.
-    """
+    """Return a family's model, as timm makes it, without stochastic depth."""
     torch.manual_seed(0)
     return timm().create_model(family.model, num_classes=CLASSES, **family.options).double().train()
 
@@ -74,14 +67,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def measure(family: Family) -> Found:
-    """Fix a family's model and compare it with one sample at a time.
-
-    Args:
-        family: The family.
-
-    Returns:
-        What was found.
-    """
+    """Fix a family's model and compare it with one sample at a time."""
     model = made(family)
     found = Found(family.name, family.model, sum(p.numel() for p in model.parameters()), num_groups=family.num_groups)
     fixed = ModuleValidator.fix(model, num_groups=family.num_groups)

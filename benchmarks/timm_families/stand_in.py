@@ -44,14 +44,7 @@ class _Module(types.ModuleType):
 
 
 def timm() -> Any:
-    """Return timm, with this in the place of torchvision where that is missing.
-
-    Returns:
-        The library.
-
-    Raises:
-        ImportError: If timm is not installed.
-    """
+    """Return timm, with this in the place of torchvision where that is missing."""
     try:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError, AttributeError):
