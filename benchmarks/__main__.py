@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, options
+from benchmarks import harness
 from benchmarks.engines import Engine
-from benchmarks.files import RESULTS, head, stem, write
+from benchmarks.harness import RESULTS, head, stem, write
 from benchmarks.peers import QUOTED, every_engine, missing
 from benchmarks.plot import plot
 from benchmarks.report import markdown
@@ -21,24 +21,24 @@ from benchmarks.tasks import tasks
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--device", type=options.device, default="cpu", help="cpu (the default), cuda, cuda:1, ...")
+    parser.add_argument("--device", type=harness.device, default="cpu", help="cpu (the default), cuda, cuda:1, ...")
     parser.add_argument("--quick", action="store_true", help="small models and few rounds: does it run, not how fast")
-    parser.add_argument("--out", type=options.folder, default=RESULTS, help="folder for the files")
+    parser.add_argument("--out", type=harness.folder, default=RESULTS, help="folder for the files")
     parser.add_argument("--task", action="append", help="only this task; may be given several times")
     parser.add_argument("--engine", action="append", help="only this engine beside the non-private one; likewise")
-    parser.add_argument("--seconds", type=options.positive, default=60.0, help="timing of each task (60)")
-    parser.add_argument("--rounds", type=options.count, default=60, help="most rounds of each task (60)")
+    parser.add_argument("--seconds", type=harness.positive, default=60.0, help="timing of each task (60)")
+    parser.add_argument("--rounds", type=harness.count, default=60, help="most rounds of each task (60)")
     parser.add_argument(
         "--with-memory", action="store_true", help="measure memory in a quick run too, which takes minutes"
     )
     parser.add_argument("--no-memory", action="store_true", help="time and operations alone")
     parser.add_argument("--add", action="store_true", help="only --engine's rows: those of others stay in the report")
-    parser.add_argument("--threads", type=options.count, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=harness.count, help="CPU threads (default: torch's own choice)")
     given = parser.parse_args(arguments)
     if given.add and not given.engine:
         parser.error("--add without --engine: name the engines whose rows are measured anew")
-    options.refuse_unknown(parser, "--task", given.task, [task.name for task in tasks(quick=True)])
-    options.refuse_unknown(parser, "--engine", given.engine, [engine.name for engine in every_engine()])
+    harness.refuse_unknown(parser, "--task", given.task, [task.name for task in tasks(quick=True)])
+    harness.refuse_unknown(parser, "--engine", given.engine, [engine.name for engine in every_engine()])
     if given.quick:
         given.seconds, given.rounds = min(given.seconds, 5.0), min(given.rounds, 3)
     return given
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = given.device
     if given.threads:
         torch.set_num_threads(given.threads)
-    machine.exact_float32()
+    harness.exact_float32()
     wanted = chosen(given.engine)
     report = head("benchmarks", sys.argv[1:] if arguments is None else arguments, device, quick=given.quick)
     report |= {"missing": missing(), "quoted": list(QUOTED), "tasks": []}
@@ -96,5 +96,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    machine.keep_heap()
+    harness.keep_heap()
     sys.exit(main())

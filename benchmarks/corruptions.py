@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks import harness
+from benchmarks.harness import machine_line
 from ghostclip import PrivacyEngine
 from ghostclip.errors import GhostClipError
 from ghostclip.optim.wrapped import ACCOUNT_KEY
@@ -301,7 +301,7 @@ def main() -> int:
     record = {
         "command": " ".join(["python -m benchmarks.corruptions", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
+        "machine": harness.describe(torch.device("cpu")),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
     options.out.mkdir(parents=True, exist_ok=True)

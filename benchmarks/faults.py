@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks import harness
+from benchmarks.harness import machine_line
 from ghostclip import GraphStep, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.graph import takeover
@@ -382,7 +382,7 @@ def main() -> int:
     record = {
         "command": " ".join(["python -m benchmarks.faults", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
+        "machine": harness.describe(torch.device("cpu")),
         "steps": options.steps,
         "trainings": [asdict(seen) for seen in trainings],
     }

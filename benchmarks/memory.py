@@ -10,10 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from benchmarks.engines import CannotDo, Engine, Runner
-from benchmarks.machine import exact_float32
+from benchmarks.harness import exact_float32, in_new_process
 from benchmarks.peers import every_engine
 from benchmarks.tasks import Batch, Task, find
 from ghostclip._memory import PeakMemory
@@ -32,11 +28,6 @@ FIRST_STEPS = 4
 LATER_STEPS = 4
 # An engine that is not done by then has no figure for memory.
 SECONDS = 400.0
-# Freed blocks go back to the system at once, so that the resident set is what is alive and not what glibc keeps; one
-# arena, for autograd allocates in threads of its own. With these, two runs differ by less than 1 %.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-# What allocators say that raise an error of no class of its own: torch's on a CPU, oneDNN, CUDA, XLA.
-_SHORT_OF_MEMORY = ("allocate memory", "could not create a primitive", "out of memory", "RESOURCE_EXHAUSTED")
 _FIRST_TO_GO = Path("/proc/self/oom_score_adj")
 
 
@@ -46,13 +37,6 @@ class Prepares(Protocol):
 
     def prepare(self, batch: Batch) -> None:
         """Do what is done once for all steps on such a batch."""
-
-
-def short_of_memory(problem: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(said in str(problem) for said in _SHORT_OF_MEMORY)
 
 
 def load_what_a_step_loads(engine: Engine, small: Task, device: torch.device) -> None:
@@ -88,28 +72,6 @@ def _in_this_process(task: Task, small: Task, engine: Engine, device: torch.devi
     load_what_a_step_loads(engine, small, device)
     batch = task.batch(device)
     return peaks(engine.attach(task.model(device), 1.0), batch, device)
-
-
-def in_new_process(module: str, arguments: list[str], *, seconds: float | None = None) -> dict[str, Any]:
-    """Run a module that prints one line of JSON at its end, in a process whose resident size is what is alive."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            cwd=Path(__file__).resolve().parents[1],
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return {"process_problem": f"not done after {seconds:.0f} s"}
-    if done.returncode == -signal.SIGKILL:
-        return {"process_problem": "the system killed the process, most likely for lack of memory"}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def give_way() -> None:

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.files import RESULTS, head, write
-from benchmarks.options import folder, refuse_unknown
+from benchmarks.harness import RESULTS, folder, head, refuse_unknown, write
 from benchmarks.report import heading
 
 ROOT = Path(__file__).resolve().parent.parent

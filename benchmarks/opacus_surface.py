@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import options
-from benchmarks.files import RESULTS, head, write
+from benchmarks import harness
+from benchmarks.harness import RESULTS, head, write
 from tests.compat.surface import outcomes
 from tests.compat.surface.differences import DIFFERENCES
 from tests.compat.surface.table import Row, rows
@@ -80,7 +80,7 @@ def main() -> int:
     """Compare, run, write, and fail if a name is unaccounted for or a script fails here."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.opacus_surface", description=__doc__)
     parser.add_argument(
-        "--out", type=options.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
+        "--out", type=harness.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
     )
     given = parser.parse_args()
     with warnings.catch_warnings():

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ghostclip
-from benchmarks.files import RESULTS
-from benchmarks.machine import describe
+from benchmarks.harness import RESULTS, describe
 from ghostclip.errors import GhostClipError
 
 BOUND = 0.5

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import machine_line
+
 HEADER = (
     "| engine | step, ms | time | CPU time | GFLOP | FLOPs | memory, MB | memory | first steps, MB | error |\n"
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
@@ -60,19 +62,6 @@ def _row(row: Row, rows: Sequence[Row]) -> str:
         f"{row['error']:.0e}" if "error" in row else "",
     ]
     return f"| {' | '.join(cells)} |\n"
-
-
-def machine_line(report: Mapping[str, Any]) -> str:
-    """Say in one line what was measured on."""
-    about = report["machine"]
-    where = f"{about['gpu']}, " if "gpu" in about else ""
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    commit = (about["commit"] or "unknown")[:10] + (" with changes" if about["changed_since_commit"] else "")
-    heap = ", free memory kept by the process" if about.get("heap_is_kept") else ""
-    return (
-        f"{where}{about['cpu']}, {about['cores']} cores ({about['threads']} threads), {about['memory_gib']} GiB{heap}, "
-        f"{about['os']}; Python {about['python']}, {versions}; commit {commit}, {report['date']}."
-    )
 
 
 def table(rows: Sequence[Row]) -> str:

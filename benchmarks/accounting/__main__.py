@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine
+from benchmarks import harness
 from benchmarks.accounting.grid import Setting, edges, usual
 from benchmarks.accounting.peers import PEERS
 from benchmarks.accounting.table import markdown
@@ -97,7 +97,7 @@ def main() -> int:
     about = {
         "command": " ".join(["python -m benchmarks.accounting", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
+        "machine": harness.describe(torch.device("cpu")),
         "limits": {"seconds": options.seconds, "megabytes": options.megabytes},
     }
     text, failed = markdown(rows, about)

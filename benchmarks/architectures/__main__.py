@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine
+from benchmarks import harness
 from benchmarks.architectures.one import send_row
 from benchmarks.architectures.report import markdown
 from tests.architectures.known import ALL
@@ -69,7 +69,7 @@ def main() -> int:
             continue
         rows.append(_measured(architecture))
         print(rows[-1]["name"], rows[-1].get("error", rows[-1].get("refused", rows[-1].get("failed"))), file=sys.stderr)
-    about = machine.describe(torch.device("cpu"))
+    about = harness.describe(torch.device("cpu"))
     report = {
         "command": "python -m benchmarks.architectures",
         "seconds": time.monotonic() - started,

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cases.measure import measure
 from benchmarks.cases.report import details, summary
-from benchmarks.machine import describe
+from benchmarks.harness import describe
 from tests.cases import ALL_CASES
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import options
-from benchmarks.files import RESULTS, head, write
+from benchmarks import harness
 from benchmarks.gpu.page import markdown
 from benchmarks.gpu.rows import Row, read
 from benchmarks.gpu.stages import Job, Stage, stages
-from benchmarks.memory import ENVIRONMENT
+from benchmarks.harness import ENVIRONMENT, RESULTS, head, write
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.25
@@ -141,24 +140,24 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda (the default), cuda:1; with --quick also cpu")
     parser.add_argument(
-        "--minutes", type=options.positive, default=8.0, help="for everything; it stops then (default: %(default)s)"
+        "--minutes", type=harness.positive, default=8.0, help="for everything; it stops then (default: %(default)s)"
     )
     parser.add_argument("--stage", action="append", help="only this one; may be given several times")
     parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny models: does everything run")
     parser.add_argument(
-        "--out", type=options.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
+        "--out", type=harness.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
     )
     given = parser.parse_args(arguments)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device. `--device cpu --quick` shows that everything runs.")
     try:
-        given.device = options.device(given.device)
+        given.device = harness.device(given.device)
     except argparse.ArgumentTypeError as problem:
         parser.error(f"argument --device: {problem}")
     if given.device.type != "cuda" and not given.quick:
         parser.error(f"on {given.device} the large models take hours: add --quick.")
     there = [stage.name for stage in stages(given.device, quick=given.quick)]
-    options.refuse_unknown(parser, "--stage", given.stage, there)
+    harness.refuse_unknown(parser, "--stage", given.stage, there)
     return given
 
 

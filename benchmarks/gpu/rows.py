@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import harness
 from benchmarks.engines import CannotDo
-from benchmarks.memory import short_of_memory
+from benchmarks.harness import short_of_memory
 
 Row = dict[str, Any]
 
@@ -64,7 +64,7 @@ def started(program: str, description: str | None, *own: tuple[str, dict[str, An
     for name, options in own:
         parser.add_argument(name, **options)
     arguments = parser.parse_args(given)
-    machine.exact_float32()
+    harness.exact_float32()
     return Job(arguments.device, arguments.quick, arguments.rows, arguments)
 
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, options
-from benchmarks.memory import ENVIRONMENT
+from benchmarks import harness
+from benchmarks.harness import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5
@@ -200,10 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run every step within the time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.session", description=__doc__)
     parser.add_argument("--device", type=torch.device, default="cuda", help="cuda (the default), or cpu with --quick")
-    parser.add_argument("--minutes", type=options.positive, default=9.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--minutes", type=harness.positive, default=9.0, help="for everything (default: %(default)s)")
     parser.add_argument("--step", action="append", help="only steps whose name begins so; repeatable")
     parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes: does everything run")
-    parser.add_argument("--out", type=options.folder, required=True, help="folder for the files")
+    parser.add_argument("--out", type=harness.folder, required=True, help="folder for the files")
     given = parser.parse_args(arguments)
     # A run that is ended from outside ends what it started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = given.out.resolve() / "rows.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        session = Session(given.out, work, machine.describe(given.device), minutes=given.minutes)
+        session = Session(given.out, work, harness.describe(given.device), minutes=given.minutes)
 
         def chosen(steps: Sequence[Step]) -> list[Step]:
             found = [step for step in steps if not given.step or step.name.startswith(tuple(given.step))]

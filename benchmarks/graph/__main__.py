@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import files, machine
+from benchmarks import harness
 from benchmarks.graph import compiling, memory, picture, speed, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -25,45 +25,45 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "use" / "graph-layer.sv
 
 def _speed(options: argparse.Namespace) -> None:
     device = torch.device("cpu")
-    report = files.head("benchmarks.graph", sys.argv[1:], device, quick=False)
+    report = harness.head("benchmarks.graph", sys.argv[1:], device, quick=False)
     report |= {"rounds": options.rounds, "rows": []}
     for task in speed.TASKS:
         if options.only and task.name not in options.only:
             continue
         report["rows"].append(speed.measure(task, rounds=options.rounds))
         print(json.dumps(report["rows"][-1]), flush=True)
-        files.write(options.output, "graph-speed-cpu", report, speed.text(report))
+        harness.write(options.output, "graph-speed-cpu", report, speed.text(report))
 
 
 def _memory(options: argparse.Namespace) -> None:
-    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report = harness.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
     report["rows"] = []
     for task in speed.TASKS:
         if options.only and task.name not in options.only:
             continue
         report["rows"].append(memory.measure(task))
         print(json.dumps(report["rows"][-1]), flush=True)
-        files.write(options.output, "graph-memory-cpu", report, memory.text(report))
+        harness.write(options.output, "graph-memory-cpu", report, memory.text(report))
 
 
 def _compiling(options: argparse.Namespace) -> None:
-    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report = harness.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
     report["rows"] = compiling.measure()
     print(json.dumps(report["rows"]), flush=True)
-    files.write(options.output, "graph-compiling-cpu", report, compiling.text(report))
+    harness.write(options.output, "graph-compiling-cpu", report, compiling.text(report))
 
 
 def _architectures(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report = harness.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
     rows: dict[str, Any] = {}
     earlier = options.output / "graph-architectures.json"
     if options.only and earlier.exists():
         # Some rows anew: the others stay.
         report = json.loads(earlier.read_text())
         rows = {row["name"]: row for row in report["rows"]}
-        now = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+        now = harness.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
         anew = (
             f"rows of {len(options.only)} architectures on {now['date']}, commit {str(now['machine']['commit'])[:10]}"
         )
@@ -76,7 +76,7 @@ def _architectures(options: argparse.Namespace) -> None:
         rows[found.name] = table.tried(found, rounds=0 if late else options.rounds)
         print(json.dumps(rows[found.name]), flush=True)
         report["rows"] = list(rows.values())
-        files.write(options.output, "graph-architectures", report, table.text(report))
+        harness.write(options.output, "graph-architectures", report, table.text(report))
 
 
 def _picture(options: argparse.Namespace) -> None:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    machine.keep_heap()
+    harness.keep_heap()
     programs[options.what](options)
 
 

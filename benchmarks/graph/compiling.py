@@ -18,7 +18,7 @@ import torch
 
 import ghostclip
 from benchmarks.graph.speed import token_losses
-from benchmarks.memory import in_new_process
+from benchmarks.harness import in_new_process
 from benchmarks.models import GPT
 from ghostclip.graph import compiled
 

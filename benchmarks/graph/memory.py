@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.graph import speed
-from benchmarks.memory import in_new_process
+from benchmarks.harness import in_new_process
 from ghostclip._memory import PeakMemory
 
 _STEPS = 3

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.files import RESULTS, head, write
+from benchmarks.harness import RESULTS, head, write
 from benchmarks.integrations.report import markdown
 from tests.integrations.table import Row, all_rows, outcome_of
 

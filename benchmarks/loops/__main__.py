@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.files import RESULTS, head, write
+from benchmarks.harness import RESULTS, head, write
 from benchmarks.loops.report import markdown
 from benchmarks.loops.search import search
 from benchmarks.loops.table import FAMILIES, missing_hosts, outcome_of, shortfall

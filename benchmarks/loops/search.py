@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import write
+from benchmarks.harness import write
 from benchmarks.loops.habits import ORDINARY
 from benchmarks.loops.loop import Outcome
 from benchmarks.loops.oracle import measure

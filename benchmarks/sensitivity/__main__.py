@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.files import RESULTS, head, write
+from benchmarks.harness import RESULTS, head, write
 from benchmarks.sensitivity.known import KNOWN
 from benchmarks.sensitivity.measure import ALLOWED, NUMERICS, STRATEGIES, reduced_products
 from benchmarks.sensitivity.report import excess, markdown

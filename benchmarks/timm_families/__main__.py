@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.files import RESULTS, head, write
+from benchmarks.harness import RESULTS, head, write
 from benchmarks.timm_families.families import FAMILIES
 from benchmarks.timm_families.measure import SAMPLES, TOLERANCE, Found, measure
 

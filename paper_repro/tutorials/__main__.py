@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks import harness
+from benchmarks.harness import machine_line
 from benchmarks.timm_families import stand_in
 from paper_repro.tutorials import NAMES
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.perf_counter() - began,
             machine_line(
                 {
-                    "machine": machine.describe(torch.device("cpu")),
+                    "machine": harness.describe(torch.device("cpu")),
                     "date": datetime.now(timezone.utc).date().isoformat(),
                 }
             ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as report
-from benchmarks import memory, options, run, timing
+from benchmarks import harness, memory, run, timing
 from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.tasks import find
@@ -101,8 +101,8 @@ def test_a_process_says_what_cannot_be_and_what_killed_it(monkeypatch, capsys):
     memory.main()
     assert json.loads(capsys.readouterr().out) == {"cannot": "not for such a model"}
     code = "import os; os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(memory.subprocess, "run", _as_if(memory.subprocess.run, code))
-    assert "lack of memory" in memory.in_new_process("benchmarks.memory", [])["process_problem"]
+    monkeypatch.setattr(harness.subprocess, "run", _as_if(harness.subprocess.run, code))
+    assert "lack of memory" in harness.in_new_process("benchmarks.memory", [])["process_problem"]
 
 
 def _as_if(real, code):
@@ -111,8 +111,8 @@ def _as_if(real, code):
 
 def test_memory_that_runs_out_is_told_from_other_errors():
     told = [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("RESOURCE_EXHAUSTED: x")]
-    assert all(memory.short_of_memory(problem) for problem in told)
-    assert not memory.short_of_memory(RuntimeError("shapes differ"))
+    assert all(harness.short_of_memory(problem) for problem in told)
+    assert not harness.short_of_memory(RuntimeError("shapes differ"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_counts_and_names_of_tasks_are_checked_as_well(capsys):
     said = capsys.readouterr().err
     assert "'0' is no whole number above zero" in said
     assert "argument --task: unknown: nothing (there are: gpt" in said
-    assert options.count("3") == 3
+    assert harness.count("3") == 3
 
 
 @pytest.mark.parametrize(

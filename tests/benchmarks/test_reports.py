@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import memory, run
+from benchmarks import harness, memory, run
 from benchmarks.__main__ import added
 from benchmarks.engines import NON_PRIVATE
-from benchmarks.files import stem
+from benchmarks.harness import stem
 from benchmarks.headline import fastest_peer, summary
 from benchmarks.report import absent, markdown, memory_ratio
 from benchmarks.tasks import find, tasks
@@ -52,7 +52,7 @@ def test_the_report_runs_from_end_to_end(tmp_path):
 
 def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert "ended with 1" in memory.in_new_process("benchmarks.memory", [])["process_problem"]
+    assert "ended with 1" in harness.in_new_process("benchmarks.memory", [])["process_problem"]
 
 
 def test_peaks_see_memory_that_is_let_go_again():
@@ -144,7 +144,7 @@ def test_quick_results_have_names_of_their_own():
 def test_memory_that_is_kept_costs_no_page_faults():
     program = """
 import resource, torch
-from benchmarks import machine
+from benchmarks import harness
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
@@ -152,10 +152,10 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 given_back = faults()
-machine.keep_heap()
+harness.keep_heap()
 for _ in range(4):
     faults()
-print(given_back, faults(), machine.describe(torch.device("cpu"))["heap_is_kept"])
+print(given_back, faults(), harness.describe(torch.device("cpu"))["heap_is_kept"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     given_back, kept, said = done.stdout.split()

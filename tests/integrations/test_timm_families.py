@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.files import RESULTS
+from benchmarks.harness import RESULTS
 from benchmarks.timm_families.families import FAMILIES
 from tests.integrations.rows_timm import require_exact
 
