@@ -7,8 +7,6 @@ harmless: the account is not below what was released, and everything that was lo
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import shutil
 import sys
@@ -17,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +22,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import harness
-from benchmarks.harness import machine_line
+from benchmarks.harness import head, machine_line, parser, table, write
 from ghostclip import PrivacyEngine
 from ghostclip.errors import GhostClipError
 from ghostclip.optim.wrapped import ACCOUNT_KEY
 from ghostclip.privacy.checkpoints import digest_of
 
-RESULTS = Path(__file__).resolve().parent / "results"
 _DELTA, _STEPS = 1e-5, 9
 Damage = Callable[[bytes, bytes, random.Random], bytes]
 
@@ -270,43 +265,27 @@ def _markdown(record: dict[str, Any]) -> str:
     for file, kind in tried:
         refused, harmless = counts[file, kind, "refused"], counts[file, kind, "harmless"]
         total = sum(count for (of, what, _), count in counts.items() if (of, what) == (file, kind))
-        rows.append(f"| {file} | {kind} | {total} | {refused} | {harmless} | {total - refused - harmless} |")
-    return "\n".join(
-        [
-            f"`{record['command']}` on {machine_line(record)}",
-            "",
-            f"{len(outcomes)} corruptions of the files of a training that was saved after its last step. Refused: by "
-            "an error of this package, with nothing changed. Harmless: ε not below what was released, and all that was "
-            "loaded is what was saved. What no file can tell: that the end of a ledger was cut off where no "
-            "checkpoint has seen it.",
-            "",
-            "| file | damage | tried | refused | harmless | neither |",
-            "|---|---|---:|---:|---:|---:|",
-            *rows,
-            "",
-        ]
+        rows.append([file, kind, total, refused, harmless, total - refused - harmless])
+    return (
+        f"`{record['command']}` on {machine_line(record)}\n\n"
+        f"{len(outcomes)} corruptions of the files of a training that was saved after its last step. Refused: by an "
+        "error of this package, with nothing changed. Harmless: ε not below what was released, and all that was loaded "
+        "is what was saved. What no file can tell: that the end of a ledger was cut off where no checkpoint has seen "
+        "it.\n\n" + table("file | damage | tried | refused | harmless | neither", rows, left=2)
     )
 
 
 def main() -> int:
     """Damage files and write down what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.corruptions", description=__doc__)
-    parser.add_argument("--number", type=int, default=640, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of their places (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    options = parser.parse_args()
+    options = parser("benchmarks.corruptions", __doc__)
+    options.add_argument("--number", type=int, default=640, help="how many (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="of their places (default: %(default)s)")
+    given = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        outcomes = Corruptions(Path(place)).many(options.number, seed=options.seed)
-    record = {
-        "command": " ".join(["python -m benchmarks.corruptions", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": harness.describe(torch.device("cpu")),
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "corruptions.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "corruptions.md").write_text(_markdown(record))
+        outcomes = Corruptions(Path(place)).many(given.number, seed=given.seed)
+    record = head("benchmarks.corruptions", None) | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+    write(given.out, "corruptions", record, _markdown(record))
     bad = [outcome for outcome in outcomes if outcome.outcome not in ("refused", "harmless")]
     for outcome in bad:
         print(outcome, file=sys.stderr)

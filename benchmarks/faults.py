@@ -23,7 +23,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,8 +30,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import harness
-from benchmarks.harness import machine_line
+from benchmarks.harness import head, machine_line, parser, table, write
 from ghostclip import GraphStep, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.graph import takeover
@@ -41,7 +39,6 @@ from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.graph.at_once import at_once
 
-RESULTS = Path(__file__).resolve().parent / "results"
 # Where a process kills itself.
 POINTS = (
     "before the ledger",
@@ -326,41 +323,31 @@ def _warm_up() -> None:
 
 def _markdown(record: dict[str, Any]) -> str:
     trainings = record["trainings"]
+    counts = ("kills", "lost_steps", "kills_between_ledger_and_update", "ledger_below_released")
     rows = [
-        f"| {t['options']} | {t['kills']} | {t['lost_steps']} | {t['kills_between_ledger_and_update']} | "
-        f"{t['ledger_below_released']} | {'yes' if t['equal'] else '**no**'} | {t['epsilon']:.4f} |"
+        [t["options"], *(t[name] for name in counts), "yes" if t["equal"] else "**no**", f"{t['epsilon']:.4f}"]
         for t in trainings
     ]
-    points = Counter()
+    points: Counter[str] = Counter()
     for training in trainings:
         points.update(training["kills_at_points"])
-    return "\n".join(
-        [
-            f"`{record['command']}` on {machine_line(record)}",
-            "",
-            f"{sum(t['kills'] for t in trainings)} kills over {len(trainings)} trainings of {record['steps']} steps.",
-            "",
-            "| training | kills | steps made again | ledger ahead of the update | released, not in the ledger | "
-            "equal to the undisturbed run | ε |",
-            "|---|---:|---:|---:|---:|---|---:|",
-            *rows,
-            "",
-            "| killed | times |",
-            "|---|---:|",
-            *(f"| {where} | {number} |" for where, number in sorted(points.items())),
-            "",
-        ]
-    )
+    lines = ["| training | kills | steps made again | ledger ahead of the update | released, not in the ledger | "
+             "equal to the undisturbed run | ε |", "|---|---:|---:|---:|---:|---|---:|"]  # fmt: skip
+    return "\n".join([
+        f"`{record['command']}` on {machine_line(record)}\n",
+        f"{sum(t['kills'] for t in trainings)} kills over {len(trainings)} trainings of {record['steps']} steps.\n",
+        *lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), "",
+        table("killed | times", sorted(points.items())),
+    ])  # fmt: skip
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--kills", type=int, default=500, help="kill so often (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="length of each training (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
-    parser.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    return parser.parse_args()
+    options = parser("benchmarks.faults", __doc__)
+    options.add_argument("--kills", type=int, default=500, help="kill so often (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=800, help="length of each training (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
+    options.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
+    return options.parse_args()
 
 
 def main() -> int:
@@ -379,16 +366,9 @@ def main() -> int:
         name = names[len(trainings) % len(names)]
         trainings.append(kill_one_training(name, options.steps, most, chance, at_points=options.points))
         print(json.dumps(asdict(trainings[-1])), flush=True)
-    record = {
-        "command": " ".join(["python -m benchmarks.faults", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": harness.describe(torch.device("cpu")),
-        "steps": options.steps,
-        "trainings": [asdict(seen) for seen in trainings],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kill-test.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "kill-test.md").write_text(_markdown(record))
+    record = head("benchmarks.faults", None)
+    record |= {"steps": options.steps, "trainings": [asdict(seen) for seen in trainings]}
+    write(options.out, "kill-test", record, _markdown(record))
     good = all(seen.equal and not seen.ledger_below_released for seen in trainings)
     return 0 if good else 1
 

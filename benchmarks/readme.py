@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.architectures.report import OTHERS
-from benchmarks.cases.report import summary
+from benchmarks.cases import summary
 from benchmarks.headline import headline, short_plot, short_table
 
 ROOT = Path(__file__).resolve().parents[1]
