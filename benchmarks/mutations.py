@@ -216,8 +216,8 @@ def _markdown(report: dict[str, Any]) -> str:
     cells = [[row["name"], row["promise"], by, f"{row['seconds']:.0f}"] for row, by in zip(rows, shown, strict=True)]
     return (
         f"{heading(report)}\n{sum(row['caught_by'] is not None for row in rows)} of {len(rows)} mutations of the "
-        "engine are seen by the quick tests (`make test`). Seconds: of a process that runs some of these until one fails.\n\n"
-        + table("mutation | breaks | seen by | seconds", cells, left=3)
+        "engine are seen by the quick tests (`make test`). Seconds: of a process that runs some of these until one "
+        "fails.\n\n" + table("mutation | breaks | seen by | seconds", cells, left=3)
     )
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from benchmarks import harness
-from benchmarks.harness import RESULTS, head, write
+from benchmarks.harness import head, parser, write
 from tests.compat.surface import outcomes
 from tests.compat.surface.differences import DIFFERENCES
 from tests.compat.surface.table import Row, rows
@@ -67,8 +63,7 @@ def _scripts(given: Sequence[Mapping[str, Any]]) -> str:
         "## Scripts with the import changed\n",
         f"{len(given)} scripts ([scripts](../../tests/compat/surface/scripts)), run as they are with Opacus and with "
         f"`opacus` changed to `ghostclip.compat.opacus`: {same} show the same (ε may be lower: a tighter account).\n",
-        "| script | | ε, Opacus | ε, ghostclip | remark |",
-        "|---|---|---:|---:|---|",
+        "| script | | ε, Opacus | ε, ghostclip | remark |\n|---|---|---:|---:|---|",
     ]
     for row in given:
         epsilon = [f"{row[side]:.3f}" if row[side] is not None else "" for side in ("theirs", "ours")]
@@ -78,18 +73,14 @@ def _scripts(given: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> int:
     """Compare, run, write, and fail if a name is unaccounted for or a script fails here."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.opacus_surface", description=__doc__)
-    parser.add_argument(
-        "--out", type=harness.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
-    )
-    given = parser.parse_args()
+    given = parser("benchmarks.opacus_surface", __doc__).parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import opacus
 
         found = rows(opacus)
         scripts = outcomes.plain(outcomes.pairs())
-    about = head("benchmarks.opacus_surface", sys.argv[1:], torch.device("cpu"), quick=False)
+    about = head("benchmarks.opacus_surface", None)
     result = {**_report(found, {**about, "opacus": opacus.__version__}), "scripts": scripts}
     write(given.out, "opacus-surface", result, _markdown(result))
     missing = [row.path for row in found if row.status == "unaccounted"]

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import short_line
+
 _SENTENCE = re.compile(r"(.*?[.:](?=\s)|.*)")
 
 
@@ -48,14 +50,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the whole report."""
-    machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["hosts"].items() if version)
     rows = [row for family in report["families"].values() for row in family]
     parts = [
         "# Loops\n",
-        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
-        f"cores; Python {machine['python']}, {versions}; commit {str(machine['commit'])[:10]}"
-        f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
+        short_line(report, versions) + "\n",
         "error: of a released sum against one record at a time in float64, relative. move: by how much leaving one "
         "record out moves it, over C. Sums are what was released times the expected batch size and times the backward "
         "passes that the loop made for the step, as Opacus divides. releases: applied by the innermost optimizers / "

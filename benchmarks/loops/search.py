@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import write
+from benchmarks.harness import short_line, write
 from benchmarks.loops.habits import ORDINARY
 from benchmarks.loops.loop import Outcome
 from benchmarks.loops.oracle import measure
@@ -72,13 +72,11 @@ def search(report: dict[str, Any], count: int, *, seed: int, out: Path, say: Cal
 
 def markdown(report: dict[str, Any]) -> str:
     """Return the report of a search."""
-    rows, machine = report["loops"], report["machine"]
+    rows = report["loops"]
     counts = Counter("WRONG" if row["wrong"] else row["outcome"] for row in rows)
     parts = [
         "# Search for loops that get through\n",
-        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
-        f"cores; Python {machine['python']}, torch {report['hosts']['torch']}; commit {str(machine['commit'])[:10]}"
-        f"{', changed since' if machine['changed_since_commit'] else ''}. Seed {report['seed']}.\n",
+        f"{short_line(report, 'torch ' + report['hosts']['torch'])} Seed {report['seed']}.\n",
         f"{len(rows)} loops: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()) + ".\n",
         "Named is what differs from the loop of the README. A loop that ends in an error is wrong only where something "
         "was wrong before it. A loop that skips or reorders batches may be refused at another step without a record, "

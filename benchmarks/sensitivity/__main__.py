@@ -25,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     begun, reduced = time.monotonic(), reduced_products()
     chosen = list(cells(options.only, options.dtype, options.strategy, medium=reduced["medium"]))
     each = options.each or max(1, -(-options.evaluations // max(1, len(chosen))))
-    words = sys.argv[1:] if arguments is None else arguments
-    report = head("benchmarks.sensitivity", words, torch.device("cpu"), quick=False)
+    report = head("benchmarks.sensitivity", arguments)
     report |= {"seed": options.seed, "each": each, "reduced": reduced}
     known = _known(options.strategy, medium=reduced["medium"]) if not options.only else []
     rows = []

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import short_line
 from benchmarks.sensitivity.measure import STRATEGIES
 
 _ABOUT = """
@@ -77,14 +78,12 @@ def _beyond(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the report of a search."""
-    rows, machine = report["cells"], report["machine"]
+    rows = report["cells"]
     parts = [
         "# Search for data that move a clipped sum by more than the bound\n",
-        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
-        f"cores; Python {machine['python']}, torch {machine['versions']['torch']}; commit "
-        f"{str(machine['commit'])[:10]}{', changed since' if machine['changed_since_commit'] else ''}. Seed "
-        f"{report['seed']}, {report['each']} evaluations in each of {len(rows)} cells, "
-        f"{sum(row['evaluations'] for row in rows)} together. Settings that change a float32 product on this machine: "
+        f"{short_line(report, 'torch ' + report['machine']['versions']['torch'])} Seed {report['seed']}, "
+        f"{report['each']} evaluations in each of {len(rows)} cells, {sum(row['evaluations'] for row in rows)} "
+        "together. Settings that change a float32 product on this machine: "
         f"{', '.join(name for name, changes in report['reduced'].items() if changes) or 'none'}.\n",
         _ABOUT,
         *_largest(rows),

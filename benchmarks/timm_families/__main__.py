@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import warnings
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, head, write
+from benchmarks.harness import head, parser, short_line, version_of, write
 from benchmarks.timm_families.families import FAMILIES
 from benchmarks.timm_families.measure import SAMPLES, TOLERANCE, Found, measure
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.timm_families", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="families (default: all, and the table is written)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options = parser("benchmarks.timm_families", __doc__)
+    options.add_argument("names", nargs="*", metavar="NAME", help="families (default: all, and the table is written)")
+    given = options.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     begun, rows = time.monotonic(), []
-    words = sys.argv[1:] if arguments is None else arguments
-    report = head("benchmarks.timm_families", words, torch.device("cpu"), quick=False)
+    report = head("benchmarks.timm_families", arguments)
     for family in FAMILIES:
-        if not options.names or family.name in options.names:
+        if not given.names or family.name in given.names:
             started = time.monotonic()
             try:
                 found = measure(family)
@@ -38,23 +33,21 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(found.plain())
             print(f"{family.name}: {found.outcome} {found.error} {found.said[:300]} "
                   f"({time.monotonic() - started:.0f} s)", flush=True)  # fmt: skip
-    report |= {"timm": metadata.version("timm"), "seconds": time.monotonic() - begun, "rows": rows}
-    if not options.names:
-        print(f"written: {write(options.out, 'timm', report, markdown(report))}.json, .md")
+    report |= {"timm": version_of("timm"), "seconds": time.monotonic() - begun, "rows": rows}
+    if not given.names:
+        print(f"written: {write(given.out, 'timm', report, markdown(report))}.json, .md")
     return int(any(row["outcome"] == "wrong" for row in rows))
 
 
 def markdown(report: dict[str, Any]) -> str:
     """Return the table."""
-    machine, rows = report["machine"], report["rows"]
+    rows = report["rows"]
     exact = [row for row in rows if row["outcome"] == "exact"]
     worst = max((row["error"] for row in exact), default=0.0)
     move = max((row["move"] for row in exact), default=0.0)
     lines = [
         "# Families of timm's models\n",
-        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
-        f"cores; Python {machine['python']}, torch {torch.__version__}, timm {report['timm']}; commit "
-        f"{str(machine['commit'])[:10]}{', changed since' if machine['changed_since_commit'] else ''}.\n",
+        short_line(report, f"torch {torch.__version__}, timm {report['timm']}") + "\n",
         f"One small model a family, random weights, float64, {SAMPLES} samples, after `ModuleValidator.fix`. exact: "
         f"the clipped sum is that of one sample at a time up to {TOLERANCE:g}, and leaving out one sample moves it by "
         "at most C. Dropout and stochastic depth are off, since they draw other numbers for a sample alone.\n",
