@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness import head, parser, version_of, write
 from benchmarks.loops.report import markdown
 from benchmarks.loops.search import search
-from benchmarks.loops.table import FAMILIES, missing_hosts, outcome_of, shortfall
+from tests.loops.table import FAMILIES, missing_hosts, outcome_of, shortfall
 
 HOSTS = ("torch", "transformers", "accelerate", "trl", "peft", "lightning", "opacus")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks.harness import short_line, write
 from benchmarks.loops.habits import ORDINARY
-from benchmarks.loops.loop import Outcome
-from benchmarks.loops.oracle import measure
-from benchmarks.loops.ranks import see_on_ranks
 from benchmarks.loops.report import first_sentence
 from benchmarks.loops.training import AXES, Combination
+from tests.loops.loop import Outcome
+from tests.loops.oracle import measure
+from tests.loops.ranks import see_on_ranks
 
 _LEFT_OUT = 6
 _OUT_OF_SIGHT = (

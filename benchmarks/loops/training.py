@@ -22,9 +22,9 @@ from benchmarks.loops.habits import (
     UNSEEN_LOADERS,
     WRAPPERS,
 )
-from benchmarks.loops.loop import Loop
 from benchmarks.loops.losses import LOSSES
-from benchmarks.loops.world import World
+from tests.loops.loop import Loop
+from tests.loops.world import World
 
 # Options of `make_private`, and whether the loop drives the clipper itself.
 STRATEGIES: dict[str, tuple[dict[str, Any], bool]] = {

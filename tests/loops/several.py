@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, functional, mlp
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import BATCH, World
+from tests.loops.loop import Loop
+from tests.loops.models import cross_entropy, functional, mlp
+from tests.loops.rows import row
+from tests.loops.world import BATCH, World
 
 LOOPS: list[Loop] = []
 _TWO = {"ranks": 2, "clips": (1.0,)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-from benchmarks.loops import hugging, lights, mixing, opacus_scripts, plain, several, trl_loops
-from benchmarks.loops.loop import Loop, Outcome
-from benchmarks.loops.oracle import measure
-from benchmarks.loops.ranks import see_on_ranks
+from tests.loops import hugging, lights, mixing, opacus_scripts, plain, several, trl_loops
+from tests.loops.loop import Loop, Outcome
+from tests.loops.oracle import measure
+from tests.loops.ranks import see_on_ranks
 
 FAMILIES: dict[str, list[Loop]] = {
     "Plain PyTorch": plain.LOOPS,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.loops.world import CLASSES, FEATURES, LENGTH, VOCABULARY, Losses, World
+from tests.loops.world import CLASSES, FEATURES, LENGTH, VOCABULARY, Losses, World
 
 functional = nn.functional
 

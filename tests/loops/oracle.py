@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.loops.judge import (
+from ghostclip.errors import GhostClipError
+from tests.loops.judge import (
     DELTA,
     clipped_parts,
     judge_account,
@@ -19,9 +20,8 @@ from benchmarks.loops.judge import (
     judge_noise,
     judge_sums,
 )
-from benchmarks.loops.loop import EXACT, Loop, Outcome, Seen
-from benchmarks.loops.world import World
-from ghostclip.errors import GhostClipError
+from tests.loops.loop import EXACT, Loop, Outcome, Seen
+from tests.loops.world import World
 
 _UNCLIPPED = 1e3
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import dropping, functional, mlp
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import CLASSES, FEATURES, VOCABULARY, World
+from tests.loops.loop import Loop
+from tests.loops.models import dropping, functional, mlp
+from tests.loops.rows import row
+from tests.loops.world import CLASSES, FEATURES, VOCABULARY, World
 
 LOOPS: list[Loop] = []
 

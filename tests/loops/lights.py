@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, functional, mlp, shared
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import World
+from tests.loops.loop import Loop
+from tests.loops.models import cross_entropy, functional, mlp, shared
+from tests.loops.rows import row
+from tests.loops.world import World
 
 LOOPS: list[Loop] = []
 _HOST = {"hosts": ("lightning",), "clips": (1.0,)}

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, functional, mlp
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import BATCH, CLASSES, FEATURES, VOCABULARY, World
 from ghostclip.errors import GhostClipError
 from tests.compat.surface.differences import DIFFERENCES
+from tests.loops.loop import Loop
+from tests.loops.models import cross_entropy, functional, mlp
+from tests.loops.rows import row
+from tests.loops.world import BATCH, CLASSES, FEATURES, VOCABULARY, World
 
 LOOPS: list[Loop] = []
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.loops.hugging import quiet
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import gpt2, lm_means, lm_records
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import BATCH, VOCABULARY, World
+from tests.loops.hugging import quiet
+from tests.loops.loop import Loop
+from tests.loops.models import gpt2, lm_means, lm_records
+from tests.loops.rows import row
+from tests.loops.world import BATCH, VOCABULARY, World
 
 LOOPS: list[Loop] = []
 _HOST = {"hosts": ("transformers", "accelerate", "trl", "peft", "datasets")}

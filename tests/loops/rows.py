@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.world import World
+from tests.loops.loop import Loop
+from tests.loops.world import World
 
 Training = Callable[[World], None]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import functional, gpt2, labels_of, lm_means, lm_records, shared
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import BATCH, World
+from tests.loops.loop import Loop
+from tests.loops.models import functional, gpt2, labels_of, lm_means, lm_records, shared
+from tests.loops.rows import row
+from tests.loops.world import BATCH, World
 
 LOOPS: list[Loop] = []
 _HOST = {"hosts": ("transformers", "accelerate"), "clips": (0.5,)}

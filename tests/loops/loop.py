@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.loops.world import BATCH, World
+from tests.loops.world import BATCH, World
 
 EXACT = 1e-10
 """Largest relative error of an exact sum in float64."""

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
-from benchmarks.loops.passes import Passes
 from ghostclip import PrivacyEngine
 from ghostclip.data import schemes
+from tests.loops.passes import Passes
 
 RECORDS, BATCH = 24, 6
 FEATURES, CLASSES = 4, 3

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from benchmarks.loops.loop import Loop, Outcome, Seen, divisor
-from benchmarks.loops.world import BATCH, RECORDS, World
+from tests.loops.loop import Loop, Outcome, Seen, divisor
+from tests.loops.world import BATCH, RECORDS, World
 
 DELTA = 1e-3
 _MOVE = 1e-6

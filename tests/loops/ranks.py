@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from benchmarks.loops.loop import Loop, Seen
-from benchmarks.loops.oracle import see
-from benchmarks.loops.world import World
+from tests.loops.loop import Loop, Seen
+from tests.loops.oracle import see
+from tests.loops.world import World
 
 _WAIT = 60.0
 
 
 @functools.cache
-def _context():  # noqa: ANN202 - multiprocessing does not name its contexts
+def _context():
     """A server that has torch loaded, from which processes are forked in no time."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.loops.warm"])
+    context.set_forkserver_preload(["tests.loops.warm"])
     return context
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, encoder, functional, mlp, tag_losses, tag_means, tagger
-from benchmarks.loops.rows import row
-from benchmarks.loops.world import BATCH, World
+from tests.loops.loop import Loop
+from tests.loops.models import cross_entropy, encoder, functional, mlp, tag_losses, tag_means, tagger
+from tests.loops.rows import row
+from tests.loops.world import BATCH, World
 
 LOOPS: list[Loop] = []
 
