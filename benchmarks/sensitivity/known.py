@@ -203,23 +203,12 @@ KNOWN: Final = (
     Known("terms beyond float32, convolution", "convolution 1d", 4, lambda: _terms_beyond_float32(4, 18)),
     Known("kept where it is alone", "several parameters", 48, lambda: _kept_where_alone(48)),
     Known("rounding alone, normalised", "linear", 9, lambda: _rounding_alone(9), numerics="float64", normalised=True),
-    Known(
-        "rounding alone in a weight derived from two, normalised",
-        "weight derived from two",
-        9,
-        lambda: _rounding_alone(9),
-        numerics="float64",
-        normalised=True,
-    ),
+    Known("rounding alone in a weight derived from two, normalised", "weight derived from two", 9,
+          lambda: _rounding_alone(9), numerics="float64", normalised=True),
     Known("squares that vanish", "linear, wide", 300, lambda: _vanishing(300, 250)),
     Known("squares that vanish, one position", "linear", 48, lambda: _vanishing(48, 1), bound=1e-3),
     Known("rows of ordinary size, normalised", "embedding", 3, lambda: _rows(3, 1.0), normalised=True),
-    Known(
-        "three calls of ordinary size, normalised",
-        "linear, a call for each position",
-        3,
-        lambda: _calls(3, scale=1.0),
-        normalised=True,
-    ),
+    Known("three calls of ordinary size, normalised", "linear, a call for each position", 3,
+          lambda: _calls(3, scale=1.0), normalised=True),
     Known("products in bfloat16", "linear", 48, lambda: _products(48), numerics="medium"),
-)
+)  # fmt: skip
