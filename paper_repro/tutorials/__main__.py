@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import machine_line
-from benchmarks.timm_families import stand_in
 from paper_repro.tutorials import NAMES
+from tests.integrations import timm_stand_in as stand_in
 
 HERE: Final = Path(__file__).resolve().parent
 PAGES: Final = HERE.parents[1] / "docs" / "tutorials"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import head, parser, short_line, version_of, write
-from benchmarks.timm_families.families import FAMILIES
-from benchmarks.timm_families.measure import SAMPLES, TOLERANCE, Found, measure
+from tests.integrations.timm_families import FAMILIES, SAMPLES, TOLERANCE, Found, measure
 
 
 def main(arguments: list[str] | None = None) -> int:
