@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 
 import torch
 
@@ -257,3 +258,24 @@ def in_new_process(module: str, arguments: list[str], *, seconds: float | None =
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def started(
+    arguments: Sequence[str], log: IO[bytes], environment: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[bytes]:
+    """Start Python in a session of its own, so that what it starts ends with it and holds no memory of a GPU."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[bytes]) -> None:
+    """End a process that `started` returned, with all that it started, if it goes on; wait for it."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

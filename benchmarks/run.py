@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -76,19 +76,13 @@ class Limits:
         rounds: Most rounds of timing.
         seconds: Timing stops after about this time.
         with_memory: Whether memory is measured, each engine in a process of its own.
-        checked_samples: Samples of the batch that correctness is checked on; None for all.
         alone_seconds: How long an engine's own process may take.
     """
 
     rounds: int
     seconds: float
     with_memory: bool = True
-    checked_samples: int | None = None
     alone_seconds: float = memory.SECONDS
-
-    def few(self, task: Task) -> Task:
-        """The task with the batch that correctness is checked on."""
-        return replace(task, batch_size=min(task.batch_size, self.checked_samples or task.batch_size))
 
 
 def _alone(engine: Engine, task: Task, device: torch.device, *, seconds: float, quick: bool) -> Row:
@@ -108,12 +102,12 @@ def _alone(engine: Engine, task: Task, device: torch.device, *, seconds: float, 
 def _verdict(
     engine: Engine, task: Task, device: torch.device, expected: Reference, *, limits: Limits, quick: bool
 ) -> Row:
-    """The row of an engine that is right on a few samples and gets through the whole batch, or of one that is not."""
+    """The row of an engine that is right and gets through the whole batch, or of one that is not."""
     row: Row = {"status": "ok"}
     if limits.with_memory:
         row = _alone(engine, task, device, seconds=limits.alone_seconds, quick=quick)
     if row["status"] == "ok":
-        row |= checked(engine, limits.few(task), device, expected)
+        row |= checked(engine, task, device, expected)
     if row["status"] == "ok" and not limits.with_memory:
         try:
             engine.attach(task.model(device), 1.0).step(task.batch(device))
@@ -151,7 +145,7 @@ def measure_task(
 ) -> dict[str, object]:
     """Measure one task."""
     _say(f"== {task.title}\n   one-sample reference in float64")
-    expected = reference(limits.few(task), device)
+    expected = reference(task, device)
     rows = [_verdict(engine, task, device, expected, limits=limits, quick=quick) for engine in wanted]
     done = _timed(rows, wanted, task, device, expected, limits=limits)
     parameters = sum(parameter.numel() for parameter in task.model(torch.device("cpu")).parameters())

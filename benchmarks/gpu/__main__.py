@@ -9,9 +9,7 @@ run that is cut short leaves what it measured. Nothing but torch, numpy, scipy a
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,9 +23,8 @@ from benchmarks import harness
 from benchmarks.gpu.page import markdown
 from benchmarks.gpu.rows import Row, read
 from benchmarks.gpu.stages import Job, Stage, stages
-from benchmarks.harness import ENVIRONMENT, RESULTS, head, write
+from benchmarks.harness import head, write
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.25
 FEWEST_SECONDS = 2.0
 WRONG = 2
@@ -98,15 +95,10 @@ def _latest(rows: list[Row]) -> list[Row]:
 
 def _run(job: Job, seconds: float, place: Path, log: Path, keep: Callable[[list[Row]], None]) -> list[Row]:
     """Run one job; return its rows, the last of which says so if it did not end by itself."""
-    command = [sys.executable, *job.arguments]
-    command += ["--rows", str(place)] if job.writes_rows else []
-    environment = {**os.environ, **ENVIRONMENT, **job.environment}
+    arguments = [*job.arguments, *(["--rows", str(place)] if job.writes_rows else [])]
     end, written = time.monotonic() + seconds, -1
-    with log.open("a", encoding="utf-8") as file:
-        # In a session of its own, so that what it started ends with it and holds no memory of the GPU.
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with log.open("ab") as file:
+        process = harness.started(arguments, file, {**harness.ENVIRONMENT, **job.environment})
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
@@ -115,14 +107,8 @@ def _run(job: Job, seconds: float, place: Path, log: Path, keep: Callable[[list[
                     keep(read(place))
         finally:
             cut_short = process.poll() is None
-            _end(process)
+            harness.ended(process)
     return [*read(place), *_remark(job, process.returncode, log, seconds if cut_short else None)]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _remark(job: Job, code: int, log: Path, cut_after: float | None) -> list[Row]:
@@ -137,16 +123,11 @@ def _remark(job: Job, code: int, log: Path, cut_after: float | None) -> list[Row
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = harness.parser("benchmarks.gpu", __doc__)
     parser.add_argument("--device", default="cuda", help="cuda (the default), cuda:1; with --quick also cpu")
-    parser.add_argument(
-        "--minutes", type=harness.positive, default=8.0, help="for everything; it stops then (default: %(default)s)"
-    )
+    parser.add_argument("--minutes", type=harness.positive, default=8.0, help="for everything; it stops then (8)")
     parser.add_argument("--stage", action="append", help="only this one; may be given several times")
     parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny models: does everything run")
-    parser.add_argument(
-        "--out", type=harness.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
-    )
     given = parser.parse_args(arguments)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device. `--device cpu --quick` shows that everything runs.")

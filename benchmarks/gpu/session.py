@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,16 +20,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import ENVIRONMENT
+from benchmarks.gpu.stages import Job
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5
 FEWEST_SECONDS = 5.0
 # Of what a step printed, in the log that all share.
@@ -53,61 +51,46 @@ PATIENCE = 20
 BESIDE_MINUTES = 0.3
 
 
-@dataclass(frozen=True)
-class Step:
-    """A process.
-
-    Attributes:
-        name: Short name.
-        arguments: Of Python.
-        seconds: Its own limit.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    seconds: float
-
-
 def _shared(device: torch.device, rows: Path, *, quick: bool) -> tuple[str, ...]:
     return "--device", str(device), "--rows", str(rows), *(["--quick"] if quick else [])
 
 
-def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
+def together(device: torch.device, rows: Path, *, quick: bool) -> list[Job]:
     """The steps that are not timed, and run side by side."""
     shared = _shared(device, rows, quick=quick)
     few = ("-k", "linear_3d") if quick else ()
     workers = ("-n", "1" if quick else "14")
     tests = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--device", str(device), *workers)
     return [
-        *([Step("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
-        Step("agreement", ("-m", "benchmarks.gpu.agreement", *shared), 110.0),
-        Step("ranks", ("-m", "benchmarks.gpu.ranks", *shared), 90.0),
+        *([Job("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
+        Job("agreement", ("-m", "benchmarks.gpu.agreement", *shared), 110.0),
+        Job("ranks", ("-m", "benchmarks.gpu.ranks", *shared), 90.0),
     ]
 
 
-def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> list[Step]:
+def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> list[Job]:
     """The steps that compile side by side, for minutes where a model is deep, and are timed in turn."""
     own = ("--lock", str(work / "lock"), "--way", "book-keeping", "--way", "graph")
     shared = (*_shared(device, rows, quick=quick), *own)
     return [
-        Step(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case), 280.0)
+        Job(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case), 280.0)
         for case in ("gpt2-large", "lora")
     ]
 
 
-def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> list[Step]:
+def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> list[Job]:
     """The steps that are timed, the most important first."""
     shared = _shared(device, rows, quick=quick)
 
-    def lora(engine: str, *own: str) -> Step:
+    def lora(engine: str, *own: str) -> Job:
         name = " ".join(("lora", engine, *own))
-        return Step(name, ("-m", "benchmarks.gpu.lora", *shared, "--engine", engine, *own), 50.0)
+        return Job(name, ("-m", "benchmarks.gpu.lora", *shared, "--engine", engine, *own), 50.0)
 
-    def large(engine: str, kernels: str) -> Step:
+    def large(engine: str, kernels: str) -> Job:
         given = ("--case", "gpt2-large", "--engine", engine, "--kernels", kernels)
-        return Step(f"gpt2-large {engine} {kernels}", ("-m", "benchmarks.gpu.large", *shared, *given), 45.0)
+        return Job(f"gpt2-large {engine} {kernels}", ("-m", "benchmarks.gpu.large", *shared, *given), 45.0)
 
-    def table(letter: str, minutes: float, cases: Sequence[str]) -> Step:
+    def table(letter: str, minutes: float, cases: Sequence[str]) -> Job:
         # Of single layers, Opacus's fast mode is not measured; small sizes have other names.
         engines = [engine for engine in IN_TABLES if letter != "B" or engine != "opacus-fast"]
         chosen = [word for engine in engines for word in ("--engine", engine)]
@@ -116,7 +99,7 @@ def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> lis
         given = ("--device", str(device), *size, "--minutes", str(0.1 if quick else minutes), "--times-only")
         name = " ".join(("table", letter, *cases[:1]))
         command = ("-m", "paper_repro", letter, *given, *chosen, "--out", str(tables / name))
-        return Step(name, command, 60 * (minutes + BESIDE_MINUTES))
+        return Job(name, command, 60 * (minutes + BESIDE_MINUTES))
 
     opacus = find_spec("opacus") is not None
     return [
@@ -139,7 +122,7 @@ class Session:
         self._end = time.monotonic() + 60 * minutes
         self._done: list[dict[str, object]] = []
 
-    def run(self, steps: Sequence[Step]) -> None:
+    def run(self, steps: Sequence[Job]) -> None:
         """Run steps side by side, each within its own limit and the time that is left."""
         left = self._end - time.monotonic()
         if left < FEWEST_SECONDS:
@@ -148,33 +131,25 @@ class Session:
             return
         began = time.monotonic()
         with ExitStack() as files:
-            running = {step: self._start(step, files) for step in steps}
-            files.callback(lambda: [_end(process) for process in running.values()])
+            running = [(step, self._start(step, files)) for step in steps]
+            files.callback(lambda: [harness.ended(process) for _, process in running])
             while running:
                 time.sleep(POLL_SECONDS)
                 passed = time.monotonic() - began
-                for step, process in list(running.items()):
+                for step, process in list(running):
                     over = passed > min(step.seconds, left)
                     if over or process.poll() is not None:
-                        _end(process)
+                        harness.ended(process)
                         status: object = "cut short" if over else process.returncode
                         self._done.append({"step": step.name, "status": status, "seconds": round(passed, 1)})
-                        del running[step]
+                        running.remove((step, process))
                 self.keep()
 
-    def _start(self, step: Step, files: ExitStack) -> subprocess.Popen[bytes]:
+    def _start(self, step: Job, files: ExitStack) -> subprocess.Popen[bytes]:
         file = files.enter_context((self.work / f"{step.name}.log").open("wb"))
         # As in `benchmarks.gpu`; a table keeps its heap.
-        environment = {**os.environ, **(ENVIRONMENT if step.arguments[1].startswith("benchmarks.gpu") else {})}
-        # In a session of its own, so that what it started ends with it and holds no memory of the GPU.
-        return subprocess.Popen(
-            [sys.executable, *step.arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        own = step.arguments[1].startswith("benchmarks.gpu")
+        return harness.started(step.arguments, file, harness.ENVIRONMENT if own else {})
 
     def keep(self) -> None:
         """Write what is there: steps, tables, tests, and the end of what each step printed."""
@@ -188,12 +163,6 @@ class Session:
         write["log.txt"] = "\n".join(f"===== {name}\n{text}" for name, text in ends.items())
         for name, text in write.items():
             (self._out / name).write_text(text, encoding="utf-8")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -213,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
         work = Path(folder)
         session = Session(given.out, work, harness.describe(given.device), minutes=given.minutes)
 
-        def chosen(steps: Sequence[Step]) -> list[Step]:
+        def chosen(steps: Sequence[Job]) -> list[Job]:
             found = [step for step in steps if not given.step or step.name.startswith(tuple(given.step))]
             return [replace(step, seconds=PATIENCE * step.seconds) for step in found] if given.quick else found
 

@@ -53,7 +53,7 @@ def _right(monkeypatch):
 
 @pytest.mark.usefixtures("_right")
 def test_an_engine_that_fails_on_the_whole_batch_is_not_timed():
-    found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, run.Limits(1, 0.0, False, 2), quick=True)
+    found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, run.Limits(1, 0.0, False), quick=True)
     good, bad = found["engines"]
     assert (good["status"], bad["status"]) == ("ok", "failed")
     assert "can't allocate memory" in bad["problem"]
@@ -65,7 +65,7 @@ def test_an_engine_that_fails_on_the_whole_batch_is_not_timed():
 def test_without_the_non_private_engine_there_are_no_ratios():
     base = Engine("nonprivate", "PyTorch", False, _Fails)
     found = run.measure_task(
-        MLP, [base, replace(NON_PRIVATE, private=True)], CPU, run.Limits(1, 0.0, False, 2), quick=True
+        MLP, [base, replace(NON_PRIVATE, private=True)], CPU, run.Limits(1, 0.0, False), quick=True
     )
     assert [row["status"] for row in found["engines"]] == ["failed", "failed"]
     assert found["rounds"] == 0
@@ -88,7 +88,7 @@ def test_what_dies_alone_is_not_let_into_the_process_that_reports(monkeypatch, a
 
     monkeypatch.setattr(memory, "measure", measure)
     monkeypatch.setattr(_Fails, "__init__", lambda *_: pytest.fail("attached"))
-    limits = run.Limits(1, 0.0, with_memory=True, checked_samples=2, alone_seconds=25.0)
+    limits = run.Limits(1, 0.0, with_memory=True, alone_seconds=25.0)
     found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, limits, quick=True)
     assert (found["engines"][1]["status"], found["engines"][1]["problem"]) == (status, why)
     assert seen == [("nonprivate", 25.0), ("fails", 25.0)]

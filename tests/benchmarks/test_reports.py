@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import harness, memory, run
+from benchmarks import harness, memory
 from benchmarks.__main__ import added
-from benchmarks.engines import NON_PRIVATE
 from benchmarks.harness import stem
 from benchmarks.headline import fastest_peer, summary
 from benchmarks.report import absent, markdown, memory_ratio
@@ -123,17 +122,6 @@ def test_tasks_have_the_same_names_in_both_sizes():
     assert [task.name for task in tasks(quick=True)] == [task.name for task in tasks(quick=False)]
     with pytest.raises(LookupError, match="'nobody'"):
         find("nobody", quick=True)
-
-
-def test_a_batch_that_is_checked_may_be_smaller_than_the_timed_one(monkeypatch):
-    seen = []
-    monkeypatch.setattr(run, "reference", lambda task, device: seen.append(task.batch_size) or _Expected)
-    run.measure_task(find("mlp", quick=True), [NON_PRIVATE], CPU, run.Limits(1, 0.0, False, 2), quick=True)
-    assert seen == [2]
-
-
-class _Expected:
-    max_grad_norm = 1.0
 
 
 def test_quick_results_have_names_of_their_own():
