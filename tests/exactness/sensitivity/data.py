@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from benchmarks.sensitivity.layers import ROWS
+from tests.exactness.sensitivity.layers import ROWS
 
 Sample = dict[str, Tensor]
 

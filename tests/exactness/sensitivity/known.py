@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from benchmarks.sensitivity.data import Sample
-from benchmarks.sensitivity.layers import ROWS, kind
-from benchmarks.sensitivity.measure import NUMERICS, Moves, Subject
+from tests.exactness.sensitivity.data import Sample
+from tests.exactness.sensitivity.layers import ROWS, kind
+from tests.exactness.sensitivity.measure import NUMERICS, Moves, Subject
 
 
 @dataclass(frozen=True)

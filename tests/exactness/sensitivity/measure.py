@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import ghostclip
-from benchmarks.sensitivity.layers import Data, Kind, Model
 from ghostclip.clipping import policies
+from tests.exactness.sensitivity.layers import Data, Kind, Model
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
 # What is added to 1 before a move is too large: the rounding of sums that are subtracted.

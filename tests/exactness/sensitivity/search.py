@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.sensitivity.data import Sample, Setting, batch_of, changed, ordinary, sample_of
-from benchmarks.sensitivity.layers import KINDS, Kind
-from benchmarks.sensitivity.layers import kind as kind_of
-from benchmarks.sensitivity.measure import ALLOWED, NUMERICS, STRATEGIES, Moves, Subject
+from tests.exactness.sensitivity.data import Sample, Setting, batch_of, changed, ordinary, sample_of
+from tests.exactness.sensitivity.layers import KINDS, Kind
+from tests.exactness.sensitivity.layers import kind as kind_of
+from tests.exactness.sensitivity.measure import ALLOWED, NUMERICS, STRATEGIES, Moves, Subject
 
 # The share of evaluations that are drawn anew; the others change what was found.
 _DRAWN: Final = 0.5
