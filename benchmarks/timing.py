@@ -6,7 +6,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
@@ -54,6 +54,31 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def wall(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds by the clock until a call is done, on the device as well."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def seconds(work: Callable[[], object], device: torch.device, *, rounds: int) -> float:
+    """The median time of a call after two that are not timed: by events on a GPU, by the clock elsewhere."""
+    for _ in range(2):
+        work()
+    return statistics.median(_by_events(work) if device.type == "cuda" else wall(work, device) for _ in range(rounds))
+
+
+def _by_events(work: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def steps(runner: Runner, batch: Batch, device: torch.device, count: int = 1) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from benchmarks.gpu.models import large_model
 from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.models import MnistCNN
 from benchmarks.tasks import per_sample_losses
-from benchmarks.timing import synchronize
+from benchmarks.timing import synchronize, wall
 from ghostclip._memory import PeakMemory
 
 ROUNDS: Final = 15
@@ -124,11 +124,7 @@ def main(given: list[str] | None = None) -> int:
         for _ in range(2 if job.quick else ROUNDS):
             for name, (run, drop, _) in ready.items():
                 drop()
-                synchronize(job.device)
-                began = time.perf_counter()
-                run()
-                synchronize(job.device)
-                taken[name].append(time.perf_counter() - began)
+                taken[name].append(wall(run, job.device))
     base = statistics.median(taken[ORDINARY])
     for name, (_, _, found) in ready.items():
         with job.case(f"{title}: {name}") as row:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.timed import seconds
+from benchmarks.timing import seconds
 from ghostclip import kernels
 from ghostclip._memory import PeakMemory
 from ghostclip.kernels.bounds import Bounded

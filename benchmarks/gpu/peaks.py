@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.gpu.timed import seconds
+from benchmarks.timing import seconds
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.engines import CannotDo
 from benchmarks.gpu.peaks import measured
 from benchmarks.gpu.rows import Job, started
-from benchmarks.gpu.timed import seconds
+from benchmarks.timing import seconds
 from ghostclip import kernels
 from ghostclip.kernels import runtime
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.kernels import cases, measure
 from benchmarks.gpu.rows import Job, Row, started
-from benchmarks.gpu.timed import seconds
+from benchmarks.timing import seconds
 from ghostclip.kernels import runtime
 from ghostclip.noise import make_noise_source
 

@@ -61,36 +61,16 @@ def _cnn(samples: int, aim: float) -> Task:
 
 
 TASKS = (
-    Task(
-        "gpt-small",
-        "GPT, 4 layers, d 128, T 64, V 500, B 16",
-        lambda: GPT(vocabulary=500, width=128, positions=64),
-        lambda: (torch.randint(500, (16, 64)),),
-        token_losses,
-        1.2,
-        _next_tokens,
-    ),
-    Task(
-        "gpt",
-        "GPT, 4 layers, d 256, T 128, V 5000, B 16",
-        GPT,
-        lambda: (torch.randint(5000, (16, 128)),),
-        token_losses,
-        1.1,
-        _next_tokens,
-    ),
+    Task("gpt-small", "GPT, 4 layers, d 128, T 64, V 500, B 16", lambda: GPT(vocabulary=500, width=128, positions=64),
+         lambda: (torch.randint(500, (16, 64)),), token_losses, 1.2, _next_tokens),
+    Task("gpt", "GPT, 4 layers, d 256, T 128, V 5000, B 16", GPT, lambda: (torch.randint(5000, (16, 128)),),
+         token_losses, 1.1, _next_tokens),
     _cnn(16, 1.5),
     _cnn(64, 1.3),
     _cnn(256, 1.2),
-    Task(
-        "lstm",
-        "LSTM, d 100, T 64, B 64",
-        LSTM,
-        lambda: (torch.randint(10_004, (64, 64)), torch.randint(2, (64,))),
-        class_losses,
-        1.5,
-    ),
-)
+    Task("lstm", "LSTM, d 100, T 64, B 64", LSTM, lambda: (torch.randint(10_004, (64, 64)), torch.randint(2, (64,))),
+         class_losses, 1.5),
+)  # fmt: skip
 
 
 class Ways:
