@@ -28,23 +28,14 @@ WARM_UP_SECONDS: Final = 0.5
 
 @runtime_checkable
 class Proves(Protocol):
-    """A runner whose first steps prove what later ones rely on.
-
-    Attributes:
-        proving_steps: How many come before those that are as nearly all others are in training.
-    """
+    """A runner whose first steps prove what later ones rely on."""
 
     proving_steps: int
 
 
 @dataclass
 class Times:
-    """Times of the steps of one engine, one entry a round.
-
-    Attributes:
-        wall: Seconds of a step by the clock.
-        cpu: Seconds of CPU time of the process for it, over all threads.
-    """
+    """Seconds of a step of one engine, by the clock and of CPU time over all threads, one entry a round."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)

@@ -40,11 +40,7 @@ def name_of(device: torch.device, *, quick: bool) -> str:
 
 
 class Run:
-    """Runs stages one after the other and keeps the report on disk.
-
-    Attributes:
-        report: Plain values, what is written.
-    """
+    """Runs stages one after the other and keeps the report on disk."""
 
     def __init__(self, report: Row, folder: Path, name: str) -> None:
         """Begin."""

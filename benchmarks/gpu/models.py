@@ -160,13 +160,7 @@ def _repeated(x_BHTI: Tensor, times: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Large:
-    """A large model with a small one of the same class.
-
-    Attributes:
-        name: Short name.
-        task: What is measured, in bfloat16 where it is large.
-        small: What correctness is checked on, in float32.
-    """
+    """A large model, in bfloat16, with a small one of the same class in float32, for correctness."""
 
     name: str
     task: Task

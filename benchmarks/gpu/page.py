@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import table
 from benchmarks.report import MEGABYTE, heading, times
 
 Row = Mapping[str, Any]
@@ -74,11 +75,8 @@ def _table(stage: Row) -> str:
     rows, base = stage["rows"], _base(stage["rows"])
     kinds = {"gpt2-large": _large, "llama-1b": _large, "products": _product, "twins": _twin}
     cells = kinds.get(stage["name"], _plain)
-    lines = [cells(None, None), *(cells(row, base) for row in rows)]
-    width = len(lines[0])
-    ruled = [lines[0], ["---"] + ["---:"] * (width - 1), *lines[1:]]
-    table = "".join(f"| {' | '.join([*line, *[''] * (width - len(line))])} |\n" for line in ruled)
-    return table + "".join(_longest(row) for row in rows)
+    shown = table(" | ".join(cells(None, None)), [cells(row, base) for row in rows])
+    return shown + "".join(_longest(row) for row in rows)
 
 
 def _large(row: Row | None, base: Row | None) -> list[str]:
@@ -142,5 +140,5 @@ def _plain(row: Row | None, _: Row | None) -> list[str]:
 
 
 def _longest(row: Row) -> str:
-    lines = [f"| {name} | {count} | {seconds * 1e3:.2f} |\n" for name, count, seconds in row.get("longest", ())]
-    return "\n| longest in a step | calls | ms |\n|---|---:|---:|\n" + "".join(lines) if lines else ""
+    lines = [[name, count, f"{seconds * 1e3:.2f}"] for name, count, seconds in row.get("longest", ())]
+    return "\n" + table("longest in a step | calls | ms", lines) if lines else ""

@@ -13,14 +13,7 @@ from benchmarks.timing import seconds
 
 @dataclass(frozen=True)
 class Peak:
-    """Rates of a device.
-
-    Attributes:
-        bf16: FLOPs a second of dense products in bfloat16.
-        float32: The same in float32, without TF32.
-        memory: Bytes a second.
-        source: Where they are from.
-    """
+    """FLOPs a second of dense products (float32: no TF32), bytes a second of a device, and whose figures they are."""
 
     bf16: float
     float32: float

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import ghostclip
 from benchmarks.engines import CannotDo
+from benchmarks.harness import table
 from benchmarks.models import GPT, LSTM, MnistCNN
 
 WAYS = ("ordinary", "ordinary, compiled", "book-keeping", "graph")
@@ -74,12 +75,7 @@ TASKS = (
 
 
 class Ways:
-    """One task run in several ways, each on a model of its own with the same parameters.
-
-    Attributes:
-        runs: What makes one step, by way.
-        step: The graph.
-    """
+    """One task run in several ways, each on a model of its own with the same parameters."""
 
     def __init__(self, task: Task, batch: tuple[Tensor, ...]) -> None:
         """Attach all ways; nothing is computed or compiled yet."""
@@ -169,23 +165,20 @@ def measure(task: Task, *, rounds: int) -> dict[str, Any]:
 
 def text(report: dict[str, Any]) -> str:
     """Return a report as Markdown."""
-    lines = [
-        "# The private step as one graph: CPU time",
-        "",
+    about = (
+        "# The private step as one graph: CPU time\n\n"
         f"`{report['command']}`, {report['date']}: one thread of {report['machine']['cpu']}, torch "
         f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, "
         "in milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of "
         "the first step of the graph on a machine that others used at the same time (in brackets CPU time of the "
-        "process itself). JAX: where it is installed and the model is written in it.",
-        "",
-        f"| model | ordinary | ordinary, compiled | book-keeping | graph | aim | {JAX} | compiling |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+        "process itself). JAX: where it is installed and the model is written in it.\n\n"
+    )
+    lines = []
     for row in report["rows"]:
         own = row["milliseconds"]
         base = own["ordinary, compiled"]
-        cells = " | ".join(f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in WAYS)
-        jax = f"{own[JAX]:.1f} ({own[JAX] / base:.2f}×)" if JAX in own else "-"
+        cells = {name: f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in own}
         compiling = f"{row['compile_s']:.0f} s ({row['compile_cpu_s']:.0f} s)"
-        lines.append(f"| {row['title']} | {cells} | {row['aim']:.2f}× | {jax} | {compiling} |")
-    return "\n".join(lines) + "\n"
+        shown = [*(cells[name] for name in WAYS), f"{row['aim']:.2f}×", cells.get(JAX, "-"), compiling]
+        lines.append([row["title"], *shown])
+    return about + table(" | ".join(["model", *WAYS, "aim", JAX, "compiling"]), lines)

@@ -15,14 +15,7 @@ from benchmarks.engines import Engine, engines
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that engines come from.
-
-    Attributes:
-        package: What is imported.
-        title: Its name.
-        install: The command that installs it.
-        engines: Gives its engines; called only where it is installed.
-    """
+    """A library that engines come from."""
 
     package: str
     title: str
