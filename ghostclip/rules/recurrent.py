@@ -78,6 +78,11 @@ CELLS: Final[Mapping[str, Callable[..., Any]]] = {
 }
 
 
+# A gradient by what an activation returned: ``grad · y · (1 - y)``, ``grad · (1 - y²)``.
+_sigmoid_backward: Final = torch.ops.aten.sigmoid_backward
+_tanh_backward: Final = torch.ops.aten.tanh_backward
+
+
 @dataclass(frozen=True)
 class Steps:
     """The rows of each step, and the direction of time."""
@@ -187,8 +192,8 @@ class _State:
 class LSTM(Kind):
     """``c' = f·c + i·g``, ``h = o·tanh(c')``, perhaps projected."""
 
-    # Slopes of three gates by the cell and of one by the state, two more, and the state's gradient, less the gates'.
-    gates, beside = 4, 3 + 4 - 4
+    # Slopes of three gates by the cell and of one by the state, one more, and the state's gradient, less the gates'.
+    gates, beside = 4, 3 + 3 - 4
 
     def forward(self, gates_NG: Tensor, firsts: Sequence[Tensor], weights: Weights, steps: Steps) -> Ran:
         """Run all steps; leaves activated gates in ``gates_NG``."""
@@ -197,60 +202,61 @@ class LSTM(Kind):
         h, c = _State(firsts[0]), _State(firsts[1])
         width, hh_PG = firsts[1].shape[1], weights.hh.t()
         hidden_NH = gates_NG.new_empty(gates_NG.shape[0], width)
-        cells_NH = torch.empty_like(hidden_NH)
+        cells_NH, tanh_NH = torch.empty_like(hidden_NH), torch.empty_like(hidden_NH)
         out_NP = hidden_NH if weights.hr is None else gates_NG.new_empty(gates_NG.shape[0], weights.hr.shape[0])
         in_forget, update, output = gates_NG.split((2 * width, width, width), 1)
-        tensors = (gates_NG, in_forget, *in_forget.chunk(2, 1), update, output, cells_NH, hidden_NH, out_NP)
+        tensors = (gates_NG, in_forget, *in_forget.chunk(2, 1), update, output, cells_NH, tanh_NH, hidden_NH, out_NP)
         blocks = [tensor.split(steps.sizes) for tensor in tensors]
         for step in steps.order():
-            gates, i_f, i, f, g, o, cell, hidden, out = (block[step] for block in blocks)
+            gates, i_f, i, f, g, o, cell, tanh, hidden, out = (block[step] for block in blocks)
             size = steps.sizes[step]
             h_n, c_n = h.rows(size), c.rows(size)
             gates.addmm_(h_n, hh_PG)
             i_f.sigmoid_()
-            c_n.mul_(f).addcmul_(i, g.tanh_())
-            cell.copy_(c_n)
-            torch.mul(torch.tanh(c_n), o.sigmoid_(), out=hidden)
+            torch.mul(c_n, f, out=cell)
+            c_n.copy_(cell.addcmul_(i, g.tanh_()))
+            torch.mul(torch.tanh(cell, out=tanh), o.sigmoid_(), out=hidden)
             if weights.hr is not None:
                 torch.mm(hidden, weights.hr.t(), out=out)
             h_n.copy_(out)
-        kept = (gates_NG, cells_NH, steps.before(firsts[1], cells_NH))
+        kept = (gates_NG, tanh_NH, steps.before(firsts[1], cells_NH))
         projected = None if weights.hr is None else hidden_NH
         return Ran(out_NP, (h.whole, c.whole), steps.before(firsts[0], out_NP), kept, projected)
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
-        gates_NG, cells_NH, before_NH = ran
-        width = cells_NH.shape[1]
+        gates_NG, tanh_NH, before_NH = ran
+        width = tanh_NH.shape[1]
         i, f, g, o = gates_NG.split(width, 1)
-        tanh_NH = torch.tanh(cells_NH)
-        # d gate = d cell times these, for i, f and g; d output gate = d hidden times its own.
-        by_cell_N3H = torch.stack([g * i * (1 - i), before_NH * f * (1 - f), i * (1 - g * g)], 1)
-        by_hidden_NH = tanh_NH * o * (1 - o)
-        to_cell_NH = o * (1 - tanh_NH * tanh_NH)
-        grads_N4H = torch.empty_like(gates_NG).unflatten(1, (4, width))
+        # d gate = d cell times these, for i, f and g; d output gate = d hidden times its own. One product each: over a
+        # third axis torch's products take several times as long.
+        by_cell = _sigmoid_backward(g, i), _sigmoid_backward(before_NH, f), _tanh_backward(i, g)
+        by_hidden_NH, to_cell_NH = _sigmoid_backward(tanh_NH, o), _tanh_backward(o, tanh_NH)
+        grads_NG = torch.empty_like(gates_NG)
         total_NP = torch.empty_like(grad_NP)
         h, c = _State(ends[0]), _State(ends[1])
         tensors = (
-            grad_NP, total_NP, grads_N4H[:, :3], grads_N4H[:, 3], grads_N4H.flatten(1), by_cell_N3H, by_hidden_NH,
-            to_cell_NH, f,
+            grad_NP, total_NP, grads_NG, *grads_NG.split(width, 1), *by_cell, by_hidden_NH, to_cell_NH, f,
         )  # fmt: skip
         blocks = [tensor.split(steps.sizes) for tensor in tensors]
         for step in reversed(steps.order()):
-            grad, total, d_ifg, d_o, d_gates, by_cell, by_hidden, to_cell, forget = (block[step] for block in blocks)
+            grad, total, d_gates, d_i, d_f, d_g, d_o, by_i, by_f, by_g, by_hidden, to_cell, forget = (
+                block[step] for block in blocks
+            )
             size = steps.sizes[step]
             h_n, c_n = h.rows(size), c.rows(size)
             d_hidden = torch.add(grad, h_n, out=total)
             if weights.hr is not None:
                 d_hidden = d_hidden @ weights.hr
             c_n.addcmul_(d_hidden, to_cell)
-            torch.mul(by_cell, c_n.unsqueeze(1), out=d_ifg)
+            torch.mul(by_i, c_n, out=d_i)
+            torch.mul(by_f, c_n, out=d_f)
+            torch.mul(by_g, c_n, out=d_g)
             torch.mul(by_hidden, d_hidden, out=d_o)
             c_n.mul_(forget)
             torch.mm(d_gates, weights.hh, out=h_n)
-        gates = grads_N4H.flatten(1)
-        return RecurrentGradients(gates, gates, (h.whole, c.whole), None if weights.hr is None else total_NP)
+        return RecurrentGradients(grads_NG, grads_NG, (h.whole, c.whole), None if weights.hr is None else total_NP)
 
 
 class GRU(Kind):
@@ -286,23 +292,26 @@ class GRU(Kind):
     ) -> RecurrentGradients:
         gates_NG, product_NH, before_NH = ran
         r, z, n = gates_NG.chunk(3, 1)
-        new_NH = (1 - z) * (1 - n * n)
+        new_NH = _tanh_backward(1 - z, n)
         # What the gradient of the state is multiplied by to give that of the product's three parts.
-        by_state_N3H = torch.stack([new_NH * product_NH * r * (1 - r), (before_NH - n) * z * (1 - z), new_NH * r], 1)
-        grads_N3H = torch.empty_like(by_state_N3H)
-        total_NH = torch.empty_like(new_NH)
+        by_state = (
+            _sigmoid_backward(new_NH * product_NH, r), _sigmoid_backward(before_NH - n, z), new_NH * r,
+        )  # fmt: skip
+        grads_NG, total_NH = torch.empty_like(gates_NG), torch.empty_like(new_NH)
         h = _State(ends[0])
-        tensors = (grad_NP, total_NH, grads_N3H, grads_N3H.flatten(1), by_state_N3H, z)
+        tensors = (grad_NP, total_NH, grads_NG, *grads_NG.chunk(3, 1), *by_state, z)
         blocks = [tensor.split(steps.sizes) for tensor in tensors]
         for step in reversed(steps.order()):
-            grad, total, d_product, d_flat, by_state, update = (block[step] for block in blocks)
+            grad, total, d_product, d_r, d_z, d_n, by_r, by_z, by_n, update = (block[step] for block in blocks)
             h_n = h.rows(steps.sizes[step])
             torch.add(grad, h_n, out=total)
-            torch.mul(by_state, total.unsqueeze(1), out=d_product)
+            torch.mul(by_r, total, out=d_r)
+            torch.mul(by_z, total, out=d_z)
+            torch.mul(by_n, total, out=d_n)
             torch.mul(total, update, out=h_n)
-            h_n.addmm_(d_flat, weights.hh)
-        gates_N3H = torch.cat([grads_N3H[:, :2], (total_NH * new_NH).unsqueeze(1)], 1)
-        return RecurrentGradients(gates_N3H.flatten(1), grads_N3H.flatten(1), (h.whole,))
+            h_n.addmm_(d_product, weights.hh)
+        gates_NG = torch.cat([grads_NG[:, : 2 * z.shape[1]], total_NH * new_NH], 1)
+        return RecurrentGradients(gates_NG, grads_NG, (h.whole,))
 
 
 class RNN(Kind):
@@ -524,7 +533,7 @@ def _layer(name: str) -> Callable[..., tuple[Tensor, ...]]:
             out, ends = _layers(name, given["data"], given["hx"], given, tuple(given["batch_sizes"].tolist()))
             return out, *ends
         first = given.get("batch_first", False)
-        x = given["input"].transpose(0, 1) if first else given["input"]
+        x = given["input"].transpose(0, 1).contiguous() if first else given["input"]
         if x.shape[0] == 0:
             shape = tuple(given["input"].shape)
             raise DataError(f"{name}: an input of shape {shape} has no step. Give every sequence at least one.")
