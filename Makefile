@@ -37,7 +37,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CHECKED := ghostclip tests benchmarks paper_repro docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tutorials test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-peers paper accuracy examples clean distclean
+.PHONY: help demo tutorials test test-thorough package test-slow test-kernels test-gpu test-torch test-all lint format typecheck check docs bench bench-micro bench-peers paper accuracy examples clean distclean
 
 help:  ## list what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -130,6 +130,9 @@ bench-peers: $(DEV_STAMP)  ## install JAX and BackPACK, so that `make bench` com
 	@$(INSTALL) -e ".[peers]"
 	@# Its dependency torchvision does not import beside torch's CPU build, and is not needed.
 	@$(INSTALL) --no-deps "backpack-for-pytorch" "unfoldNd" "einops"
+
+bench-micro: $(DEV_STAMP)  ## pytest-benchmark pieces, one layer at a time
+	@$(BIN)/python -m pytest -q -o addopts="--import-mode=importlib --strict-markers" benchmarks/micro
 
 paper: $(DEV_STAMP)  ## measure the published tables again (about 40 minutes for all five)
 	@for table in A B C D E; do $(BIN)/python -m paper_repro $$table $(PAPER_ARGS) || exit 1; done

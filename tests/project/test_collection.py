@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
     *("accelerate", "cryptography", "datasets", "dp_accounting", "huggingface_hub", "hypothesis", "jax", "lightning"),
-    *("matplotlib", "opacus", "peft", "PIL", "safetensors", "sphinx", "timm", "tokenizers"),
+    *("matplotlib", "opacus", "peft", "PIL", "pytest_benchmark", "safetensors", "sphinx", "timm", "tokenizers"),
     *("torchvision", "tqdm", "transformers", "triton", "trl", "xdist"),
 )
 

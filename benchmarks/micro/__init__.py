@@ -1,0 +1,1 @@
+"""One layer at a time under pytest-benchmark: `make bench-micro`."""
