@@ -169,7 +169,7 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
 
 
 def instructions(tree: Path, model: str, strategy: str, *, layers: int) -> tuple[int, int]:
-    """Count what the processor executes in a step, as Valgrind shows it: the same in every run but for a few in 1,000."""
+    """Count what the processor executes in a step, as Valgrind shows it: equal in all runs but for a few in 1,000."""
     with tempfile.TemporaryDirectory() as folder:
         under = (
             "valgrind", "--quiet", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={folder}/found"
