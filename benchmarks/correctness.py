@@ -52,13 +52,6 @@ def _norm(gradient: list[Tensor]) -> float:
 def reference(task: Task, device: torch.device) -> Reference:
     """Compute the clipped sum one sample at a time, in float64.
 
-    Args:
-        task: Gives the model and the batch.
-        device: Where it is computed.
-
-    Returns:
-        The clipping norm and the sum.
-
     Cost: 2B times forward and backward of one sample, in float64: once for the norms, once for the sum, so that one
     sample's gradient is held at a time. B times in float32.
     """
@@ -85,13 +78,6 @@ def relative_error(computed: Sequence[Tensor | None], expected: list[Tensor]) ->
 
     Where the exact gradient vanishes, as that of an attention's key bias does, what is computed is rounding and nothing
     to divide by: it is measured against the gradient of all parameters.
-
-    Args:
-        computed: A gradient for each parameter; None counts as zero.
-        expected: What it should be, float64.
-
-    Returns:
-        The error; infinite where a value is not finite.
     """
     worst = 0.0
     whole = max(_norm(expected), torch.finfo(torch.float64).tiny)
@@ -104,17 +90,7 @@ def relative_error(computed: Sequence[Tensor | None], expected: list[Tensor]) ->
 
 
 def error_of(engine: Engine, task: Task, device: torch.device, expected: Reference) -> float:
-    """Run an engine once and compare.
-
-    Args:
-        engine: The engine, private.
-        task: Gives the model and the batch.
-        device: Where it runs.
-        expected: Of the same task.
-
-    Returns:
-        The relative error of its clipped sum, after a second step, so that what a step leaves behind shows.
-    """
+    """Run an engine once and compare."""
     runner = engine.attach(task.model(device), expected.max_grad_norm)
     batch = task.batch(device)
     runner.step(batch)

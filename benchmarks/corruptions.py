@@ -7,8 +7,6 @@ harmless: the account is not below what was released, and everything that was lo
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import shutil
 import sys
@@ -17,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +22,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks.harness import head, machine_line, parser, table, write
 from ghostclip import PrivacyEngine
 from ghostclip.errors import GhostClipError
 from ghostclip.optim.wrapped import ACCOUNT_KEY
 from ghostclip.privacy.checkpoints import digest_of
 
-RESULTS = Path(__file__).resolve().parent / "results"
 _DELTA, _STEPS = 1e-5, 9
 Damage = Callable[[bytes, bytes, random.Random], bytes]
 
 
 class Training:
-    """A small private training in a folder; made anew, it is the one that continues.
-
-    Args:
-        folder: Holds ledger, checkpoint and the optimizer's state.
-        sigma: σ.
-    """
+    """A small private training in a folder; made anew, it is the one that continues."""
 
     def __init__(self, folder: Path, *, sigma: float = 1.0) -> None:
         self.folder = folder
@@ -77,11 +67,7 @@ class Training:
         return self
 
     def load(self, file: str) -> None:
-        """Continue from what was saved.
-
-        Args:
-            file: Which file is damaged; the account of an optimizer's state is read by that optimizer.
-        """
+        """Continue from what was saved."""
         if file == "account":
             state = self.optimizer.state_dict()
             state["param_groups"][0][ACCOUNT_KEY] = (self.folder / "account").read_text(errors="replace")
@@ -90,14 +76,7 @@ class Training:
             self.engine.load_checkpoint(path=self.folder / "run.pt", module=self.model, optimizer=self.optimizer)
 
     def state(self, *, account: bool = True) -> str:
-        """Return a digest of everything that loading changes.
-
-        Args:
-            account: Whether the account is part of it.
-
-        Returns:
-            The digest.
-        """
+        """Return a digest of everything that loading changes."""
         accountant = self.engine.accountant.state_dict() if account else {}
         inner = self.optimizer.original_optimizer.state_dict()
         positions = [self.optimizer.noise_source.state_dict(), self.loader.state_dict(), self.optimizer.releases]
@@ -217,11 +196,7 @@ class Outcome:
 
 
 class Corruptions:
-    """A training, another one, and what continuing from them undamaged gives.
-
-    Args:
-        folder: For their files.
-    """
+    """A training, another one, and what continuing from them undamaged gives."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -248,17 +223,7 @@ class Corruptions:
         return training
 
     def one(self, file: str, kind: str, damage: Damage, chance: random.Random) -> Outcome:
-        """Damage a file and try to continue.
-
-        Args:
-            file: Which one.
-            kind: Name of the damage.
-            damage: Changes the content.
-            chance: Chooses the place.
-
-        Returns:
-            What came of it.
-        """
+        """Damage a file and try to continue."""
         trial = self._folder / "try"
         shutil.copytree(self._folder / "whole", trial)
         content, foreign = ((self._folder / name / file).read_bytes() for name in ("whole", "foreign"))
@@ -285,15 +250,7 @@ class Corruptions:
         return "harmless" if training.state(account=False) == self._loaded[file] else "another training"
 
     def many(self, number: int, *, seed: int) -> list[Outcome]:
-        """Damage files in all ways in turn.
-
-        Args:
-            number: How often.
-            seed: Of the places.
-
-        Returns:
-            What came of it.
-        """
+        """Damage files in all ways in turn."""
         chance = random.Random(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -308,47 +265,27 @@ def _markdown(record: dict[str, Any]) -> str:
     for file, kind in tried:
         refused, harmless = counts[file, kind, "refused"], counts[file, kind, "harmless"]
         total = sum(count for (of, what, _), count in counts.items() if (of, what) == (file, kind))
-        rows.append(f"| {file} | {kind} | {total} | {refused} | {harmless} | {total - refused - harmless} |")
-    return "\n".join(
-        [
-            f"`{record['command']}` on {machine_line(record)}",
-            "",
-            f"{len(outcomes)} corruptions of the files of a training that was saved after its last step. Refused: by "
-            "an error of this package, with nothing changed. Harmless: ε not below what was released, and all that was "
-            "loaded is what was saved. What no file can tell: that the end of a ledger was cut off where no "
-            "checkpoint has seen it.",
-            "",
-            "| file | damage | tried | refused | harmless | neither |",
-            "|---|---|---:|---:|---:|---:|",
-            *rows,
-            "",
-        ]
+        rows.append([file, kind, total, refused, harmless, total - refused - harmless])
+    return (
+        f"`{record['command']}` on {machine_line(record)}\n\n"
+        f"{len(outcomes)} corruptions of the files of a training that was saved after its last step. Refused: by an "
+        "error of this package, with nothing changed. Harmless: ε not below what was released, and all that was loaded "
+        "is what was saved. What no file can tell: that the end of a ledger was cut off where no checkpoint has seen "
+        "it.\n\n" + table("file | damage | tried | refused | harmless | neither", rows, left=2)
     )
 
 
 def main() -> int:
-    """Damage files and write down what came of it.
-
-    Returns:
-        0 if every damage was refused or harmless, else 1.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.corruptions", description=__doc__)
-    parser.add_argument("--number", type=int, default=640, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of their places (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    options = parser.parse_args()
+    """Damage files and write down what came of it."""
+    options = parser("benchmarks.corruptions", __doc__)
+    options.add_argument("--number", type=int, default=640, help="how many (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="of their places (default: %(default)s)")
+    given = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        outcomes = Corruptions(Path(place)).many(options.number, seed=options.seed)
-    record = {
-        "command": " ".join(["python -m benchmarks.corruptions", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "corruptions.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "corruptions.md").write_text(_markdown(record))
+        outcomes = Corruptions(Path(place)).many(given.number, seed=given.seed)
+    record = head("benchmarks.corruptions", None) | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+    write(given.out, "corruptions", record, _markdown(record))
     bad = [outcome for outcome in outcomes if outcome.outcome not in ("refused", "harmless")]
     for outcome in bad:
         print(outcome, file=sys.stderr)

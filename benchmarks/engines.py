@@ -25,18 +25,10 @@ class Runner(Protocol):
     """An engine at work on one model."""
 
     def step(self, batch: Batch) -> None:
-        """Compute the gradient of the batch, from cleared gradients on.
-
-        Args:
-            batch: Inputs and targets.
-        """
+        """Compute the gradient of the batch, from cleared gradients on."""
 
     def result(self) -> list[Tensor | None]:
-        """What the last step computed.
-
-        Returns:
-            For each trainable parameter, in the model's order, its gradient or clipped sum.
-        """
+        """What the last step computed."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +49,7 @@ class Engine:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a result has an entry for.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Those that require a gradient, in the model's order.
-    """
+    """The parameters that a result has an entry for."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -132,11 +117,7 @@ STRATEGIES = (*EAGER, "graph")
 
 
 def engines() -> list[Engine]:
-    """Ordinary training, ghostclip's strategies, and Opacus's two main modes where it is installed.
-
-    Returns:
-        The non-private one first. `benchmarks.peers.every_engine` adds whoever else is installed.
-    """
+    """Ordinary training, ghostclip's strategies, and Opacus's two main modes where it is installed."""
     found = [NON_PRIVATE]
     found += [Engine(name, f"ghostclip {name}", True, partial(_Ghostclip, strategy=name)) for name in EAGER]
     found.append(Engine("graph", "ghostclip graph", True, _GhostclipGraph))

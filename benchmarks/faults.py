@@ -23,7 +23,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,8 +30,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks.harness import head, machine_line, parser, table, write
 from ghostclip import GraphStep, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.graph import takeover
@@ -41,7 +39,6 @@ from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.graph.at_once import at_once
 
-RESULTS = Path(__file__).resolve().parent / "results"
 # Where a process kills itself.
 POINTS = (
     "before the ledger",
@@ -68,13 +65,7 @@ LastWord = Callable[[str], None]
 
 
 class Training:
-    """One process of a training: continues from the folder's checkpoint, and saves there every few steps.
-
-    Args:
-        folder: Holds checkpoint, ledger and the record of applied steps.
-        options: Options of `make_private`.
-        last_word: Called with the name of each point of a step that is reached.
-    """
+    """One process of a training: continues from the folder's checkpoint, and saves there every few steps."""
 
     def __init__(self, folder: Path, options: dict[str, Any], last_word: LastWord) -> None:
         self._folder, self._last_word = folder, last_word
@@ -114,11 +105,7 @@ class Training:
             Path.replace = replace  # type: ignore[method-assign]
 
     def run(self, steps: int) -> None:
-        """Train until so many steps were released, counted from the very beginning.
-
-        Args:
-            steps: How many.
-        """
+        """Train until so many steps were released, counted from the very beginning."""
         while self.optimizer.releases < steps:
             with BatchMemoryManager(
                 data_loader=self.loader, max_physical_batch_size=5, optimizer=self.optimizer
@@ -263,18 +250,7 @@ def _dies_at(point: str, after: int) -> LastWord:
 
 
 def kill_one_training(name: str, steps: int, kills: int, chance: random.Random, *, at_points: bool) -> Killed:
-    """Run a training once undisturbed and once with kills.
-
-    Args:
-        name: Which options, of `OPTIONS`.
-        steps: Length of the training.
-        kills: Most kills.
-        chance: Chooses the times.
-        at_points: Kill at the points of a step in turn, instead of at random times.
-
-    Returns:
-        What was seen.
-    """
+    """Run a training once undisturbed and once with kills."""
     seen = Killed(name)
     with tempfile.TemporaryDirectory() as place:
         whole, killed = Path(place, "whole"), Path(place, "killed")
@@ -347,49 +323,35 @@ def _warm_up() -> None:
 
 def _markdown(record: dict[str, Any]) -> str:
     trainings = record["trainings"]
+    counts = ("kills", "lost_steps", "kills_between_ledger_and_update", "ledger_below_released")
     rows = [
-        f"| {t['options']} | {t['kills']} | {t['lost_steps']} | {t['kills_between_ledger_and_update']} | "
-        f"{t['ledger_below_released']} | {'yes' if t['equal'] else '**no**'} | {t['epsilon']:.4f} |"
+        [t["options"], *(t[name] for name in counts), "yes" if t["equal"] else "**no**", f"{t['epsilon']:.4f}"]
         for t in trainings
     ]
-    points = Counter()
+    points: Counter[str] = Counter()
     for training in trainings:
         points.update(training["kills_at_points"])
-    return "\n".join(
-        [
-            f"`{record['command']}` on {machine_line(record)}",
-            "",
-            f"{sum(t['kills'] for t in trainings)} kills over {len(trainings)} trainings of {record['steps']} steps.",
-            "",
-            "| training | kills | steps made again | ledger ahead of the update | released, not in the ledger | "
-            "equal to the undisturbed run | ε |",
-            "|---|---:|---:|---:|---:|---|---:|",
-            *rows,
-            "",
-            "| killed | times |",
-            "|---|---:|",
-            *(f"| {where} | {number} |" for where, number in sorted(points.items())),
-            "",
-        ]
-    )
+    lines = ["| training | kills | steps made again | ledger ahead of the update | released, not in the ledger | "
+             "equal to the undisturbed run | ε |", "|---|---:|---:|---:|---:|---|---:|"]  # fmt: skip
+    return "\n".join([
+        f"`{record['command']}` on {machine_line(record)}\n",
+        f"{sum(t['kills'] for t in trainings)} kills over {len(trainings)} trainings of {record['steps']} steps.\n",
+        *lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), "",
+        table("killed | times", sorted(points.items())),
+    ])  # fmt: skip
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--kills", type=int, default=500, help="kill so often (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="length of each training (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
-    parser.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    return parser.parse_args()
+    options = parser("benchmarks.faults", __doc__)
+    options.add_argument("--kills", type=int, default=500, help="kill so often (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=800, help="length of each training (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="of the times of the kills (default: %(default)s)")
+    options.add_argument("--points", action="store_true", help="kill at each point of a step, not at random times")
+    return options.parse_args()
 
 
 def main() -> int:
-    """Kill trainings until there were enough kills.
-
-    Returns:
-        0 if every training came out equal and no ledger was ever behind, else 1.
-    """
+    """Kill trainings until there were enough kills."""
     options = _options()
     os.nice(19)
     torch.set_num_threads(1)
@@ -404,16 +366,9 @@ def main() -> int:
         name = names[len(trainings) % len(names)]
         trainings.append(kill_one_training(name, options.steps, most, chance, at_points=options.points))
         print(json.dumps(asdict(trainings[-1])), flush=True)
-    record = {
-        "command": " ".join(["python -m benchmarks.faults", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
-        "steps": options.steps,
-        "trainings": [asdict(seen) for seen in trainings],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kill-test.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "kill-test.md").write_text(_markdown(record))
+    record = head("benchmarks.faults", None)
+    record |= {"steps": options.steps, "trainings": [asdict(seen) for seen in trainings]}
+    write(options.out, "kill-test", record, _markdown(record))
     good = all(seen.equal and not seen.ledger_below_released for seen in trainings)
     return 0 if good else 1
 

@@ -6,18 +6,14 @@ the most bytes of tensors that are alive in it, counted operation by operation.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import machine
-from benchmarks.proof_cost import _ENVIRONMENT, ROOT, _commit
-from benchmarks.tree_worker import PREDICTABLE, TreeWorker
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from benchmarks.harness import CPU, ROOT, describe, parser
+from benchmarks.tree_worker import PREDICTABLE, TreeWorker, commit_of
 
 # Answers "time" by CPU seconds of a first step and of steady ones, "bytes" by the peaks of both.
 _WORKER = (
@@ -30,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 sys.path.append(sys.argv[2])
 from benchmarks import models
-from benchmarks.live import LiveBytes
+from tests.live import LiveBytes
 torch.set_num_threads(1); torch.manual_seed(0)
 
 def classes(model, x, count):
@@ -103,7 +99,7 @@ _SHAPES = {
 
 def _measured(trees: Sequence[Path], shape: str, rounds: int) -> list[tuple[float, float, float]]:
     """Return for each tree a first step's CPU time and its peak by those of a steady one, and the CPU milliseconds."""
-    workers = [TreeWorker(tree, _WORKER, [shape, str(ROOT)], _ENVIRONMENT) for tree in trees]
+    workers = [TreeWorker(tree, _WORKER, [shape, str(ROOT)]) for tree in trees]
     try:
         peaks = [worker.ask("bytes") for worker in workers]
         times: list[list[Sequence[float]]] = [[] for _ in workers]
@@ -122,22 +118,15 @@ def _measured(trees: Sequence[Path], shape: str, rounds: int) -> list[tuple[floa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print as cells come in and write the table.
-
-    Args:
-        arguments: Those of the command line; None for the process's own.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.first_steps", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout, before this one")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each tree (default: %(default)s)")
-    parser.add_argument("--only", default="", help="only shapes whose name holds this")
-    parser.add_argument("--out", type=Path, help="folder for the file; a part of the shapes writes none without it")
-    options = parser.parse_args(arguments)
+    """Measure, print as cells come in and write the table, unless a part of the shapes was asked for."""
+    given = parser("benchmarks.first_steps", (__doc__ or "").split("\n")[0])
+    given.add_argument("--tree", type=Path, action="append", default=[], help="another checkout, before this one")
+    given.add_argument("--rounds", type=int, default=7, help="turns of each tree (default: %(default)s)")
+    given.add_argument("--only", default="", help="only shapes whose name holds this")
+    options = given.parse_args(arguments)
     trees = [*(tree.resolve() for tree in options.tree), ROOT]
-    about = machine.describe(torch.device("cpu"))
-    names = [_commit(tree) for tree in trees]
+    about = describe(CPU)
+    names = [commit_of(tree) for tree in trees]
     lines = [
         "# What a first step costs",
         "",
@@ -154,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells = _measured(trees, shape, options.rounds)
             lines.append(f"| {name} | " + " | ".join(f"{a:.2f} | {b:.2f} | {c:.1f}" for a, b, c in cells) + " |")
             print(lines[-1], flush=True)
-    out = options.out or (None if options.only else RESULTS)
-    if out is not None:
-        (out / "first-steps.md").write_text("\n".join([*lines, ""]))
+    if not options.only:
+        (options.out / "first-steps.md").write_text("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,7 @@ class CountsItself(Protocol):
     """A runner whose products torch does not see."""
 
     def operations(self, batch: Batch) -> int | None:
-        """Operations of one step.
-
-        Args:
-            batch: As given to `step`.
-
-        Returns:
-            The number, or None where it is not known.
-        """
+        """Operations of one step."""
 
 
 def _product(left: Shape, right: Shape, *_dtype: object, out_shape: Shape | None = None, **_: object) -> int:
@@ -97,11 +90,7 @@ OUR_COUNTS: dict[Any, Callable[..., int]] = {
 
 
 def counter() -> FlopCounterMode:
-    """A counter that passes over no product of matrices or vectors.
-
-    Returns:
-        A context manager; `get_total_flops()` gives the operations, a multiplication and an addition as two.
-    """
+    """A counter that passes over no product of matrices or vectors."""
     return FlopCounterMode(display=False, custom_mapping=OUR_COUNTS)
 
 
@@ -110,13 +99,6 @@ def count(runner: Runner, batch: Batch) -> int | None:
 
     Two steps are counted, and the cheaper one is told: the 1st, 4th, 16th, 64th, ... step of ours proves anew that
     samples keep apart, by further backwards, and no two of these follow each other.
-
-    Args:
-        runner: An engine at work; it should have made a step already, so that planning is not counted.
-        batch: Given to it.
-
-    Returns:
-        Floating-point operations; None for a runner outside torch that does not know.
     """
     if isinstance(runner, CountsItself):
         return runner.operations(batch)

@@ -17,14 +17,7 @@ HEADER = (
 
 
 def fastest_peer(rows: Sequence[Row]) -> Row | None:
-    """The private engine of others that was right and took the least time.
-
-    Args:
-        rows: A task's rows.
-
-    Returns:
-        Its row; None if there is none.
-    """
+    """The private engine of others that was right and took the least time."""
     others = [row for row in rows if row["private"] and row["name"] not in STRATEGIES and row["status"] == "ok"]
     return min(others, key=lambda row: row["wall_ratio"], default=None)
 
@@ -36,14 +29,7 @@ def _cells(row: Row | None, rows: Sequence[Row]) -> list[str]:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """One line for each task.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        A Markdown table.
-    """
+    """One line for each task."""
     lines = []
     for task in report["tasks"]:
         rows = task["engines"]
@@ -58,14 +44,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """The summary of all tasks and the whole table of the first one.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        Markdown.
-    """
+    """The summary of all tasks and the whole table of the first one."""
     first = report["tasks"][0]
     parts = [heading(report), summary(report), f"{task_title(first)}\n\n{table(first['engines'])}", LEGEND]
     return "\n".join([*parts, absent(report)] if absent(report) else parts)
@@ -91,14 +70,7 @@ SIDES: dict[str, Callable[[Row], bool]] = {
 
 
 def beside(report: Mapping[str, Any]) -> list[tuple[str, dict[str, tuple[float, float | None]]]]:
-    """What a step costs, over the ordinary one, on one model of each kind.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        (model, {side: (time, memory)}), the fastest engine of each side that was right.
-    """
+    """What a step costs, over the ordinary one, on one model of each kind."""
     found = []
     for title in SHOWN:
         task = next(task for task in report["tasks"] if task["title"].startswith(title))
@@ -113,14 +85,7 @@ def beside(report: Mapping[str, Any]) -> list[tuple[str, dict[str, tuple[float, 
 
 
 def short_table(report: Mapping[str, Any]) -> str:
-    """The README's table: time and memory over ordinary training.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        A Markdown table.
-    """
+    """The README's table: time and memory over ordinary training."""
     lines = [f"| time / memory, × ordinary training | {' | '.join(SIDES)} |\n", f"|---|{'---:|' * len(SIDES)}\n"]
     for title, sides in beside(report):
         cells = [" / ".join(f"{part:.2f}" for part in sides.get(side, ()) if part) or "cannot" for side in SIDES]
@@ -129,12 +94,7 @@ def short_table(report: Mapping[str, Any]) -> str:
 
 
 def short_plot(report: Mapping[str, Any], path: Path) -> None:
-    """Draw the README's picture: a line a model, a point an engine, ordinary training at 1.
-
-    Args:
-        report: A report as read from its file.
-        path: The PNG file to write.
-    """
+    """Draw the README's picture: a line a model, a point an engine, ordinary training at 1."""
     from matplotlib.figure import Figure
 
     rows = beside(report)

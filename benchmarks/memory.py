@@ -10,10 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from benchmarks.engines import CannotDo, Engine, Runner
-from benchmarks.machine import exact_float32
+from benchmarks.harness import exact_float32, in_new_process
 from benchmarks.peers import every_engine
 from benchmarks.tasks import Batch, Task, find
 from ghostclip._memory import PeakMemory
@@ -32,11 +28,6 @@ FIRST_STEPS = 4
 LATER_STEPS = 4
 # An engine that is not done by then has no figure for memory.
 SECONDS = 400.0
-# Freed blocks go back to the system at once, so that the resident set is what is alive and not what glibc keeps; one
-# arena, for autograd allocates in threads of its own. With these, two runs differ by less than 1 %.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-# What allocators say that raise an error of no class of its own: torch's on a CPU, oneDNN, CUDA, XLA.
-_SHORT_OF_MEMORY = ("allocate memory", "could not create a primitive", "out of memory", "RESOURCE_EXHAUSTED")
 _FIRST_TO_GO = Path("/proc/self/oom_score_adj")
 
 
@@ -45,49 +36,17 @@ class Prepares(Protocol):
     """A runner that compiles before its first step."""
 
     def prepare(self, batch: Batch) -> None:
-        """Do what is done once for all steps on such a batch.
-
-        Args:
-            batch: As given to `step`.
-        """
-
-
-def short_of_memory(problem: BaseException) -> bool:
-    """Whether an error says that memory ran out.
-
-    Args:
-        problem: What was raised.
-    """
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(said in str(problem) for said in _SHORT_OF_MEMORY)
+        """Do what is done once for all steps on such a batch."""
 
 
 def load_what_a_step_loads(engine: Engine, small: Task, device: torch.device) -> None:
-    """Make a step on a small model, so that what is imported at the first step is not counted as its memory.
-
-    Args:
-        engine: The engine.
-        small: A task like the one that is measured.
-        device: Where it runs.
-    """
+    """Make a step on a small model, so that what is imported at the first step is not counted as its memory."""
     engine.attach(small.model(device), 1.0).step(small.batch(device))
     gc.collect()
 
 
 def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
-    """Make first and later steps.
-
-    Args:
-        runner: An engine that has not made a step.
-        batch: Given to it.
-        device: Where it runs.
-
-    Returns:
-        `loaded_bytes`, before the first step, `peak_bytes` of the first four, and `steady_bytes`, the peak of four
-        later ones, where this system lets it be read. Nothing of a runner that compiles on a CPU: steps use again what
-        compiling leaves of the heap.
-    """
+    """Make first and later steps."""
     if isinstance(runner, Prepares):
         runner.prepare(batch)
         if device.type == "cpu":
@@ -115,37 +74,6 @@ def _in_this_process(task: Task, small: Task, engine: Engine, device: torch.devi
     return peaks(engine.attach(task.model(device), 1.0), batch, device)
 
 
-def in_new_process(module: str, arguments: list[str], *, seconds: float | None = None) -> dict[str, Any]:
-    """Run a module that prints one line of JSON at its end, in a process whose resident size is what is alive.
-
-    Args:
-        module: Its name.
-        arguments: Its command line.
-        seconds: How long it may take.
-
-    Returns:
-        What it printed; `process_problem` alone if it died or took too long.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            cwd=Path(__file__).resolve().parents[1],
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return {"process_problem": f"not done after {seconds:.0f} s"}
-    if done.returncode == -signal.SIGKILL:
-        return {"process_problem": "the system killed the process, most likely for lack of memory"}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"process_problem": f"the process ended with {done.returncode}: {last}"[:200]}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def give_way() -> None:
     """Let a system that is out of memory end this process, and not the one that waits for it and writes the report."""
     with suppress(OSError):
@@ -155,19 +83,7 @@ def give_way() -> None:
 def measure(
     task_name: str, engine_name: str, device: torch.device, *, quick: bool, seconds: float = SECONDS
 ) -> dict[str, Any]:
-    """Measure in a new process.
-
-    Args:
-        task_name: One of the tasks' names.
-        engine_name: One of the engines' names.
-        device: Where it runs.
-        quick: Whether the small tasks are meant.
-        seconds: How long it may take.
-
-    Returns:
-        The peaks; `process_problem` alone if there are none, `cannot` alone if the engine says that the model is not
-        for it.
-    """
+    """Measure in a new process."""
     arguments = [task_name, engine_name, "--device", str(device)]
     return in_new_process("benchmarks.memory", [*arguments, "--quick"] if quick else arguments, seconds=seconds)
 
@@ -185,7 +101,7 @@ def main() -> None:
     if options.batch_size:
         task = replace(task, batch_size=options.batch_size)
     engine = next(engine for engine in every_engine() if engine.name == options.engine)
-    small = find("gpt" if options.task.startswith("block") else options.task, quick=True)
+    small = find(options.task, quick=True)
     give_way()
     try:
         found: dict[str, Any] = _in_this_process(task, small, engine, torch.device(options.device))

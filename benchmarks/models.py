@@ -11,12 +11,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention.
-
-    Args:
-        width: Features of every position.
-        heads: Attention heads; divides `width`.
-    """
+    """A pre-norm transformer block with causal attention."""
 
     def __init__(self, *, width: int, heads: int) -> None:
         super().__init__()
@@ -43,13 +38,6 @@ class GPT(nn.Module):
 
     With the defaults, on 16 samples of 128 tokens, forward and backward cost 54.38 GFLOP by `FlopCounterMode` on CPU:
     six per weight of a matrix product and token. (On CPU it does not count fused attention, 3.2 GFLOP without a mask.)
-
-    Args:
-        vocabulary: Rows of the token embedding and outputs of the head.
-        width: Features of every position.
-        heads: Attention heads; divides `width`.
-        layers: Number of blocks.
-        positions: Longest input.
     """
 
     def __init__(
@@ -91,13 +79,7 @@ class MnistCNN(nn.Sequential):
 
 
 class MLP(nn.Sequential):
-    """Three linear layers on vectors: one position a sample, so a Gram matrix of a sample is 1 x 1.
-
-    Args:
-        features: Size of the input.
-        width: Size of both hidden layers.
-        classes: Size of the output.
-    """
+    """Three linear layers on vectors: one position a sample, so a Gram matrix of a sample is 1 x 1."""
 
     def __init__(self, *, features: int = 784, width: int = 1024, classes: int = 10) -> None:
         super().__init__(
@@ -110,13 +92,7 @@ class MLP(nn.Sequential):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with group norm and a shortcut.
-
-    Args:
-        channels: Of the input.
-        out: Of the output.
-        stride: Of the first convolution.
-    """
+    """Two convolutions with group norm and a shortcut."""
 
     def __init__(self, channels: int, out: int, *, stride: int) -> None:
         super().__init__()
@@ -134,12 +110,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """A residual network with group norm on images of three channels: a stem, three blocks, mean over the image.
-
-    Args:
-        width: Channels of the first block; doubled in each further one. A multiple of eight.
-        classes: Size of the output.
-    """
+    """A residual network with group norm on images of three channels: a stem, three blocks, mean over the image."""
 
     def __init__(self, *, width: int = 32, classes: int = 10) -> None:
         super().__init__(
@@ -156,12 +127,7 @@ class ResNet(nn.Sequential):
 
 
 class LSTM(nn.Module):
-    """The text classifier of the Opacus paper (Figure 1): embedding, one LSTM layer, mean over time, a linear layer.
-
-    Args:
-        vocabulary: Rows of the embedding.
-        width: Size of the embedding and of the state.
-    """
+    """The text classifier of the Opacus paper (Figure 1): embedding, one LSTM layer, mean over time, a linear layer."""
 
     def __init__(self, *, vocabulary: int = 10_004, width: int = 100) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ that fails is written down.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -18,10 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from benchmarks.files import RESULTS, head, write
-from benchmarks.options import folder, refuse_unknown
+from benchmarks.harness import head, parser, refuse_unknown, table, write
 from benchmarks.report import heading
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,18 +159,7 @@ MUTATIONS = (
 
 
 def mutated(text: str, mutation: Mutation) -> str:
-    """Return a file's text with a mutation.
-
-    Args:
-        text: The text.
-        mutation: Of that file.
-
-    Returns:
-        The changed text.
-
-    Raises:
-        ValueError: If what is replaced does not occur exactly once.
-    """
+    """Return a file's text with a mutation."""
     if text.count(mutation.old) != 1:
         raise ValueError(f"{mutation.name}: ghostclip/{mutation.file} has its text {text.count(mutation.old)} times")
     return text.replace(mutation.old, mutation.new)
@@ -206,17 +191,7 @@ def _tested(place: Path, tests: Sequence[str]) -> dict[str, Any]:
 
 
 def run(mutations: Sequence[Mutation]) -> list[dict[str, Any]]:
-    """Make mutations one after the other in a copy of the sources.
-
-    Args:
-        mutations: Which.
-
-    Returns:
-        For each what it is, the first test that fails, None if none does, and how long that took.
-
-    Raises:
-        RuntimeError: If such a test fails without a mutation, too.
-    """
+    """Make mutations one after the other in a copy of the sources."""
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary).resolve()
@@ -237,47 +212,25 @@ def run(mutations: Sequence[Mutation]) -> list[dict[str, Any]]:
 
 def _markdown(report: dict[str, Any]) -> str:
     rows = report["mutations"]
-    return "\n".join(
-        [
-            heading(report),
-            f"{sum(row['caught_by'] is not None for row in rows)} of {len(rows)} mutations of the engine are seen by "
-            "the quick tests (`make test`). Seconds: of a process that runs some of these until one fails.",
-            "",
-            "| mutation | breaks | seen by | seconds |",
-            "|---|---|---|---:|",
-            *(
-                f"| {row['name']} | {row['promise']} | {_shown(row['caught_by'])} | {row['seconds']:.0f} |"
-                for row in rows
-            ),
-            "",
-        ]
+    shown = ("**nothing**" if row["caught_by"] is None else f"`{row['caught_by']}`" for row in rows)
+    cells = [[row["name"], row["promise"], by, f"{row['seconds']:.0f}"] for row, by in zip(rows, shown, strict=True)]
+    return (
+        f"{heading(report)}\n{sum(row['caught_by'] is not None for row in rows)} of {len(rows)} mutations of the "
+        "engine are seen by the quick tests (`make test`). Seconds: of a process that runs some of these until one "
+        "fails.\n\n" + table("mutation | breaks | seen by | seconds", cells, left=3)
     )
 
 
-def _shown(test: str | None) -> str:
-    return "**nothing**" if test is None else f"`{test}`"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Break the engine and write down what the tests see.
-
-    Args:
-        arguments: The command line.
-
-    Returns:
-        0 if every mutation is seen, else 1.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="NAME", help="this mutation; may be repeated")
-    parser.add_argument("--out", type=folder, default=RESULTS, help="folder for the files (default: %(default)s)")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
-    refuse_unknown(parser, "--only", options.only, [mutation.name for mutation in MUTATIONS])
-    rows = run([mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only])
-    report = head("benchmarks.mutations", given, torch.device("cpu"), quick=False)
-    report["mutations"] = rows
-    write(options.out, "mutations", report, _markdown(report))
-    return 0 if all(row["caught_by"] for row in rows) else 1
+    """Break the engine and write down what the tests see."""
+    options = parser("benchmarks.mutations", __doc__)
+    options.add_argument("--only", action="append", metavar="NAME", help="this mutation; may be repeated")
+    given = options.parse_args(arguments)
+    refuse_unknown(options, "--only", given.only, [mutation.name for mutation in MUTATIONS])
+    report = head("benchmarks.mutations", arguments)
+    report["mutations"] = run([mutation for mutation in MUTATIONS if not given.only or mutation.name in given.only])
+    write(given.out, "mutations", report, _markdown(report))
+    return 0 if all(row["caught_by"] for row in report["mutations"]) else 1
 
 
 if __name__ == "__main__":

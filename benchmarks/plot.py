@@ -72,12 +72,7 @@ def _scale(panel: Any, most: float) -> None:
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
-    """Draw bars, a row of panels for each task.
-
-    Args:
-        report: A report as read from its file.
-        path: The PNG file to write.
-    """
+    """Draw bars, a row of panels for each task."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -44,14 +44,7 @@ def refusal(error: BaseException) -> str:
 
 
 def rows(only: str) -> Iterator[tuple[str, Row]]:
-    """Run every case, and architectures spread over their table, in every strategy.
-
-    Args:
-        only: A word that names must contain.
-
-    Yields:
-        The row's name, and what became of it.
-    """
+    """Run every case, and architectures spread over their table, in every strategy."""
     from ghostclip.errors import GhostClipError
     from tests.architectures.known import ALL
     from tests.cases import ALL_CASES
@@ -89,16 +82,7 @@ def pytest_configure() -> None:
 
 
 def done_by(tree: Path, only: str, tests: Sequence[str]) -> dict[str, Row]:
-    """Return the rows of one checkout, run in a process of its own.
-
-    Args:
-        tree: The checkout, or a file that ``--keep`` wrote.
-        only: As for `rows`.
-        tests: Folders and files of tests; empty to run cases.
-
-    Returns:
-        What became of every row, by name.
-    """
+    """Return the rows of one checkout, run in a process of its own."""
     if tree.is_file():
         return dict(pickle.loads(tree.read_bytes()))
     with tempfile.TemporaryDirectory() as folder:
@@ -124,15 +108,7 @@ def _by_test(file: Path) -> dict[str, Row]:
 
 
 def compared(old: Mapping[str, Row], new: Mapping[str, Row]) -> dict[str, list[str]]:
-    """Return what differs between the rows of two checkouts.
-
-    Args:
-        old: Of the one.
-        new: Of the other.
-
-    Returns:
-        Lines for people, by kind of difference.
-    """
+    """Return what differs between the rows of two checkouts."""
     kinds: dict[str, list[str]] = {
         "accepted, now refused": [],
         "refused, now accepted": [],
@@ -174,14 +150,7 @@ def _flat(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two checkouts, and print what differs.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        1 where anything differs.
-    """
+    """Compare two checkouts, and print what differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rails", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("tree", type=Path, nargs="*", help="a checkout or a kept file; then another (default: this)")
     parser.add_argument("--only", default="", help="cases whose names contain this")

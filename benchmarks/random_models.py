@@ -9,8 +9,6 @@ Shape letters: B samples, T positions, D features, N = B*T.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -23,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ghostclip
-from benchmarks.files import RESULTS
-from benchmarks.machine import describe
+from benchmarks.harness import CPU, describe, parser, table, write
 from ghostclip.errors import GhostClipError
 
 BOUND = 0.5
@@ -419,16 +416,7 @@ class _Counted:
 
 
 def measure(seed: int, *, steps: int = 3) -> dict[str, object]:
-    """Run the model of a seed for a few steps.
-
-    Args:
-        seed: Which model.
-        steps: How many steps.
-
-    Returns:
-        Its blocks and sizes; the outcome (``"exact"``, ``"refused"`` or ``"wrong"``), the first step that was refused
-        and why; the largest relative error; forwards and backwards of the first step.
-    """
+    """Run the model of a seed for a few steps."""
     torch.manual_seed(seed)
     model, generator = Model(seed).double(), torch.Generator().manual_seed(seed)
     row: dict[str, object] = {"seed": seed, "mixes": model.mixes, "blocks": model.names, "pooled": model.pooled}
@@ -452,14 +440,7 @@ def measure(seed: int, *, steps: int = 3) -> dict[str, object]:
 
 
 def summary(rows: list[dict[str, object]]) -> str:
-    """Return the table as Markdown.
-
-    Args:
-        rows: What `measure` returned.
-
-    Returns:
-        A paragraph, and a row for every model that was refused or clipped wrongly.
-    """
+    """Return the table as Markdown."""
     right = [row for row in rows if not row["mixes"]]
     mixing = [row for row in rows if row["mixes"]]
     refused = [row for row in right if row["outcome"] == "refused"]
@@ -473,38 +454,31 @@ def summary(rows: list[dict[str, object]]) -> str:
         f"{sum(row['outcome'] == 'exact' for row in mixing)} whose samples did not meet in these batches.",
         f"First step of an accepted one: {mean[0]:.2f} forwards and {mean[1]:.2f} backwards on average.",
         "",
-        "| refused or wrong | B, T, D, heads | blocks | why |",
-        "|---|---|---|---|",
     ]
     bad = [row for row in rows if (row["outcome"] == "exact") == bool(row["mixes"]) or row["outcome"] == "wrong"]
+    cells = []
     for row in bad[:_REFUSALS_SHOWN]:
         why = str(row.get("why", row["error"]))[:160].replace("|", "/")
         blocks = "; ".join(map(str, row["blocks"]))  # type: ignore[call-overload]
-        lines.append(f"| {row['seed']} | {row['sizes']} | {row['takes']}; {blocks}; {row['pooled']} | {why} |")
-    return "\n".join(lines) + "\n"
+        cells.append([row["seed"], row["sizes"], f"{row['takes']}; {blocks}; {row['pooled']}", why])
+    return "\n".join([*lines, table("refused or wrong | B, T, D, heads | blocks | why", cells, left=4)])
 
 
 def main() -> int:
-    """Measure many models.
-
-    Returns:
-        The exit status: 1 where a gradient was wrong, as it is where a model that mixes samples is accepted.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_models", description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="how many models (default: %(default)s)")
-    parser.add_argument("--begin", type=int, default=0, help="the first seed")
-    parser.add_argument("--write", action="store_true", help="write results/random-models.json and .md")
-    options = parser.parse_args()
+    """Measure many models."""
+    options = parser("benchmarks.random_models", __doc__)
+    options.add_argument("--count", type=int, default=1000, help="how many models (default: %(default)s)")
+    options.add_argument("--begin", type=int, default=0, help="the first seed")
+    options.add_argument("--write", action="store_true", help="write random-models.json and .md")
+    given = options.parse_args()
     torch.set_num_threads(1)
     begun = time.process_time()
-    rows = [measure(seed) for seed in range(options.begin, options.begin + options.count)]
+    rows = [measure(seed) for seed in range(given.begin, given.begin + given.count)]
     text = summary(rows)
     print(text)
-    if options.write:
-        about = {"machine": describe(torch.device("cpu")), "cpu_s": round(time.process_time() - begun, 1)}
-        rest = json.dumps({**about, "models": rows}, indent=1)
-        (RESULTS / "random-models.json").write_text(rest + "\n", encoding="utf-8")
-        (RESULTS / "random-models.md").write_text(f"# Random models\n\n{text}", encoding="utf-8")
+    if given.write:
+        report = {"machine": describe(CPU), "cpu_s": round(time.process_time() - begun, 1), "models": rows}
+        write(given.out, "random-models", report, f"# Random models\n\n{text}")
     wrong = [row for row in rows if row["outcome"] == "wrong"]
     return int(bool(wrong))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.architectures.report import OTHERS
-from benchmarks.cases.report import summary
+from benchmarks.cases import summary
 from benchmarks.headline import headline, short_plot, short_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,11 +21,7 @@ REPORTS = ("report-cpu.json", "report-cuda.json")
 
 
 def measured() -> str:
-    """The measured part of the docs.
-
-    Returns:
-        Markdown made from every committed report; a sentence in its place where there is none.
-    """
+    """The measured part of the docs."""
     parts = []
     for name in REPORTS:
         path = RESULTS / name
@@ -36,23 +32,11 @@ def measured() -> str:
                 f"{headline(report)}\nEvery engine on every model: [{path.stem}.md](repo:{stem}.md), made from "
                 f"[{name}](repo:{stem}.json).\n\n![{path.stem}](../../{stem}.png)\n"
             )
-    parts += [_linked(path) for path in sorted(RESULTS.glob("*-cpu.md")) + sorted(RESULTS.glob("*-cuda.md"))]
-    return "\n".join(part for part in parts if part) or "No run is committed yet: `python -m benchmarks` makes one.\n"
-
-
-def _linked(path: Path) -> str:
-    """A line for a further report: curves over T and B, largest batches, large models on a GPU."""
-    shown = {"scaling": "Curves over T and B", "capacity": "Largest batch under a cap", "large": "Large models"}
-    title = shown.get(path.stem.rpartition("-")[0])
-    return f"{title}: [{path.name}](repo:{path.relative_to(ROOT).as_posix()}).\n" if title else ""
+    return "\n".join(parts) or "No run is committed yet: `python -m benchmarks` makes one.\n"
 
 
 def cases() -> str:
-    """The table of supported cases.
-
-    Returns:
-        Markdown made from the committed results of the cases and of the architectures.
-    """
+    """The table of supported cases."""
     path = RESULTS / "cases.json"
     if not path.exists():
         return "No run is committed yet: `python -m benchmarks.cases` makes one.\n"
@@ -66,11 +50,7 @@ def cases() -> str:
 
 
 def architectures() -> str:
-    """What is said of known architectures.
-
-    Returns:
-        A sentence made from the committed results.
-    """
+    """What is said of known architectures."""
     path = RESULTS / "architectures.json"
     if not path.exists():
         return "No run is committed yet: `python -m benchmarks.architectures` makes one.\n"
@@ -94,11 +74,7 @@ _OPACUS = ("hooks", "ghost")
 
 
 def short() -> str:
-    """The README's few figures.
-
-    Returns:
-        A table and a picture.
-    """
+    """The README's few figures."""
     path = RESULTS / REPORTS[0]
     if not path.exists():
         return "No run is committed yet: `python -m benchmarks` makes one.\n"
@@ -118,18 +94,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def rewritten(page: str, text: str) -> str:
-    """Put each block between its marks.
-
-    Args:
-        page: The page's path from the top.
-        text: The page.
-
-    Returns:
-        The page with the blocks of now.
-
-    Raises:
-        ValueError: If the page does not hold all marks.
-    """
+    """Put each block between its marks."""
     for name, block in PAGES[page].items():
         first, last = BEGIN.format(name=name), END.format(name=name)
         before, begin, rest = text.partition(first)
@@ -141,11 +106,7 @@ def rewritten(page: str, text: str) -> str:
 
 
 def main() -> int:
-    """Rewrite the pages, or compare.
-
-    Returns:
-        The exit status: 1 if `--check` found a difference.
-    """
+    """Rewrite the pages, or compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something would change")
     options = parser.parse_args()

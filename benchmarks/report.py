@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import machine_line
+
 HEADER = (
     "| engine | step, ms | time | CPU time | GFLOP | FLOPs | memory, MB | memory | first steps, MB | error |\n"
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
@@ -14,52 +16,26 @@ MEGABYTE = 2**20
 
 
 def times(value: float | None) -> str:
-    """How a ratio is written.
-
-    Args:
-        value: The ratio, or None where there is none.
-    """
+    """How a ratio is written."""
     return "" if value is None else f"{value:.2f}×"
 
 
 def held_bytes(row: Row) -> int | None:
-    """The memory that steps take above the loaded model: of later steps, or of the first where only they were measured.
-
-    Args:
-        row: An engine's row.
-
-    Returns:
-        Bytes, or None where nothing was measured.
-    """
+    """Bytes above the model in later steps, or of the first where only they were measured; None without either."""
     if "peak_bytes" not in row:
         return None
     return row.get("steady_bytes", row["peak_bytes"]) - row["loaded_bytes"]
 
 
 def memory_ratio(row: Row, rows: Sequence[Row]) -> float | None:
-    """Memory over that of the non-private engine.
-
-    Args:
-        row: An engine's row.
-        rows: The task's rows.
-
-    Returns:
-        The ratio, or None where one of the two is missing, or the base is too small to divide by.
-    """
+    """Memory over that of the non-private engine."""
     own = held_bytes(row)
     base = next((held_bytes(other) for other in rows if not other["private"]), None)
     return own / base if own is not None and base and base >= MEGABYTE else None
 
 
 def why_not(row: Row) -> str:
-    """Why an engine has no figures.
-
-    Args:
-        row: A row whose status is not "ok".
-
-    Returns:
-        One line.
-    """
+    """Why an engine has no figures."""
     # A wrong engine's speed would be read as a figure, so there is none.
     why = (
         f"error {row['error']:.0e}"
@@ -88,47 +64,13 @@ def _row(row: Row, rows: Sequence[Row]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def machine_line(report: Mapping[str, Any]) -> str:
-    """Say in one line what was measured on.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        Hardware, versions and commit.
-    """
-    about = report["machine"]
-    where = f"{about['gpu']}, " if "gpu" in about else ""
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    commit = (about["commit"] or "unknown")[:10] + (" with changes" if about["changed_since_commit"] else "")
-    heap = ", free memory kept by the process" if about.get("heap_is_kept") else ""
-    return (
-        f"{where}{about['cpu']}, {about['cores']} cores ({about['threads']} threads), {about['memory_gib']} GiB{heap}, "
-        f"{about['os']}; Python {about['python']}, {versions}; commit {commit}, {report['date']}."
-    )
-
-
 def table(rows: Sequence[Row]) -> str:
-    """The table of one task.
-
-    Args:
-        rows: The task's engines.
-
-    Returns:
-        Markdown.
-    """
+    """The table of one task."""
     return HEADER + "".join(_row(row, rows) for row in rows)
 
 
 def heading(report: Mapping[str, Any]) -> str:
-    """Command, machine, and a warning where the run was a quick one.
-
-    Args:
-        report: Any report of these benchmarks.
-
-    Returns:
-        Markdown.
-    """
+    """Command, machine, and a warning where the run was a quick one."""
     parts = [f"`{report['command']}` on {machine_line(report)}\n"]
     if report["quick"]:
         parts.append("A quick run on small models: it shows that everything runs, not how fast.\n")
@@ -136,14 +78,7 @@ def heading(report: Mapping[str, Any]) -> str:
 
 
 def task_title(task: Mapping[str, Any]) -> str:
-    """A task's title with what it was run with.
-
-    Args:
-        task: A task's part of a report.
-
-    Returns:
-        Markdown.
-    """
+    """A task's title with what it was run with."""
     clipped = f"{task['parameters']:,} parameters, C = {task['max_grad_norm']:.3g}, {task['rounds']} rounds"
     return f"**{task['title']}** ({clipped})"
 
@@ -158,14 +93,7 @@ LEGEND = (
 
 
 def absent(report: Mapping[str, Any]) -> str:
-    """Who is missing from a report, and what is quoted in their place.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        Markdown; empty if nobody is.
-    """
+    """Who is missing from a report, and what is quoted in their place."""
     lines = [f"Not installed: {peer['title']} (`{peer['install']}`).\n" for peer in report.get("missing", ())]
     lines += [
         f"{quoted['title']} {quoted['why']}; measured elsewhere on the first model: "
@@ -176,14 +104,7 @@ def absent(report: Mapping[str, Any]) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The whole report.
-
-    Args:
-        report: A report as read from its file.
-
-    Returns:
-        Markdown, one table a task.
-    """
+    """The whole report."""
     parts = [heading(report)]
     parts += [f"{task_title(task)}\n\n{table(task['engines'])}" for task in report["tasks"]]
     parts += [LEGEND, absent(report)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,18 +22,7 @@ def _say(text: str) -> None:
 
 
 def checked(engine: Engine, task: Task, device: torch.device, expected: Reference) -> Row:
-    """Decide whether an engine may be timed.
-
-    Args:
-        engine: The engine.
-        task: Gives the model and the batch.
-        device: Where it runs.
-        expected: Of the same task.
-
-    Returns:
-        The engine's row: its names, its error, and as `status` "ok", "wrong", "failed", or "cannot" where it says
-        itself that the model is not for it.
-    """
+    """An engine's row: its error, and "ok", "wrong", "failed", or "cannot" where it says so itself: may it be timed?"""
     row: Row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
     if not engine.private:
         return row
@@ -57,19 +46,7 @@ def add_times(
     *,
     limits: dict[str, float],
 ) -> int:
-    """Time engines in turns and count their operations.
-
-    Args:
-        rows: Receive the figures.
-        chosen: The engine of each row, the one that ratios refer to first.
-        task: Gives the models and the batch.
-        device: Where they run.
-        expected: Gives the clipping norm.
-        limits: `rounds` and `seconds`, whichever comes first; `before`, if it is there: the fewest steps before them.
-
-    Returns:
-        The number of rounds.
-    """
+    """Time engines in turns and count their operations."""
     batch = task.batch(device)
     runners = [engine.attach(task.model(device), expected.max_grad_norm) for engine in chosen]
     before = int(limits.get("before", timing.FEWEST_BEFORE))
@@ -99,23 +76,13 @@ class Limits:
         rounds: Most rounds of timing.
         seconds: Timing stops after about this time.
         with_memory: Whether memory is measured, each engine in a process of its own.
-        checked_samples: Samples of the batch that correctness is checked on; None for all.
         alone_seconds: How long an engine's own process may take.
     """
 
     rounds: int
     seconds: float
     with_memory: bool = True
-    checked_samples: int | None = None
     alone_seconds: float = memory.SECONDS
-
-    def few(self, task: Task) -> Task:
-        """The task with the batch that correctness is checked on.
-
-        Args:
-            task: With the batch that is timed.
-        """
-        return replace(task, batch_size=min(task.batch_size, self.checked_samples or task.batch_size))
 
 
 def _alone(engine: Engine, task: Task, device: torch.device, *, seconds: float, quick: bool) -> Row:
@@ -135,12 +102,12 @@ def _alone(engine: Engine, task: Task, device: torch.device, *, seconds: float, 
 def _verdict(
     engine: Engine, task: Task, device: torch.device, expected: Reference, *, limits: Limits, quick: bool
 ) -> Row:
-    """The row of an engine that is right on a few samples and gets through the whole batch, or of one that is not."""
+    """The row of an engine that is right and gets through the whole batch, or of one that is not."""
     row: Row = {"status": "ok"}
     if limits.with_memory:
         row = _alone(engine, task, device, seconds=limits.alone_seconds, quick=quick)
     if row["status"] == "ok":
-        row |= checked(engine, limits.few(task), device, expected)
+        row |= checked(engine, task, device, expected)
     if row["status"] == "ok" and not limits.with_memory:
         try:
             engine.attach(task.model(device), 1.0).step(task.batch(device))
@@ -176,20 +143,9 @@ def _timed(
 def measure_task(
     task: Task, wanted: Sequence[Engine], device: torch.device, limits: Limits, *, quick: bool
 ) -> dict[str, object]:
-    """Measure one task.
-
-    Args:
-        task: The model and its batch.
-        wanted: The engines, the non-private one first.
-        device: Where they run.
-        limits: How much is spent.
-        quick: Whether the task is one of the small ones.
-
-    Returns:
-        The task's part of the report: plain values, ready for JSON.
-    """
+    """Measure one task."""
     _say(f"== {task.title}\n   one-sample reference in float64")
-    expected = reference(limits.few(task), device)
+    expected = reference(task, device)
     rows = [_verdict(engine, task, device, expected, limits=limits, quick=quick) for engine in wanted]
     done = _timed(rows, wanted, task, device, expected, limits=limits)
     parameters = sum(parameter.numel() for parameter in task.model(torch.device("cpu")).parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,15 +34,7 @@ class PerSampleCrossEntropy(nn.Module):
 
 
 def per_sample_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The losses of a batch.
-
-    Args:
-        model: Gives logits for the batch's inputs.
-        batch: Inputs and targets.
-
-    Returns:
-        `[B]`, each the mean over the sample's own positions.
-    """
+    """The losses of a batch."""
     inputs, target = batch
     losses = F.cross_entropy(model(inputs).flatten(0, -2), target.flatten(), reduction="none")
     # An empty batch, which Poisson sampling draws, has as many positions as any other.
@@ -69,41 +60,19 @@ class Task:
     make_batch: Callable[[int], Batch]
 
     def model(self, device: torch.device) -> nn.Module:
-        """The model in training mode; the same weights each time.
-
-        Args:
-            device: Where it is put.
-
-        Returns:
-            A new model.
-        """
+        """The model in training mode; the same weights each time."""
         torch.manual_seed(SEED)
         return self.make_model().to(device).train()
 
     def batch(self, device: torch.device) -> Batch:
-        """The batch; the same values each time.
-
-        Args:
-            device: Where it is put.
-
-        Returns:
-            Inputs and targets.
-        """
+        """The batch; the same values each time."""
         torch.manual_seed(SEED + 1)
         inputs, target = self.make_batch(self.batch_size)
         return inputs.to(device), target.to(device)
 
 
 def token_batch(vocabulary: int, length: int) -> Callable[[int], Batch]:
-    """Random text whose targets are the next tokens.
-
-    Args:
-        vocabulary: Number of different tokens.
-        length: Tokens of a sample.
-
-    Returns:
-        Makes a batch of a number of samples.
-    """
+    """Random text whose targets are the next tokens."""
 
     def make(samples: int) -> Batch:
         ids_BT = torch.randint(0, vocabulary, (samples, length + 1))
@@ -137,14 +106,7 @@ def _tiny_gpt(name: str, length: int, samples: int) -> Task:
 
 
 def tasks(*, quick: bool) -> list[Task]:
-    """Everything that is measured.
-
-    Args:
-        quick: Small enough to finish in seconds; says that the code runs, not how fast.
-
-    Returns:
-        The tasks, the GPT that limits are stated for first; the same names in both sizes.
-    """
+    """Everything that is measured."""
     if quick:
         return [
             _tiny_gpt("gpt", 32, 4),
@@ -168,39 +130,8 @@ def tasks(*, quick: bool) -> list[Task]:
     ]
 
 
-def block(length: int, samples: int, *, quick: bool) -> Task:
-    """One transformer block between embedding and head: what scaling curves are drawn of.
-
-    Args:
-        length: T, the tokens of a sample.
-        samples: B.
-        quick: Whether a narrow one is meant.
-
-    Returns:
-        A task that `find` knows by its name.
-    """
-    vocabulary, width = (100, 32) if quick else (1000, 256)
-    model = partial(GPT, vocabulary=vocabulary, width=width, heads=4, layers=1, positions=length)
-    title = f"GPT, 1 layer, d {width}, 4 heads, T {length}, V {vocabulary}, B {samples}"
-    return Task(f"block-T{length}-B{samples}", title, samples, model, token_batch(vocabulary, length))
-
-
 def find(name: str, *, quick: bool) -> Task:
-    """The task of a name, as processes of their own are told.
-
-    Args:
-        name: Of one of `tasks`, or of a `block`.
-        quick: Whether the small ones are meant.
-
-    Returns:
-        The task.
-
-    Raises:
-        LookupError: If there is none.
-    """
-    found = re.fullmatch(r"block-T(\d+)-B(\d+)", name)
-    if found:
-        return block(int(found[1]), int(found[2]), quick=quick)
+    """The task of a name, as processes of their own are told."""
     for task in tasks(quick=quick):
         if task.name == name:
             return task

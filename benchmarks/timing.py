@@ -6,7 +6,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
@@ -28,50 +28,52 @@ WARM_UP_SECONDS: Final = 0.5
 
 @runtime_checkable
 class Proves(Protocol):
-    """A runner whose first steps prove what later ones rely on.
-
-    Attributes:
-        proving_steps: How many come before those that are as nearly all others are in training.
-    """
+    """A runner whose first steps prove what later ones rely on."""
 
     proving_steps: int
 
 
 @dataclass
 class Times:
-    """Times of the steps of one engine, one entry a round.
-
-    Attributes:
-        wall: Seconds of a step by the clock.
-        cpu: Seconds of CPU time of the process for it, over all threads.
-    """
+    """Seconds of a step of one engine, by the clock and of CPU time over all threads, one entry a round."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given.
-
-    Args:
-        device: A GPU; any other is done already.
-    """
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
+def wall(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds by the clock until a call is done, on the device as well."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def seconds(work: Callable[[], object], device: torch.device, *, rounds: int) -> float:
+    """The median time of a call after two that are not timed: by events on a GPU, by the clock elsewhere."""
+    for _ in range(2):
+        work()
+    return statistics.median(_by_events(work) if device.type == "cuda" else wall(work, device) for _ in range(rounds))
+
+
+def _by_events(work: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def steps(runner: Runner, batch: Batch, device: torch.device, count: int = 1) -> tuple[float, float]:
-    """Make steps.
-
-    Args:
-        runner: The engine at work.
-        batch: What it steps on.
-        device: Where it runs; waited for before and after.
-        count: How many steps, in a row.
-
-    Returns:
-        The wall and CPU seconds of one step, as their mean.
-    """
+    """Make steps."""
     synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
@@ -102,17 +104,6 @@ def measure(
 
     A turn is one step; of quick ones it is as many in a row as fill `TURN_SECONDS`, as they would run in training: a
     step of a few hundred microseconds alone tells what the other engines left in the caches.
-
-    Args:
-        runners: The engines at work, the one that ratios refer to first.
-        batch: Given to each of them.
-        device: Where they run.
-        rounds: Most rounds.
-        seconds: Start no further round after this time, but finish three at least.
-        before: Fewest steps of each before the first that is timed; one that proves makes its proofs in any case.
-
-    Returns:
-        The times of each runner.
     """
     quickest = [_warmed_up(runner, batch, device, before) for runner in runners]
     counts = [min(MOST_IN_A_TURN, max(1, round(TURN_SECONDS / seconds_each))) for seconds_each in quickest]
@@ -137,13 +128,5 @@ def measure(
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median over rounds of time divided by the base's time in the same round.
-
-    Args:
-        times: Seconds, one a round.
-        base: Seconds, of the same rounds.
-
-    Returns:
-        The median ratio.
-    """
+    """The median over rounds of time divided by the base's time in the same round."""
     return statistics.median(t / b for t, b in zip(times, base, strict=True))

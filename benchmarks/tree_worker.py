@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,26 +21,27 @@ except ImportError:
 """
 
 
-class TreeWorker:
-    """Answers questions, a line each, about the code of one checkout.
+# One thread, and a heap that is kept, so that no step pays for pages that another has given back.
+ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",
+    "KINETO_LOG_LEVEL": "5",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 
-    Args:
-        tree: The checkout.
-        program: Python code that reads questions from its standard input and prints an answer in JSON for each.
-        arguments: Of the program.
-        environment: Variables of its own.
-        under: A command that runs Python, if it is not run by itself.
-    """
+
+class TreeWorker:
+    """Runs a program on the code of one checkout, which answers each line of questions with a line of JSON."""
 
     def __init__(
         self,
         tree: Path,
         program: str,
         arguments: Sequence[str],
-        environment: Mapping[str, str],
         under: Sequence[str] = (),
     ) -> None:
-        variables = {**os.environ, **environment, "PYTHONPATH": str(tree)}
+        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
         self._process = subprocess.Popen(
             [*under, sys.executable, "-c", program, *arguments],
             cwd=tree,
@@ -51,17 +52,7 @@ class TreeWorker:
         )
 
     def ask(self, question: str) -> Any:
-        """Ask one thing.
-
-        Args:
-            question: A line.
-
-        Returns:
-            The answer.
-
-        Raises:
-            RuntimeError: The process ended.
-        """
+        """Ask one thing."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(question, file=self._process.stdin, flush=True)
@@ -76,3 +67,10 @@ class TreeWorker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def commit_of(tree: Path) -> str:
+    """What git calls a checkout's commit; the folder's name without git."""
+    asked = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or tree.name

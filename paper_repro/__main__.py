@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import harness
 from paper_repro import beside_opacus, stages
 from paper_repro.accuracy.__main__ import main as accuracy
 from paper_repro.capacity import add_capacity
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     table = replace(table, cases=tuple(cases))
     if options.threads:
         torch.set_num_threads(options.threads)
-    machine.exact_float32()
+    harness.exact_float32()
     minutes = table.minutes if options.minutes is None else options.minutes
     steps = options.steps or STEPS[size]
     plan = Plan(device, steps, 60 * minutes, frozenset(options.engine or ()))
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "table": table.letter,
         "size": size,
-        "machine": machine.describe(device),
+        "machine": harness.describe(device),
         "notes": notes,
         "references": [vars(reference) for reference in table.references],
     }
@@ -176,5 +176,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    machine.keep_heap()
+    harness.keep_heap()
     sys.exit(main())

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engine
-from benchmarks.machine import exact_float32
-from benchmarks.memory import in_new_process, short_of_memory
+from benchmarks.harness import exact_float32, in_new_process, short_of_memory
 from ghostclip._memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import cap, reason

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks import harness
+from benchmarks.harness import machine_line
 from ghostclip import PrivacyEngine, get_noise_multiplier
 from ghostclip.mechanisms import AveragedWeights
 from paper_repro.accuracy.training import READ, quiet
@@ -425,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {
         "command": "python -m paper_repro.good_model" + " --quick" * options.quick,
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
+        "machine": harness.describe(torch.device("cpu")),
         "epsilon": EPSILON,
         "delta": DELTA,
         "parameters": {what: parameters(what) for what in ("scratch", "base", "raw", "head")},

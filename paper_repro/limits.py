@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory import short_of_memory
+from benchmarks.harness import short_of_memory
 from ghostclip._memory import status_bytes
 
 # Of what the machine has free when a run starts.

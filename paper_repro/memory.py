@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engine
-from benchmarks.machine import exact_float32
-from benchmarks.memory import in_new_process
+from benchmarks.harness import exact_float32, in_new_process
 from ghostclip._memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason

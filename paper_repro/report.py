@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from benchmarks.report import machine_line
+from benchmarks.harness import machine_line
 from paper_repro import beside_opacus
 from paper_repro.cases import Table
 from paper_repro.stages import STAGES

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.engines import Engine
-from benchmarks.machine import exact_float32
-from benchmarks.memory import in_new_process
+from benchmarks.harness import exact_float32, in_new_process
 from benchmarks.tasks import Task
 from ghostclip._memory import PeakMemory
 from paper_repro.cases import Size

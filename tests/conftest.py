@@ -99,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The server that processes are forked from takes what it loads from whoever starts it, which may be any test.
     """
     torch.set_num_threads(1)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.loops.warm"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.loops.warm"])
     chosen = config.getoption("--device")
     if chosen and torch.device(chosen).type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--device {chosen}: torch {torch.__version__} sees no CUDA device")

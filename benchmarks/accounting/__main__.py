@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import select
 import subprocess
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-
-from benchmarks import machine
+from benchmarks import harness
 from benchmarks.accounting.grid import Setting, edges, usual
 from benchmarks.accounting.peers import PEERS
 from benchmarks.accounting.table import markdown
@@ -70,21 +66,12 @@ class _Peer:
 
 
 def main() -> int:
-    """Run the comparison.
-
-    Returns:
-        The exit status: 1 if our own accountant failed anywhere or fell below a valid lower bound.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accounting", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
+    """Run the comparison."""
+    parser = harness.parser("benchmarks.accounting", __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="limit of each answer (default: %(default)s)")
-    parser.add_argument(
-        "--megabytes", type=int, default=4096, help="address space of each process (default: %(default)s)"
-    )
+    parser.add_argument("--megabytes", type=int, default=4096, help="address space of each process (%(default)s)")
     parser.add_argument("--accountant", action="append", choices=sorted(PEERS), help="only this; may be repeated")
-    parser.add_argument(
-        "--peers-every", type=int, default=1, metavar="K", help="ask other libraries only on every K-th setting"
-    )
+    parser.add_argument("--peers-every", type=int, default=1, metavar="K", help="of others, only every K-th setting")
     parser.add_argument("--every", type=int, default=1, help="only every so manieth setting")
     options = parser.parse_args()
     settings = [("usual", setting) for setting in usual()] + [("edge", setting) for setting in edges()]
@@ -98,16 +85,10 @@ def main() -> int:
             row["answers"][name] = peer.ask((row["history"], row["delta"]))
         peer.close()
         print(f"{name}: done", flush=True)
-    about = {
-        "command": " ".join(["python -m benchmarks.accounting", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
-        "limits": {"seconds": options.seconds, "megabytes": options.megabytes},
-    }
+    about = harness.head("benchmarks.accounting", None)
+    about["limits"] = {"seconds": options.seconds, "megabytes": options.megabytes}
     text, failed = markdown(rows, about)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "accounting-grid.json").write_text(json.dumps({**about, "rows": rows}) + "\n", encoding="utf-8")
-    (options.out / "accounting-grid.md").write_text(text, encoding="utf-8")
+    harness.write(options.out, "accounting-grid", {**about, "rows": rows}, text)
     print(text)
     return int(failed)
 

@@ -6,6 +6,9 @@ import math
 import statistics
 from typing import Any
 
+from benchmarks.harness import table
+
+_COLUMNS = "accountant | settings | failures | below lower bound | median, s | p90, s | max, s | MB | tightness"
 LOWER = "ghostclip, lower bound"
 VALID = ("ghostclip", "ghostclip RDP", "Opacus RDP", "Opacus PRV", "dp-accounting RDP", "dp-accounting PLD")
 
@@ -22,7 +25,7 @@ def best_known(row: dict[str, Any]) -> float | None:
     return min((value for value in values if value is not None and value >= lower * (1 - 1e-9)), default=None)
 
 
-def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, bool]:
+def _line(name: str, rows: list[dict[str, Any]]) -> tuple[list[object], bool]:
     rows = [row for row in rows if name in row["answers"]]
     answers = [row["answers"][name] for row in rows]
     values = [_number(answer) for answer in answers]
@@ -41,42 +44,27 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, bool]:
         [statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))], seconds[-1]] if seconds else [math.nan] * 3
     )
     extreme = (min if name == LOWER else max)(ratios, default=math.nan)
-    shown = " | ".join(f"{value:.3g}" for value in times)
-    return f"| {name} | {len(rows)} | {failures} | {below} | {shown} | {grown:.0f} | {extreme:.4f} |", bool(
-        failures or below
-    )
+    shown = [f"{value:.3g}" for value in times]
+    cells = [name, len(rows), failures, below, *shown, f"{grown:.0f}", f"{extreme:.4f}"]
+    return cells, bool(failures or below)
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> tuple[str, bool]:
-    """Return the report, and whether our own accountant failed or fell below a lower bound.
-
-    Args:
-        rows: Settings and answers.
-        about: The machine and the limits.
-
-    Returns:
-        (text, failed).
-    """
+    """Return the report, and whether our own accountant failed or fell below a lower bound."""
     on, limits = about["machine"], about["limits"]
     versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
     lines = [
         f"`{about['command']}` on {on['cpu']}, one thread, {on['os']}; Python {on['python']}, {versions}; "
         f"commit {str(on['commit'])[:10]}, {about['date']}. A failure is NaN, inf, a negative ε, an error, more than "
         f"{limits['seconds']:g} s, or more than {limits['megabytes']} MB of address space. Tightness: worst ε over the "
-        "best upper bound of all, where that lies in [0.1, 50] (of the lower bound: least).",
+        "best upper bound of all, where that lies in [0.1, 50] (of the lower bound: least).\n"
     ]
     failed = False
     for group, title in (("usual", "Usual settings"), ("edge", "Edges")):
         chosen = [row for row in rows if row["group"] == group]
         if not chosen:
             continue
-        lines += ["", f"**{title}** ({len(chosen)})", ""]
-        lines += [
-            "| accountant | settings | failures | below lower bound | median, s | p90, s | max, s | MB | tightness |"
-        ]
-        lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
-        for name in chosen[0]["answers"]:
-            line, wrong = _line(name, chosen)
-            lines.append(line)
-            failed = failed or (wrong and name == "ghostclip")
-    return "\n".join(lines) + "\n", failed
+        found = {name: _line(name, chosen) for name in chosen[0]["answers"]}
+        failed = failed or found.get("ghostclip", ([], False))[1]
+        lines.append(f"**{title}** ({len(chosen)})\n\n{table(_COLUMNS, [cells for cells, _ in found.values()])}")
+    return "\n".join(lines), failed

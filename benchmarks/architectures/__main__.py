@@ -5,24 +5,20 @@ A crash or a hang of one is a row of the table, not its end.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
-from benchmarks import machine
 from benchmarks.architectures.one import send_row
 from benchmarks.architectures.report import markdown
+from benchmarks.harness import CPU, describe, parser, write
 from tests.architectures.known import ALL
 from tests.architectures.table import Architecture
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 _SECONDS_EACH = 300
 _PRELOADED = [
     "benchmarks.architectures.one",
@@ -30,13 +26,6 @@ _PRELOADED = [
     "transformers.models.t5.modeling_t5",
     "transformers.models.vit.modeling_vit",
 ]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the files (default: %(default)s)")
-    parser.add_argument("--only", action="append", help="only architectures whose name contains this; repeatable")
-    return parser.parse_args()
 
 
 def _measured(architecture: Architecture) -> dict[str, object]:
@@ -57,23 +46,21 @@ def _measured(architecture: Architecture) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run the whole comparison.
-
-    Returns:
-        The exit status: 1 if an architecture failed or was clipped wrongly.
-    """
-    options = _options()
+    """Run the whole comparison."""
+    options = parser("benchmarks.architectures", __doc__)
+    options.add_argument("--only", action="append", help="only architectures whose name contains this; repeatable")
+    given = options.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     torch.set_num_threads(1)
     started = time.monotonic()
     rows = []
     for architecture in ALL:
-        if options.only and not any(part in architecture.name for part in options.only):
+        if given.only and not any(part in architecture.name for part in given.only):
             continue
         rows.append(_measured(architecture))
         print(rows[-1]["name"], rows[-1].get("error", rows[-1].get("refused", rows[-1].get("failed"))), file=sys.stderr)
-    about = machine.describe(torch.device("cpu"))
+    about = describe(CPU)
     report = {
         "command": "python -m benchmarks.architectures",
         "seconds": time.monotonic() - started,
@@ -81,9 +68,7 @@ def main() -> int:
         "machine": {**about, "versions": {**about["versions"], "transformers": version("transformers")}},
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "architectures.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (options.out / "architectures.md").write_text(markdown(report), encoding="utf-8")
+    write(given.out, "architectures", report, markdown(report))
     wrong = [row["name"] for row in rows if "failed" in row or row.get("error", 0.0) > 1e-10]
     return 1 if wrong else 0
 

@@ -18,12 +18,7 @@ from tests.cases import Case
 
 
 def send_row(name: str, to: Connection) -> None:
-    """Measure one architecture with the lowest priority, and send its row.
-
-    Args:
-        name: Its name in the table.
-        to: Where the row goes; what was raised goes there as {"failed": ...}.
-    """
+    """Measure one architecture with the lowest priority, and send its row."""
     if hasattr(os, "nice"):
         os.nice(19)
     try:
@@ -33,14 +28,7 @@ def send_row(name: str, to: Connection) -> None:
 
 
 def row(name: str) -> dict[str, object]:
-    """Measure one architecture.
-
-    Args:
-        name: Its name in the table.
-
-    Returns:
-        Plain values for JSON.
-    """
+    """Measure one architecture."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found = next(row for row in ALL if row.name == name)

@@ -76,16 +76,7 @@ def _named(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> Sum
 
 
 def compare(case: Case, way: str, want: Reference) -> dict[str, object]:
-    """Run Opacus on the batch, then without each sample in turn.
-
-    Args:
-        case: The architecture.
-        way: "hooks" or "ghost".
-        want: The case's reference.
-
-    Returns:
-        "error" and "moved" (over C), or "refused": what it said.
-    """
+    """Run Opacus on the batch, then without each sample in turn."""
     try:
         with warnings.catch_warnings(), case.numerics(torch.float64):
             warnings.simplefilter("ignore")

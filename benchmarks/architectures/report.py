@@ -13,14 +13,7 @@ Row = Mapping[str, object]
 
 
 def markdown(report: Mapping[str, object]) -> str:
-    """Lay out a report.
-
-    Args:
-        report: What `__main__` writes as JSON.
-
-    Returns:
-        Markdown.
-    """
+    """Lay out a report."""
     rows = report["rows"]
     exact = [row for row in rows if row.get("error", 1.0) <= 1e-10]
     refused = [row for row in rows if "refused" in row]

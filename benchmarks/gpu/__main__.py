@@ -9,9 +9,7 @@ run that is cut short leaves what it measured. Nothing but torch, numpy, scipy a
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,14 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import options
-from benchmarks.files import RESULTS, head, write
+from benchmarks import harness
 from benchmarks.gpu.page import markdown
 from benchmarks.gpu.rows import Row, read
 from benchmarks.gpu.stages import Job, Stage, stages
-from benchmarks.memory import ENVIRONMENT
+from benchmarks.harness import head, write
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.25
 FEWEST_SECONDS = 2.0
 WRONG = 2
@@ -37,48 +33,22 @@ OF_USE = ("opacus", "triton", "transformers", "accelerate", "hypothesis", "pytes
 
 
 def name_of(device: torch.device, *, quick: bool) -> str:
-    """The name of the report's files: of the GPU and not of "cuda", so that two GPUs have two reports.
-
-    Args:
-        device: What is measured on.
-        quick: Whether it is a rehearsal.
-
-    Returns:
-        Without an ending.
-    """
+    """The name of the report's files: of the GPU and not of "cuda", so that two GPUs have two reports."""
     full = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     words = [word for word in full.lower().replace("nvidia", "").replace("-", " ").split() if word]
     return "-".join(["gpu", *words, *(["quick"] if quick else [])])
 
 
 class Run:
-    """Runs stages one after the other and keeps the report on disk.
-
-    Attributes:
-        report: Plain values, what is written.
-    """
+    """Runs stages one after the other and keeps the report on disk."""
 
     def __init__(self, report: Row, folder: Path, name: str) -> None:
-        """Begin.
-
-        Args:
-            report: Its head.
-            folder: Receives the report, and a log of what every stage printed.
-            name: Of the files.
-        """
+        """Begin."""
         self.report, self._folder, self._name = report, folder, name
         self.report["stages"] = []
 
     def stage(self, stage: Stage, seconds: float) -> Row:
-        """Run the jobs of a stage.
-
-        Args:
-            stage: What is run.
-            seconds: No job begins, and none goes on, after these.
-
-        Returns:
-            The stage's part of the report.
-        """
+        """Run the jobs of a stage."""
         began = time.monotonic()
         found: Row = {"name": stage.name, "title": stage.title, "rows": []}
         self.report["stages"].append(found)
@@ -121,15 +91,10 @@ def _latest(rows: list[Row]) -> list[Row]:
 
 def _run(job: Job, seconds: float, place: Path, log: Path, keep: Callable[[list[Row]], None]) -> list[Row]:
     """Run one job; return its rows, the last of which says so if it did not end by itself."""
-    command = [sys.executable, *job.arguments]
-    command += ["--rows", str(place)] if job.writes_rows else []
-    environment = {**os.environ, **ENVIRONMENT, **job.environment}
+    arguments = [*job.arguments, *(["--rows", str(place)] if job.writes_rows else [])]
     end, written = time.monotonic() + seconds, -1
-    with log.open("a", encoding="utf-8") as file:
-        # In a session of its own, so that what it started ends with it and holds no memory of the GPU.
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with log.open("ab") as file:
+        process = harness.started(arguments, file, {**harness.ENVIRONMENT, **job.environment})
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
@@ -138,14 +103,8 @@ def _run(job: Job, seconds: float, place: Path, log: Path, keep: Callable[[list[
                     keep(read(place))
         finally:
             cut_short = process.poll() is None
-            _end(process)
+            harness.ended(process)
     return [*read(place), *_remark(job, process.returncode, log, seconds if cut_short else None)]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _remark(job: Job, code: int, log: Path, cut_after: float | None) -> list[Row]:
@@ -160,39 +119,27 @@ def _remark(job: Job, code: int, log: Path, cut_after: float | None) -> list[Row
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = harness.parser("benchmarks.gpu", __doc__)
     parser.add_argument("--device", default="cuda", help="cuda (the default), cuda:1; with --quick also cpu")
-    parser.add_argument(
-        "--minutes", type=options.positive, default=8.0, help="for everything; it stops then (default: %(default)s)"
-    )
+    parser.add_argument("--minutes", type=harness.positive, default=8.0, help="for everything; it stops then (8)")
     parser.add_argument("--stage", action="append", help="only this one; may be given several times")
     parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny models: does everything run")
-    parser.add_argument(
-        "--out", type=options.folder, default=RESULTS, help="folder for the files (default: %(default)s)"
-    )
     given = parser.parse_args(arguments)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device. `--device cpu --quick` shows that everything runs.")
     try:
-        given.device = options.device(given.device)
+        given.device = harness.device(given.device)
     except argparse.ArgumentTypeError as problem:
         parser.error(f"argument --device: {problem}")
     if given.device.type != "cuda" and not given.quick:
         parser.error(f"on {given.device} the large models take hours: add --quick.")
     there = [stage.name for stage in stages(given.device, quick=given.quick)]
-    options.refuse_unknown(parser, "--stage", given.stage, there)
+    harness.refuse_unknown(parser, "--stage", given.stage, there)
     return given
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run every stage within the time.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 2 if the default path does not agree with float64, 1 if something else failed or was wrong.
-    """
+    """Run every stage within the time."""
     given = _options(arguments)
     end = time.monotonic() + 60 * given.minutes
     # A run that is ended from outside ends what it started, too.
@@ -227,15 +174,7 @@ def _holds(rows: list[Row], decisive: str) -> bool:
 
 
 def status_of(report: Row) -> int:
-    """The exit status of a report.
-
-    Args:
-        report: As it was written.
-
-    Returns:
-        2 if the run was stopped, 1 if something of ours failed or was wrong; a device that is too small, a package that
-        is missing and time that ran out are none of these.
-    """
+    """The exit status of a report."""
     if "stopped" in report:
         return WRONG
     bad = [row for stage in report["stages"] for row in stage["rows"] if row["status"] in ("failed", "wrong")]

@@ -90,14 +90,7 @@ def _bounded(job: Job) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Compare, and write a row for every comparison.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Compare, and write a row for every comparison."""
     job = started("benchmarks.gpu.agreement", __doc__, given=given)
     _agree(job, compiled=False)
     _bounded(job)

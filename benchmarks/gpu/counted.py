@@ -10,14 +10,12 @@ rates below.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.files import RESULTS, head, write
 from benchmarks.gpu.launches import Launch, Listener, kernels_noted
 from benchmarks.gpu.models import LENGTH, Large, large_models
+from benchmarks.harness import head, parser, write
 from benchmarks.tasks import Batch, per_sample_losses
 from ghostclip import GhostClipper
 from ghostclip.kernels import products, runtime
@@ -70,14 +68,7 @@ _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 
 @dataclass
 class Counted:
-    """What one step was made of.
-
-    Attributes:
-        kernels: Operations that run on the device, by name.
-        reads: Numbers that the host waits for.
-        seconds: Predicted time, by kind: products of 16-bit numbers, of wider ones, the rest.
-        peak: The most bytes alive, parameters included.
-    """
+    """What one step was made of."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     reads: int = 0
@@ -100,12 +91,7 @@ class Counted:
 
 
 class Device(TorchDispatchMode):
-    """A device without data: notes what runs on it, and answers where the host reads a number.
-
-    Args:
-        found: Where it is noted.
-        held: What lies there before, and after.
-    """
+    """A device without data: notes what runs on it, and answers where the host reads a number."""
 
     def __init__(self, found: Counted, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -142,11 +128,7 @@ class Device(TorchDispatchMode):
         self._add(name, flops, [*inputs, *outputs], inputs)
 
     def launched(self, launch: Launch) -> None:
-        """Note a kernel of ours.
-
-        Args:
-            launch: Its start.
-        """
+        """Note a kernel of ours."""
         before = self.found.seconds.total()
         self._add(launch.name, launch.flops or None, list(launch.tensors), list(launch.tensors))
         if launch.flops:
@@ -201,11 +183,7 @@ def _bytes(tensor: Tensor) -> int:
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    """Let tensors without data have matrix units, memory and attention in one kernel.
-
-    Yields:
-        Nothing.
-    """
+    """Let tensors without data have matrix units, memory and attention in one kernel."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(products, "has_units", lambda device: device.type == "meta"))
         stack.enter_context(mock.patch.object(runtime, "elements", return_value=runtime.MOST))
@@ -236,17 +214,7 @@ def _private(clipper: GhostClipper, model: nn.Module, batch: Batch) -> None:
 
 
 def count(case: Large, engine: str, samples: int = SAMPLES, *, by_kernels: bool = False) -> Counted:
-    """Take two steps and count the second.
-
-    Args:
-        case: The model.
-        engine: One of `ENGINES`.
-        samples: B.
-        by_kernels: Whether kernels of ours are used where they are expected to pay.
-
-    Returns:
-        What it was made of.
-    """
+    """Take two steps and count the second."""
     listeners: list[Listener] = []
     with pretended(), kernels_noted(listeners) if by_kernels else nullcontext(), torch.device("meta"):
         model = case.task.make_model()
@@ -320,15 +288,10 @@ def _most_started(rows: Rows) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count, and write the report.
-
-    Args:
-        arguments: Of the command line.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.counted", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--samples", type=int, default=SAMPLES)
-    given = parser.parse_args(arguments)
+    """Count, and write the report."""
+    options = parser("benchmarks.gpu.counted", __doc__)
+    options.add_argument("--samples", type=int, default=SAMPLES)
+    given = options.parse_args(arguments)
     rows: Rows = {}
     layers, log = {}, logging.getLogger("ghostclip")
     level = log.level
@@ -345,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
         log.setLevel(level)
     text, most = _text(rows, layers), _most_started(rows)
     print(f"{text}\n\n{most}")
-    report = head("benchmarks.gpu.counted", arguments or [], torch.device("cpu"), quick=False)
+    report = head("benchmarks.gpu.counted", arguments or [])
     report["rows"] = {
         model: {f"{engine}, kernels {'on' if on else 'off'}": row.as_dict() for (engine, on), row in found.items()}
         for model, found in rows.items()

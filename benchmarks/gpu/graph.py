@@ -26,7 +26,7 @@ from benchmarks.gpu.models import large_model
 from benchmarks.gpu.rows import Job, Row, started
 from benchmarks.models import MnistCNN
 from benchmarks.tasks import per_sample_losses
-from benchmarks.timing import synchronize
+from benchmarks.timing import synchronize, wall
 from ghostclip._memory import PeakMemory
 
 ROUNDS: Final = 15
@@ -63,17 +63,7 @@ def _ordinary(model: Any, batch: tuple[Tensor, Tensor]) -> None:
 
 
 def way(name: str, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], device: torch.device) -> Any:
-    """Return what makes a step, and what drops its gradients.
-
-    Args:
-        name: One of `WAYS`.
-        make: Makes the model.
-        batch: Inputs and targets.
-        device: Where.
-
-    Returns:
-        The two.
-    """
+    """Return what makes a step, and what drops its gradients."""
     torch.manual_seed(0)
     with device:
         model = make()
@@ -99,14 +89,7 @@ def way(name: str, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], 
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure the ways of one case, in turns.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Measure the ways of one case, in turns."""
     own: list[tuple[str, dict[str, Any]]] = [
         ("--case", {"choices": CASES, "required": True}),
         ("--way", {"choices": WAYS, "action": "append", "help": "only these beside the ordinary one; repeatable"}),
@@ -141,11 +124,7 @@ def main(given: list[str] | None = None) -> int:
         for _ in range(2 if job.quick else ROUNDS):
             for name, (run, drop, _) in ready.items():
                 drop()
-                synchronize(job.device)
-                began = time.perf_counter()
-                run()
-                synchronize(job.device)
-                taken[name].append(time.perf_counter() - began)
+                taken[name].append(wall(run, job.device))
     base = statistics.median(taken[ORDINARY])
     for name, (_, _, found) in ready.items():
         with job.case(f"{title}: {name}") as row:

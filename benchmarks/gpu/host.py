@@ -9,25 +9,18 @@ clock of its own, changes that number.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import torch
-
-from benchmarks import options
-from benchmarks.files import RESULTS, head, write
+from benchmarks.harness import ROOT, head, parser, write
 from benchmarks.report import heading
-from benchmarks.tree_worker import PREDICTABLE, TreeWorker
+from benchmarks.tree_worker import PREDICTABLE, TreeWorker, commit_of
 
-ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bookkeeping", "ghost", "graph")
 # Valgrind takes fifty times as long.
 COUNTED = ("bookkeeping",)
@@ -143,9 +136,6 @@ for line in sys.stdin:
 )
 
 
-_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
-
-
 def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, layers: int) -> list[dict[str, Any]]:
     """Measure a model in several trees.
 
@@ -160,7 +150,7 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
         One row a tree.
     """
     workers = [
-        TreeWorker(tree, _WORKER, [model, strategy, str(layers), str(ROOT / "tests" / "host_reads.py")], _ENVIRONMENT)
+        TreeWorker(tree, _WORKER, [model, strategy, str(layers), str(ROOT / "tests" / "host_reads.py")])
         for tree in trees
     ]
     try:
@@ -179,23 +169,13 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
 
 
 def instructions(tree: Path, model: str, strategy: str, *, layers: int) -> tuple[int, int]:
-    """Count what the processor executes in a step, as Valgrind shows it: the same in every run but for a few in 1,000.
-
-    Args:
-        tree: A checkout.
-        model: As for `measured`.
-        strategy: One of `COUNTED`.
-        layers: As for `measured`.
-
-    Returns:
-        Instructions of an ordinary and of a private step.
-    """
+    """Count what the processor executes in a step, as Valgrind shows it: equal in all runs but for a few in 1,000."""
     with tempfile.TemporaryDirectory() as folder:
         under = (
             "valgrind", "--quiet", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={folder}/found"
         )  # fmt: skip
         arguments = [model, strategy, str(layers), str(ROOT / "tests" / "host_reads.py")]
-        worker = TreeWorker(tree, _WORKER, arguments, _ENVIRONMENT, under)
+        worker = TreeWorker(tree, _WORKER, arguments, under)
         try:
             worker.ask("instructions")
         finally:
@@ -210,7 +190,7 @@ def _row(
 ) -> dict[str, Any]:
     (model, strategy, layers), (ordinary, private) = what, zip(*taken, strict=True)
     return {
-        "tree": _commit(tree),
+        "tree": commit_of(tree),
         "model": f"{model}, {layers} blocks",
         "strategy": strategy,
         "ordinary_ms": min(ordinary) * 1e3,
@@ -223,12 +203,6 @@ def _row(
         "ordinary_reads": int(count[2]),
         "private_reads": int(count[3]),
     }
-
-
-def _commit(tree: Path) -> str:
-    asked = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or tree.name
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -255,23 +229,16 @@ def _executed(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print as rows come in and write them.
-
-    Args:
-        arguments: Those of the command line; None for the process's own.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.host", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout, before this one")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each tree (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="blocks of each model (default: %(default)s)")
-    parser.add_argument("--instructions", action="store_true", help="count them too (needs valgrind; half an hour)")
-    parser.add_argument("--out", type=options.folder, default=RESULTS, help="folder for the files")
-    given = parser.parse_args(arguments)
+    """Measure, print as rows come in and write them."""
+    options = parser("benchmarks.gpu.host", (__doc__ or "").split("\n")[0])
+    options.add_argument("--tree", type=Path, action="append", default=[], help="another checkout, before this one")
+    options.add_argument("--rounds", type=int, default=40, help="turns of each tree (default: %(default)s)")
+    options.add_argument("--layers", type=int, default=LAYERS, help="blocks of each model (default: %(default)s)")
+    options.add_argument("--instructions", action="store_true", help="count them too (needs valgrind; half an hour)")
+    given = options.parse_args(arguments)
     if given.instructions and shutil.which("valgrind") is None:
-        parser.error("--instructions needs valgrind, which is not installed")
-    report = head(
-        "benchmarks.gpu.host", sys.argv[1:] if arguments is None else arguments, torch.device("cpu"), quick=False
-    )
+        options.error("--instructions needs valgrind, which is not installed")
+    report = head("benchmarks.gpu.host", arguments)
     report["rows"] = rows = []
     trees = [*(tree.resolve() for tree in given.tree), ROOT]
     for model in ("gpt2", "stack"):

@@ -1,4 +1,4 @@
-"""Stages 4 and 5: one way to train a large model: its time, its memory, and the largest batch that fits.
+"""Stages 4 and 5: one way to train a large model: its time and its memory.
 
 Each way runs in a process of its own. "compiled" is ordinary training with the blocks and the loss compiled, which
 takes as long as one block takes to compile.
@@ -16,20 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.capacity import Bounds, search
 from benchmarks.engines import NON_PRIVATE, CannotDo, Engine, engines, trainable
 from benchmarks.gpu.models import Large, large_model, large_models
 from benchmarks.gpu.peaks import flops_of_step, peak_of
-from benchmarks.gpu.rows import Job, Row, started
+from benchmarks.gpu.rows import Row, started
 from benchmarks.memory import load_what_a_step_loads, peaks
 from benchmarks.tasks import Batch, Task, per_sample_losses
 from benchmarks.timing import steps
 from ghostclip.kernels import runtime
 
 ROUNDS = 5
-MEGABYTE = 2**20
-# Of the device, for steps above the loaded model; the rest is the driver's, and what fragments.
-SHARE = 0.9
 
 
 class _Compiled:
@@ -60,11 +56,7 @@ COMPILED = Engine("compiled", "PyTorch, not private, compiled", False, _Compiled
 
 
 def ways() -> dict[str, Engine]:
-    """The ways by name: ordinary and compiled training, every engine that is here.
-
-    Returns:
-        Them.
-    """
+    """The ways by name: ordinary and compiled training, every engine that is here."""
     return {engine.name: engine for engine in [*engines(), COMPILED]}
 
 
@@ -98,47 +90,25 @@ def _roof(case: Large, task: Task, device: torch.device, *, quick: bool) -> Row:
     return {"flops": flops, "roof_seconds": flops / peak_of(device, quick=quick).bf16}
 
 
-def _largest(engine: Engine, task: Task, job: Job) -> Row:
-    free = torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else 256 * MEGABYTE
-    most = 8 if job.quick else 512
-    bounds = Bounds(SHARE * free, most, first=task.batch_size, seconds=job.arguments.seconds)
-    found = search(engine, task, job.device, bounds)
-    found.pop("peaks")
-    return found
-
-
 def main(given: list[str] | None = None) -> int:
-    """Measure one way.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Measure one way."""
     own: list[tuple[str, dict[str, Any]]] = [
         ("--case", {"choices": [case.name for case in large_models()], "required": True}),
         ("--engine", {"default": NON_PRIVATE.name}),
         ("--kernels", {"choices": runtime.MODES, "default": "off"}),
-        ("--largest", {"action": "store_true", "help": "search for the largest batch, in the place of a time"}),
-        ("--seconds", {"type": float, "default": 30.0, "help": "for that search"}),
     ]
     job = started("benchmarks.gpu.large", __doc__, *own, given=given)
     chosen, case = job.arguments, large_model(job.arguments.case)
     task = case.quick if job.quick else case.task
-    title = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
-    name = f"{title}, largest batch" if chosen.largest else title
+    name = f"{task.title}: {chosen.engine}, kernels {chosen.kernels}"
     with job.case(name) as row, runtime.using(chosen.kernels):
         row |= {"engine": chosen.engine, "kernels": chosen.kernels}
         engine = _engine(chosen.engine)
         task = replace(task, make_model=partial(_made_on, job.device, task.make_model))
         if engine is not COMPILED:
             load_what_a_step_loads(engine, case.small, job.device)
-        if chosen.largest:
-            row.update(_largest(engine, task, job))
-        else:
-            row.update(_timed(engine, task, job.device))
-            row.update(_roof(case, task, job.device, quick=job.quick))
+        row.update(_timed(engine, task, job.device))
+        row.update(_roof(case, task, job.device, quick=job.quick))
     return 0
 
 

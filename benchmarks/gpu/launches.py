@@ -26,13 +26,7 @@ _MODULES = ("ghostclip.kernels.triton_products", "ghostclip.kernels.triton_sums"
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a kernel.
-
-    Attributes:
-        name: Of the kernel.
-        flops: Of its products, whole tiles.
-        tensors: What it reads and writes.
-    """
+    """One start of a kernel."""
 
     name: str
     flops: int
@@ -64,12 +58,7 @@ _FLOPS: Mapping[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
 
 
 class _Kernel:
-    """Stands for a compiled kernel: `kernel[grid](...)` tells the listener.
-
-    Args:
-        function: What would be compiled.
-        listeners: The last of them is told.
-    """
+    """Stands for a compiled kernel: `kernel[grid](...)` tells the listener."""
 
     def __init__(self, function: Callable[..., None], listeners: list[Listener]) -> None:
         self._name, self._listeners = function.__name__, listeners
@@ -98,14 +87,7 @@ def _triton(listeners: list[Listener]) -> dict[str, ModuleType]:
 
 @contextmanager
 def kernels_noted(listeners: list[Listener]) -> Iterator[None]:
-    """Let kernels be used, as on a GPU where all were switched on, for tensors without data.
-
-    Args:
-        listeners: The last of them is told of every start.
-
-    Yields:
-        Nothing.
-    """
+    """Let kernels be used, as on a GPU where all were switched on, for tensors without data."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules))
         for name in _MODULES:

@@ -33,14 +33,7 @@ VOCABULARY = 128_256
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a trained product of two small ones beside it, in float32.
-
-    Args:
-        base: The layer.
-        inputs: Its features.
-        outputs: Those of what it makes.
-        rank: Between the two.
-    """
+    """A frozen linear layer and a trained product of two small ones beside it, in float32."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int = RANK) -> None:
         super().__init__()
@@ -57,15 +50,7 @@ class Adapted(nn.Module):
 
 
 def adapted(make: Callable[[], nn.Module], *, quantised: bool) -> nn.Module:
-    """Make a model whose weights are frozen, with adapters beside the linear layers of its blocks.
-
-    Args:
-        make: Makes the model.
-        quantised: Whether the frozen layers are held in 4 bits.
-
-    Returns:
-        It.
-    """
+    """Make a model whose weights are frozen, with adapters beside the linear layers of its blocks."""
     model = make().requires_grad_(requires_grad=False)
     for name, layer in list(model.get_submodule("blocks").named_modules()):
         if isinstance(layer, nn.Linear):
@@ -86,16 +71,7 @@ def _in_4_bits(layer: nn.Linear) -> nn.Module:
 
 
 def fine_tuning(case: Large, *, quick: bool, quantised: bool) -> Task:
-    """Return the fine-tuning of a model.
-
-    Args:
-        case: The model.
-        quick: Whether a small one is meant.
-        quantised: Whether its frozen layers are held in 4 bits.
-
-    Returns:
-        The task.
-    """
+    """Return the fine-tuning of a model."""
     if quick:
         task = case.quick
     else:
@@ -108,14 +84,7 @@ def fine_tuning(case: Large, *, quick: bool, quantised: bool) -> Task:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure one way.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Measure one way."""
     own: list[tuple[str, dict[str, Any]]] = [
         ("--engine", {"default": NON_PRIVATE.name}),
         ("--kernels", {"choices": runtime.MODES, "default": "off"}),

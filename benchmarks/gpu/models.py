@@ -24,12 +24,7 @@ SAMPLES = 8
 
 
 class Conv1D(nn.Module):
-    """A linear layer as GPT-2's checkpoints have it: the weight of shape (inputs, outputs).
-
-    Args:
-        inputs: Features of the input.
-        outputs: Features of the output.
-    """
+    """A linear layer as GPT-2's checkpoints have it: the weight of shape (inputs, outputs)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -44,12 +39,7 @@ class Conv1D(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention, then two layers, each after a layer norm and as a residual.
-
-    Args:
-        width: Features of every position.
-        heads: Attention heads; divides `width`.
-    """
+    """Attention, then two layers, each after a layer norm and as a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,15 +58,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 with an untied head; takes ids and gives logits.
-
-    Args:
-        width: Features of every position.
-        layers: Number of blocks.
-        heads: Attention heads; divides `width`.
-        vocabulary: Number of tokens.
-        length: Longest input.
-    """
+    """GPT-2 with an untied head; takes ids and gives logits."""
 
     def __init__(self, *, width: int, layers: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -95,11 +77,7 @@ class GPT2(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Llama's norm: in float32 whatever the type of the data.
-
-    Args:
-        width: Features.
-    """
+    """Llama's norm: in float32 whatever the type of the data."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -113,12 +91,7 @@ class RMSNorm(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Grouped-query attention with rotary positions, then a gated layer.
-
-    Args:
-        width: Features of every position.
-        heads: Attention heads; divides `width`.
-    """
+    """Grouped-query attention with rotary positions, then a gated layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -146,15 +119,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama with an untied head; takes ids and gives logits.
-
-    Args:
-        width: Features of every position.
-        layers: Number of blocks.
-        heads: Attention heads; divides `width`.
-        vocabulary: Number of tokens.
-        length: Longest input; no weight depends on it.
-    """
+    """Llama with an untied head; takes ids and gives logits."""
 
     def __init__(self, *, width: int, layers: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -195,13 +160,7 @@ def _repeated(x_BHTI: Tensor, times: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Large:
-    """A large model with a small one of the same class.
-
-    Attributes:
-        name: Short name.
-        task: What is measured, in bfloat16 where it is large.
-        small: What correctness is checked on, in float32.
-    """
+    """A large model, in bfloat16, with a small one of the same class in float32, for correctness."""
 
     name: str
     task: Task
@@ -233,27 +192,12 @@ def _case(name: str, title: str, make: Callable[..., nn.Module], sizes: dict[str
 
 
 def large_models(layers: int | None = None) -> list[Large]:
-    """The cases.
-
-    Args:
-        layers: Of both; as many as they have by default.
-
-    Returns:
-        A GPT-2 of 36 layers (838 million parameters) and a Llama of 16 (1.5 billion).
-    """
+    """The cases."""
     gpt2 = {"width": 1280, "layers": layers or 36, "heads": 20, "vocabulary": 50257}
     llama = {"width": 2048, "layers": layers or 16, "heads": 32, "vocabulary": 128256}
     return [_case("gpt2-large", "GPT-2 large", GPT2, gpt2), _case("llama-1b", "Llama 1B", Llama, llama)]
 
 
 def large_model(name: str, layers: int | None = None) -> Large:
-    """The case of a name.
-
-    Args:
-        name: Of one of `large_models`.
-        layers: As for these.
-
-    Returns:
-        The case.
-    """
+    """The case of a name."""
     return next(case for case in large_models(layers) if case.name == name)

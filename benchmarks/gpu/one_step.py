@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from benchmarks.gpu.large import _made_on
 from benchmarks.gpu.models import large_model, large_models
 from benchmarks.gpu.rows import Job, started
 from benchmarks.tasks import per_sample_losses
-from benchmarks.timing import synchronize
+from benchmarks.timing import synchronize, wall
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.clipping.norms import GroupNorms
 
@@ -117,28 +116,13 @@ def _released(job: Job, training: _Training) -> None:
             optimizer.zero_grad()
             on_device = batch[0].to(job.device), batch[1].to(job.device)
             optimizer.clipper.backward(per_sample_losses(model, on_device))
-            taken.append(_wall(optimizer, job.device))
+            taken.append(wall(optimizer.step, job.device))
         row.update(seconds=taken[-1], first_seconds=taken[0])
         row["parameters"] = sum(p.numel() for p in training.model.parameters())
 
 
-def _wall(optimizer: Any, device: torch.device) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    optimizer.step()
-    synchronize(device)
-    return time.perf_counter() - began
-
-
 def main(given: list[str] | None = None) -> int:
-    """Profile, release and count.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Profile, release and count."""
     own: tuple[str, dict[str, Any]] = ("--case", {"choices": [case.name for case in large_models()], "required": True})
     job = started("benchmarks.gpu.one_step", __doc__, own, given=given)
     training = None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import table
 from benchmarks.report import MEGABYTE, heading, times
 
 Row = Mapping[str, Any]
@@ -13,14 +14,7 @@ BASE = "nonprivate"
 
 
 def markdown(report: Row) -> str:
-    """The report as a page.
-
-    Args:
-        report: As it is written, complete or not.
-
-    Returns:
-        Markdown.
-    """
+    """The report as a page."""
     parts = [f"# On a GPU, in {report['minutes']:g} minutes\n\n{heading(report)}"]
     if "stopped" in report:
         parts.append(f"**Stopped {report['stopped']}.**\n")
@@ -81,32 +75,15 @@ def _table(stage: Row) -> str:
     rows, base = stage["rows"], _base(stage["rows"])
     kinds = {"gpt2-large": _large, "llama-1b": _large, "products": _product, "twins": _twin}
     cells = kinds.get(stage["name"], _plain)
-    lines = [cells(None, None), *(cells(row, base) for row in rows)]
-    width = len(lines[0])
-    ruled = [lines[0], ["---"] + ["---:"] * (width - 1), *lines[1:]]
-    table = "".join(f"| {' | '.join([*line, *[''] * (width - len(line))])} |\n" for line in ruled)
-    return table + "".join(_longest(row) for row in rows)
+    shown = table(" | ".join(cells(None, None)), [cells(row, base) for row in rows])
+    return shown + "".join(_longest(row) for row in rows)
 
 
 def _large(row: Row | None, base: Row | None) -> list[str]:
     if row is None:
-        return [
-            "way",
-            "step, ms",
-            "time",
-            "of peak",
-            "memory, MB",
-            "memory",
-            "first steps, MB",
-            "largest batch",
-            "samples/s",
-        ]
+        return ["way", "step, ms", "time", "of peak", "memory, MB", "memory", "first steps, MB", "samples/s"]
     if row["status"] != "ok":
         return [row["case"], _why(row)]
-    if "largest_batch" in row:
-        most = "≥ " if row["largest_batch_is_limit"] or row["search_cut_short"] else ""
-        found = f"{most}{row['largest_batch']}"
-        return [row["case"], *[""] * 6, found, f"{row.get('samples_per_second', 0):.1f}"]
     return [
         row["case"],
         f"{row['seconds'] * 1e3:.1f}",
@@ -115,7 +92,6 @@ def _large(row: Row | None, base: Row | None) -> list[str]:
         f"{_held(row) / MEGABYTE:.0f}",
         times(_held(row) / _held(base)) if base else "",
         f"{row['peak_bytes'] / MEGABYTE:.0f}",
-        "",
         f"{row['batch_size'] / row['seconds']:.1f}",
     ]
 
@@ -164,5 +140,5 @@ def _plain(row: Row | None, _: Row | None) -> list[str]:
 
 
 def _longest(row: Row) -> str:
-    lines = [f"| {name} | {count} | {seconds * 1e3:.2f} |\n" for name, count, seconds in row.get("longest", ())]
-    return "\n| longest in a step | calls | ms |\n|---|---:|---:|\n" + "".join(lines) if lines else ""
+    lines = [[name, count, f"{seconds * 1e3:.2f}"] for name, count, seconds in row.get("longest", ())]
+    return "\n" + table("longest in a step | calls | ms", lines) if lines else ""

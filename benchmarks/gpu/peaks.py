@@ -8,19 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.gpu.timed import seconds
+from benchmarks.timing import seconds
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Rates of a device.
-
-    Attributes:
-        bf16: FLOPs a second of dense products in bfloat16.
-        float32: The same in float32, without TF32.
-        memory: Bytes a second.
-        source: Where they are from.
-    """
+    """FLOPs a second of dense products (float32: no TF32), bytes a second of a device, and whose figures they are."""
 
     bf16: float
     float32: float
@@ -41,27 +34,12 @@ _SHEETS = (
 
 
 def on_the_sheet(name: str) -> Peak | None:
-    """The rates of a device by its name.
-
-    Args:
-        name: As the driver says it.
-
-    Returns:
-        Them; None where it is not in the table.
-    """
+    """The rates of a device by its name."""
     return next((peak for pattern, peak in _SHEETS if re.search(pattern, name)), None)
 
 
 def measured(device: torch.device, *, quick: bool) -> Peak:
-    """The rates that large products and copies reach here.
-
-    Args:
-        device: Any.
-        quick: Whether small ones are meant.
-
-    Returns:
-        The rates.
-    """
+    """The rates that large products and copies reach here."""
     size = 128 if quick else 8192
     rates = [2 * size**3 / _seconds_of_product(device, size, dtype) for dtype in (torch.bfloat16, torch.float32)]
     count = (1 << 16) if quick else (1 << 28)
@@ -75,30 +53,13 @@ def _seconds_of_product(device: torch.device, size: int, dtype: torch.dtype) -> 
 
 
 def peak_of(device: torch.device, *, quick: bool = False) -> Peak:
-    """The rates of a device: its data sheet's, or else measured ones.
-
-    Args:
-        device: Any.
-        quick: Whether small products are meant where they are measured.
-
-    Returns:
-        The rates.
-    """
+    """The rates of a device: its data sheet's, or else measured ones."""
     found = on_the_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return found or measured(device, quick=quick)
 
 
 def flops_of_step(model: nn.Module, samples: int, length: int) -> float:
-    """The products of an ordinary step: six operations a token and weight of a product; attention is not counted.
-
-    Args:
-        model: A language model; tables that are looked up in have no products.
-        samples: B.
-        length: T.
-
-    Returns:
-        FLOPs.
-    """
+    """The products of an ordinary step: six operations a token and weight of a product; attention is not counted."""
     tables = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in tables)
     return 6.0 * weights * samples * length

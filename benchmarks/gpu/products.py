@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.engines import CannotDo
 from benchmarks.gpu.peaks import measured
 from benchmarks.gpu.rows import Job, started
-from benchmarks.gpu.timed import seconds
+from benchmarks.timing import seconds
 from ghostclip import kernels
 from ghostclip.kernels import runtime
 
@@ -118,15 +118,7 @@ def _head(device: torch.device, rows: int, width: int, vocabulary: int) -> Produ
 
 
 def products(device: torch.device, *, quick: bool) -> list[Product]:
-    """The products of GPT-2 large and of a Llama of one billion parameters, at eight samples of 1024 tokens.
-
-    Args:
-        device: Where they are computed.
-        quick: Whether tiny ones are meant.
-
-    Returns:
-        Them.
-    """
+    """The products of GPT-2 large and of a Llama of one billion parameters, at eight samples of 1024 tokens."""
     if quick:
         return [_gram(device, 2, 16, 24), _sum(device, 32, 24, 40), _head(device, 32, 24, 97)]
     return [
@@ -149,14 +141,7 @@ def _error(product: Product, way: Callable[[Tensor, Tensor], Tensor], data: str)
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure every product in every way.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Measure every product in every way."""
     job: Job = started("benchmarks.gpu.products", __doc__, given=given)
     with job.case("this device's largest rates") as row:
         peak = measured(job.device, quick=job.quick)

@@ -97,14 +97,7 @@ def _compared(row: Row, first: list[dict[float, Any]], second: list[dict[float, 
 
 
 def main(given: list[str] | None = None) -> int:
-    """Train over gloo twice, and over NCCL.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Train over gloo twice, and over NCCL."""
     own = ("--ranks", {"type": int, "default": 1, "help": "how many processes, each with a GPU of its own"})
     job = started("benchmarks.gpu.ranks", __doc__, own, given=given)
     ranks = job.arguments.ranks

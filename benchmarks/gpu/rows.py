@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import harness
 from benchmarks.engines import CannotDo
-from benchmarks.memory import short_of_memory
+from benchmarks.harness import short_of_memory
 
 Row = dict[str, Any]
 
@@ -36,25 +36,14 @@ class Job:
     arguments: argparse.Namespace
 
     def write(self, row: Row) -> None:
-        """Append a row, which from then on outlives this process.
-
-        Args:
-            row: Plain values, `case` and `status` among them.
-        """
+        """Append a row, which from then on outlives this process."""
         with self.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
     @contextmanager
     def case(self, name: str) -> Iterator[Row]:
-        """Write one row when the block ends, whatever it raises: memory that runs out is a result as well.
-
-        Args:
-            name: Of the case.
-
-        Yields:
-            The row, to be filled.
-        """
+        """Write one row when the block ends, whatever it raises: memory that runs out is a result as well."""
         row: Row = {"case": name, "status": "ok"}
         try:
             yield row
@@ -67,17 +56,7 @@ class Job:
 
 
 def started(program: str, description: str | None, *own: tuple[str, dict[str, Any]], given: list[str] | None) -> Job:
-    """Read the command line of a stage's process.
-
-    Args:
-        program: Its module.
-        description: Its docstring.
-        *own: Further options, as `add_argument` takes them.
-        given: The command line; that of the process by default.
-
-    Returns:
-        The job; TF32 is off from now on.
-    """
+    """Read the command line of a stage's process."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run")
@@ -85,19 +64,12 @@ def started(program: str, description: str | None, *own: tuple[str, dict[str, An
     for name, options in own:
         parser.add_argument(name, **options)
     arguments = parser.parse_args(given)
-    machine.exact_float32()
+    harness.exact_float32()
     return Job(arguments.device, arguments.quick, arguments.rows, arguments)
 
 
 def read(place: Path) -> list[Row]:
-    """The rows that were written so far.
-
-    Args:
-        place: Their file.
-
-    Returns:
-        Them; a last line that is not complete is left out.
-    """
+    """The rows that were written so far."""
     if not place.exists():
         return []
     lines = place.read_text(encoding="utf-8").splitlines(keepends=True)

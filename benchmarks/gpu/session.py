@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,16 +20,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks import machine, options
-from benchmarks.memory import ENVIRONMENT
+from benchmarks import harness
+from benchmarks.gpu.stages import Job
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5
 FEWEST_SECONDS = 5.0
 # Of what a step printed, in the log that all share.
@@ -53,90 +51,46 @@ PATIENCE = 20
 BESIDE_MINUTES = 0.3
 
 
-@dataclass(frozen=True)
-class Step:
-    """A process.
-
-    Attributes:
-        name: Short name.
-        arguments: Of Python.
-        seconds: Its own limit.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    seconds: float
-
-
 def _shared(device: torch.device, rows: Path, *, quick: bool) -> tuple[str, ...]:
     return "--device", str(device), "--rows", str(rows), *(["--quick"] if quick else [])
 
 
-def together(device: torch.device, rows: Path, *, quick: bool) -> list[Step]:
-    """The steps that are not timed, and run side by side.
-
-    Args:
-        device: Where.
-        rows: The file for rows.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        Them.
-    """
+def together(device: torch.device, rows: Path, *, quick: bool) -> list[Job]:
+    """The steps that are not timed, and run side by side."""
     shared = _shared(device, rows, quick=quick)
     few = ("-k", "linear_3d") if quick else ()
     workers = ("-n", "1" if quick else "14")
     tests = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--device", str(device), *workers)
     return [
-        *([Step("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
-        Step("agreement", ("-m", "benchmarks.gpu.agreement", *shared), 110.0),
-        Step("ranks", ("-m", "benchmarks.gpu.ranks", *shared), 90.0),
+        *([Job("tests", (*tests, "-m", "(gpu or cuda) and few", *few), 150.0)] if find_spec("pytest") else []),
+        Job("agreement", ("-m", "benchmarks.gpu.agreement", *shared), 110.0),
+        Job("ranks", ("-m", "benchmarks.gpu.ranks", *shared), 90.0),
     ]
 
 
-def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> list[Step]:
-    """The steps that compile side by side, for minutes where a model is deep, and are timed in turn.
-
-    Args:
-        device: Where.
-        rows: The file for rows.
-        work: The folder for the lock.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        Them.
-    """
+def compiled(device: torch.device, rows: Path, work: Path, *, quick: bool) -> list[Job]:
+    """The steps that compile side by side, for minutes where a model is deep, and are timed in turn."""
     own = ("--lock", str(work / "lock"), "--way", "book-keeping", "--way", "graph")
     shared = (*_shared(device, rows, quick=quick), *own)
     return [
-        Step(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case), 280.0)
+        Job(f"graph {case}", ("-m", "benchmarks.gpu.graph", *shared, "--case", case), 280.0)
         for case in ("gpt2-large", "lora")
     ]
 
 
-def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> list[Step]:
-    """The steps that are timed, the most important first.
-
-    Args:
-        device: Where.
-        rows: The file for rows.
-        tables: The folder for the published tables.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        Them.
-    """
+def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> list[Job]:
+    """The steps that are timed, the most important first."""
     shared = _shared(device, rows, quick=quick)
 
-    def lora(engine: str, *own: str) -> Step:
+    def lora(engine: str, *own: str) -> Job:
         name = " ".join(("lora", engine, *own))
-        return Step(name, ("-m", "benchmarks.gpu.lora", *shared, "--engine", engine, *own), 50.0)
+        return Job(name, ("-m", "benchmarks.gpu.lora", *shared, "--engine", engine, *own), 50.0)
 
-    def large(engine: str, kernels: str) -> Step:
+    def large(engine: str, kernels: str) -> Job:
         given = ("--case", "gpt2-large", "--engine", engine, "--kernels", kernels)
-        return Step(f"gpt2-large {engine} {kernels}", ("-m", "benchmarks.gpu.large", *shared, *given), 45.0)
+        return Job(f"gpt2-large {engine} {kernels}", ("-m", "benchmarks.gpu.large", *shared, *given), 45.0)
 
-    def table(letter: str, minutes: float, cases: Sequence[str]) -> Step:
+    def table(letter: str, minutes: float, cases: Sequence[str]) -> Job:
         # Of single layers, Opacus's fast mode is not measured; small sizes have other names.
         engines = [engine for engine in IN_TABLES if letter != "B" or engine != "opacus-fast"]
         chosen = [word for engine in engines for word in ("--engine", engine)]
@@ -145,7 +99,7 @@ def alone(device: torch.device, rows: Path, tables: Path, *, quick: bool) -> lis
         given = ("--device", str(device), *size, "--minutes", str(0.1 if quick else minutes), "--times-only")
         name = " ".join(("table", letter, *cases[:1]))
         command = ("-m", "paper_repro", letter, *given, *chosen, "--out", str(tables / name))
-        return Step(name, command, 60 * (minutes + BESIDE_MINUTES))
+        return Job(name, command, 60 * (minutes + BESIDE_MINUTES))
 
     opacus = find_spec("opacus") is not None
     return [
@@ -163,24 +117,13 @@ class Session:
     """Runs steps and keeps what they found in a folder, of a few files."""
 
     def __init__(self, out: Path, work: Path, head: dict[str, object], *, minutes: float) -> None:
-        """Begin.
-
-        Args:
-            out: The folder.
-            work: Another one, for logs and tables as their programs write them.
-            head: What the machine is.
-            minutes: Nothing goes on after these.
-        """
+        """Begin."""
         self._out, self.work, self._head = out, work, head
         self._end = time.monotonic() + 60 * minutes
         self._done: list[dict[str, object]] = []
 
-    def run(self, steps: Sequence[Step]) -> None:
-        """Run steps side by side, each within its own limit and the time that is left.
-
-        Args:
-            steps: Them.
-        """
+    def run(self, steps: Sequence[Job]) -> None:
+        """Run steps side by side, each within its own limit and the time that is left."""
         left = self._end - time.monotonic()
         if left < FEWEST_SECONDS:
             self._done += [{"step": step.name, "status": "left out"} for step in steps]
@@ -188,33 +131,25 @@ class Session:
             return
         began = time.monotonic()
         with ExitStack() as files:
-            running = {step: self._start(step, files) for step in steps}
-            files.callback(lambda: [_end(process) for process in running.values()])
+            running = [(step, self._start(step, files)) for step in steps]
+            files.callback(lambda: [harness.ended(process) for _, process in running])
             while running:
                 time.sleep(POLL_SECONDS)
                 passed = time.monotonic() - began
-                for step, process in list(running.items()):
+                for step, process in list(running):
                     over = passed > min(step.seconds, left)
                     if over or process.poll() is not None:
-                        _end(process)
+                        harness.ended(process)
                         status: object = "cut short" if over else process.returncode
                         self._done.append({"step": step.name, "status": status, "seconds": round(passed, 1)})
-                        del running[step]
+                        running.remove((step, process))
                 self.keep()
 
-    def _start(self, step: Step, files: ExitStack) -> subprocess.Popen[bytes]:
+    def _start(self, step: Job, files: ExitStack) -> subprocess.Popen[bytes]:
         file = files.enter_context((self.work / f"{step.name}.log").open("wb"))
         # As in `benchmarks.gpu`; a table keeps its heap.
-        environment = {**os.environ, **(ENVIRONMENT if step.arguments[1].startswith("benchmarks.gpu") else {})}
-        # In a session of its own, so that what it started ends with it and holds no memory of the GPU.
-        return subprocess.Popen(
-            [sys.executable, *step.arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        own = step.arguments[1].startswith("benchmarks.gpu")
+        return harness.started(step.arguments, file, harness.ENVIRONMENT if own else {})
 
     def keep(self) -> None:
         """Write what is there: steps, tables, tests, and the end of what each step printed."""
@@ -230,27 +165,14 @@ class Session:
             (self._out / name).write_text(text, encoding="utf-8")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run every step within the time.
-
-    Args:
-        arguments: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0, whatever became of the steps.
-    """
+    """Run every step within the time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.session", description=__doc__)
     parser.add_argument("--device", type=torch.device, default="cuda", help="cuda (the default), or cpu with --quick")
-    parser.add_argument("--minutes", type=options.positive, default=9.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--minutes", type=harness.positive, default=9.0, help="for everything (default: %(default)s)")
     parser.add_argument("--step", action="append", help="only steps whose name begins so; repeatable")
     parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes: does everything run")
-    parser.add_argument("--out", type=options.folder, required=True, help="folder for the files")
+    parser.add_argument("--out", type=harness.folder, required=True, help="folder for the files")
     given = parser.parse_args(arguments)
     # A run that is ended from outside ends what it started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -258,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = given.out.resolve() / "rows.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        session = Session(given.out, work, machine.describe(given.device), minutes=given.minutes)
+        session = Session(given.out, work, harness.describe(given.device), minutes=given.minutes)
 
-        def chosen(steps: Sequence[Step]) -> list[Step]:
+        def chosen(steps: Sequence[Job]) -> list[Job]:
             found = [step for step in steps if not given.step or step.name.startswith(tuple(given.step))]
             return [replace(step, seconds=PATIENCE * step.seconds) for step in found] if given.quick else found
 

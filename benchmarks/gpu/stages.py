@@ -56,15 +56,7 @@ class Stage:
 
 
 def stages(device: torch.device, *, quick: bool) -> list[Stage]:
-    """What is run.
-
-    Args:
-        device: Where.
-        quick: Whether tiny sizes are meant.
-
-    Returns:
-        The stages. Of eight minutes they may take 60, 30, 80, 115, 115 and 80 seconds, the last what is left.
-    """
+    """What is run."""
     shared = ("--device", str(device), *(["--quick"] if quick else []))
     # Without a GPU, kernels can be interpreted where they are small.
     interpreted = {"TRITON_INTERPRET": "1"} if device.type != "cuda" and runtime.installed() else {}
@@ -73,9 +65,9 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
         arguments = ("-m", f"benchmarks.gpu.{module}", *shared, *own)
         return Job(name, arguments, seconds, environment=environment or {})
 
-    def way(case: str, engine: str, kernels: str = "off", *own: str, seconds: float = 45.0) -> Job:
-        options = ("--case", case, "--engine", engine, "--kernels", kernels, *own)
-        return job("large", f"{case}: {' '.join((engine, 'kernels', kernels, *own[:1]))}", seconds, *options)
+    def way(case: str, engine: str, kernels: str = "off") -> Job:
+        options = ("--case", case, "--engine", engine, "--kernels", kernels)
+        return job("large", f"{case}: {engine} kernels {kernels}", 45.0, *options)
 
     gpt2 = (
         *(way("gpt2-large", engine) for engine in WAYS[:2]),
@@ -85,7 +77,6 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
     llama = (
         *(way("llama-1b", engine) for engine in WAYS[:2]),
         way("llama-1b", "bookkeeping", "auto"),
-        *(way("llama-1b", engine, "off", "--largest", "--seconds", "15") for engine in WAYS[:2]),
         *(way("llama-1b", engine) for engine in WAYS[2:] if not quick),
     )
     # One line a test, so that the log of a run that is cut short says which failed.
@@ -109,7 +100,7 @@ def stages(device: torch.device, *, quick: bool) -> list[Stage]:
         Stage("products", "Which products?", (job("products", "products", 600.0),), 0.5 / 8),
         Stage("twins", "Which kernels?", (job("twins", "twins", 600.0, environment=interpreted),), 1.34 / 8),
         Stage("gpt2-large", "GPT-2 large: time and memory", gpt2, 1.9 / 8),
-        Stage("llama-1b", "Llama 1B: time, memory, largest batch", llama, 1.9 / 8),
+        Stage("llama-1b", "Llama 1B: time and memory", llama, 1.9 / 8),
         Stage(
             "graph",
             "The step as one graph",

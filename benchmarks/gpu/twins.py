@@ -13,10 +13,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu.kernels import cases, measure
 from benchmarks.gpu.rows import Job, Row, started
-from benchmarks.gpu.timed import seconds
-from benchmarks.kernels.cases import cases
-from benchmarks.kernels.measure import measure
+from benchmarks.timing import seconds
 from ghostclip.kernels import runtime
 from ghostclip.noise import make_noise_source
 
@@ -56,15 +55,7 @@ def _kernels(job: Job) -> None:
 
 
 def verdict(name: str, rows: list[Row]) -> Row:
-    """Whether a kernel may be switched on for a type.
-
-    Args:
-        name: Of the kernel and the type.
-        rows: Of all shapes so far.
-
-    Returns:
-        A row that takes the place of an earlier one of the same name.
-    """
+    """Whether a kernel may be switched on for a type."""
     statuses = {row["status"] for row in rows}
     quicker = [row["speed_up"] for row in rows if "speed_up" in row]
     pays = sum(gain > 1 for gain in quicker) * 2 > len(rows)
@@ -76,14 +67,7 @@ def verdict(name: str, rows: list[Row]) -> Row:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Compare, and write a row for every comparison.
-
-    Args:
-        given: The command line; that of the process by default.
-
-    Returns:
-        The exit status: 0.
-    """
+    """Compare, and write a row for every comparison."""
     job = started("benchmarks.gpu.twins", __doc__, given=given)
     _noise(job)
     _kernels(job)

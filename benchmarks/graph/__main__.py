@@ -8,96 +8,80 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 import time
 import warnings
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import files, machine
+from benchmarks import harness
 from benchmarks.graph import compiling, memory, picture, speed, table
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "use" / "graph-layer.svg"
+PICTURE = harness.ROOT / "docs" / "use" / "graph-layer.svg"
 
 
-def _speed(options: argparse.Namespace) -> None:
-    device = torch.device("cpu")
-    report = files.head("benchmarks.graph", sys.argv[1:], device, quick=False)
-    report |= {"rounds": options.rounds, "rows": []}
+def _by_task(what: str, given: argparse.Namespace) -> None:
+    """Measure task by task, and write what is there after each."""
+    report = harness.head("benchmarks.graph", None)
+    report |= {"rounds": given.rounds, "rows": []} if what == "speed" else {"rows": []}
+    text = speed.text if what == "speed" else memory.text
     for task in speed.TASKS:
-        if options.only and task.name not in options.only:
+        if given.only and task.name not in given.only:
             continue
-        report["rows"].append(speed.measure(task, rounds=options.rounds))
+        report["rows"].append(speed.measure(task, rounds=given.rounds) if what == "speed" else memory.measure(task))
         print(json.dumps(report["rows"][-1]), flush=True)
-        files.write(options.output, "graph-speed-cpu", report, speed.text(report))
+        harness.write(given.out, f"graph-{what}-cpu", report, text(report))
 
 
-def _memory(options: argparse.Namespace) -> None:
-    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
-    report["rows"] = []
-    for task in speed.TASKS:
-        if options.only and task.name not in options.only:
-            continue
-        report["rows"].append(memory.measure(task))
-        print(json.dumps(report["rows"][-1]), flush=True)
-        files.write(options.output, "graph-memory-cpu", report, memory.text(report))
-
-
-def _compiling(options: argparse.Namespace) -> None:
-    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
-    report["rows"] = compiling.measure()
+def _compiling(given: argparse.Namespace) -> None:
+    report = harness.head("benchmarks.graph", None) | {"rows": compiling.measure()}
     print(json.dumps(report["rows"]), flush=True)
-    files.write(options.output, "graph-compiling-cpu", report, compiling.text(report))
+    harness.write(given.out, "graph-compiling-cpu", report, compiling.text(report))
 
 
-def _architectures(options: argparse.Namespace) -> None:
+def _architectures(given: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    report = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
+    report = harness.head("benchmarks.graph", None)
     rows: dict[str, Any] = {}
-    earlier = options.output / "graph-architectures.json"
-    if options.only and earlier.exists():
+    earlier = given.out / "graph-architectures.json"
+    if given.only and earlier.exists():
         # Some rows anew: the others stay.
         report = json.loads(earlier.read_text())
         rows = {row["name"]: row for row in report["rows"]}
-        now = files.head("benchmarks.graph", sys.argv[1:], torch.device("cpu"), quick=False)
-        anew = (
-            f"rows of {len(options.only)} architectures on {now['date']}, commit {str(now['machine']['commit'])[:10]}"
-        )
+        now = harness.head("benchmarks.graph", None)
+        anew = f"rows of {len(given.only)} architectures on {now['date']}, commit {str(now['machine']['commit'])[:10]}"
         report["anew"] = [*report.get("anew", []), anew]
     begun = time.monotonic()
     for found in table.names():
-        if options.only and found.name not in options.only:
+        if given.only and found.name not in given.only:
             continue
-        late = options.minutes and time.monotonic() - begun > 60 * options.minutes
-        rows[found.name] = table.tried(found, rounds=0 if late else options.rounds)
+        late = given.minutes and time.monotonic() - begun > 60 * given.minutes
+        rows[found.name] = table.tried(found, rounds=0 if late else given.rounds)
         print(json.dumps(rows[found.name]), flush=True)
         report["rows"] = list(rows.values())
-        files.write(options.output, "graph-architectures", report, table.text(report))
+        harness.write(given.out, "graph-architectures", report, table.text(report))
 
 
-def _picture(options: argparse.Namespace) -> None:
-    del options  # its place is the page that shows it
+def _picture(given: argparse.Namespace) -> None:
+    del given  # its place is the page that shows it
     PICTURE.write_text(picture.draw(), encoding="utf-8")
 
 
 def main() -> None:
     """Measure, and write a report."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.graph", description=__doc__)
-    programs = {"speed": _speed, "memory": _memory, "compiling": _compiling, "architectures": _architectures}
-    programs["picture"] = _picture
-    parser.add_argument("what", choices=programs)
-    parser.add_argument("--only", nargs="*", help="names of models or architectures; rows of other architectures stay")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--minutes", type=float, default=0.0, help="compile no more architectures after so long")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = harness.parser("benchmarks.graph", __doc__)
+    programs = {what: partial(_by_task, what) for what in ("speed", "memory")}
+    programs |= {"compiling": _compiling, "architectures": _architectures, "picture": _picture}
+    options.add_argument("what", choices=programs)
+    options.add_argument("--only", nargs="*", help="names of models or architectures; rows of other architectures stay")
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--minutes", type=float, default=0.0, help="compile no more architectures after so long")
+    given = options.parse_args()
     torch.set_num_threads(1)
-    machine.keep_heap()
-    programs[options.what](options)
+    harness.keep_heap()
+    programs[given.what](given)
 
 
 if __name__ == "__main__":

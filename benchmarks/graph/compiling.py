@@ -18,7 +18,7 @@ import torch
 
 import ghostclip
 from benchmarks.graph.speed import token_losses
-from benchmarks.memory import in_new_process
+from benchmarks.harness import in_new_process
 from benchmarks.models import GPT
 from ghostclip.graph import compiled
 
@@ -27,25 +27,14 @@ RUNS = ("nothing in the cache", "the cache of the run before")
 
 
 def measure() -> list[dict[str, Any]]:
-    """Run both.
-
-    Returns:
-        Plain values of each run.
-    """
+    """Run both."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         return [{"name": name, **in_new_process("benchmarks.graph.compiling", [])} for name in RUNS]
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        report: What was measured.
-
-    Returns:
-        The page.
-    """
+    """Return a report as Markdown."""
     lines = [
         "# The private step as one graph: until the first step",
         "",

@@ -10,52 +10,35 @@ from typing import Any
 import torch
 
 from benchmarks.graph import speed
-from benchmarks.memory import in_new_process
+from benchmarks.harness import in_new_process, table
 from ghostclip._memory import PeakMemory
 
 _STEPS = 3
 
 
 def measure(task: speed.Task) -> dict[str, Any]:
-    """Measure one task.
-
-    Args:
-        task: The task.
-
-    Returns:
-        Plain values: peak bytes of a step by way.
-    """
+    """Measure one task."""
     found = {way: in_new_process("benchmarks.graph.memory", [task.name, way]) for way in speed.WAYS}
     return {"name": task.name, "title": task.title, "bytes": {way: own.get("bytes") for way, own in found.items()}}
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        report: What was measured.
-
-    Returns:
-        The page.
-    """
-    lines = [
-        "# The private step as one graph: memory",
-        "",
+    """Return a report as Markdown."""
+    about = (
+        "# The private step as one graph: memory\n\n"
         f"`{report['command']}`, {report['date']}: {report['machine']['cpu']}, torch "
         f"{report['machine']['versions']['torch']}, float32. Peak of the resident set of a process in later steps, "
         "above what it holds between steps, in MB (10⁶ bytes); in brackets the ratio to book-keeping. Freed memory "
-        "goes back to the system at once.",
-        "",
-        f"| model | {' | '.join(speed.WAYS)} |",
-        "|---|" + "---:|" * len(speed.WAYS),
-    ]
+        "goes back to the system at once.\n\n"
+    )
+    lines = []
     for row in report["rows"]:
         own, base = row["bytes"], row["bytes"]["book-keeping"]
         cells = (
             "-" if not own[way] or not base else f"{own[way] / 1e6:.1f} ({own[way] / base:.2f}×)" for way in speed.WAYS
         )
-        lines.append(f"| {row['title']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([row["title"], *cells])
+    return about + table(" | ".join(["model", *speed.WAYS]), lines)
 
 
 def main() -> None:

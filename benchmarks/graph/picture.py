@@ -19,11 +19,7 @@ _WIDTH, _HEIGHT, _STEP, _COLUMN = 210, 26, 40, 300
 
 
 def draw() -> str:
-    """Trace a linear layer, and draw both graphs side by side.
-
-    Returns:
-        SVG.
-    """
+    """Trace a linear layer, and draw both graphs side by side."""
     model = nn.Linear(24, 16)
     clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy="graph")
 

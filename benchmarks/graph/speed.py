@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import ghostclip
 from benchmarks.engines import CannotDo
+from benchmarks.harness import table
 from benchmarks.models import GPT, LSTM, MnistCNN
 
 WAYS = ("ordinary", "ordinary, compiled", "book-keeping", "graph")
@@ -61,53 +62,23 @@ def _cnn(samples: int, aim: float) -> Task:
 
 
 TASKS = (
-    Task(
-        "gpt-small",
-        "GPT, 4 layers, d 128, T 64, V 500, B 16",
-        lambda: GPT(vocabulary=500, width=128, positions=64),
-        lambda: (torch.randint(500, (16, 64)),),
-        token_losses,
-        1.2,
-        _next_tokens,
-    ),
-    Task(
-        "gpt",
-        "GPT, 4 layers, d 256, T 128, V 5000, B 16",
-        GPT,
-        lambda: (torch.randint(5000, (16, 128)),),
-        token_losses,
-        1.1,
-        _next_tokens,
-    ),
+    Task("gpt-small", "GPT, 4 layers, d 128, T 64, V 500, B 16", lambda: GPT(vocabulary=500, width=128, positions=64),
+         lambda: (torch.randint(500, (16, 64)),), token_losses, 1.2, _next_tokens),
+    Task("gpt", "GPT, 4 layers, d 256, T 128, V 5000, B 16", GPT, lambda: (torch.randint(5000, (16, 128)),),
+         token_losses, 1.1, _next_tokens),
     _cnn(16, 1.5),
     _cnn(64, 1.3),
     _cnn(256, 1.2),
-    Task(
-        "lstm",
-        "LSTM, d 100, T 64, B 64",
-        LSTM,
-        lambda: (torch.randint(10_004, (64, 64)), torch.randint(2, (64,))),
-        class_losses,
-        1.5,
-    ),
-)
+    Task("lstm", "LSTM, d 100, T 64, B 64", LSTM, lambda: (torch.randint(10_004, (64, 64)), torch.randint(2, (64,))),
+         class_losses, 1.5),
+)  # fmt: skip
 
 
 class Ways:
-    """One task run in several ways, each on a model of its own with the same parameters.
-
-    Attributes:
-        runs: What makes one step, by way.
-        step: The graph.
-    """
+    """One task run in several ways, each on a model of its own with the same parameters."""
 
     def __init__(self, task: Task, batch: tuple[Tensor, ...]) -> None:
-        """Attach all ways; nothing is computed or compiled yet.
-
-        Args:
-            task: The task.
-            batch: Its batch.
-        """
+        """Attach all ways; nothing is computed or compiled yet."""
         self._losses, self._batch = task.losses, batch
         self._models = {name: task.model() for name in WAYS}
         for model in self._models.values():
@@ -138,11 +109,7 @@ class Ways:
         clipper.backward(self._losses(self._models["book-keeping"], *self._batch))
 
     def let_go(self, way: str) -> None:
-        """Drop the gradients or sums of one way.
-
-        Args:
-            way: Which.
-        """
+        """Drop the gradients or sums of one way."""
         if way in self._clippers:
             self._clippers[way].reset()
         elif way in self._models:
@@ -167,15 +134,7 @@ def _in_jax(model: nn.Module, state: Mapping[str, Tensor], batch: tuple[Tensor, 
 
 
 def measure(task: Task, *, rounds: int) -> dict[str, Any]:
-    """Measure one task.
-
-    Args:
-        task: The task.
-        rounds: In each of which every way takes a step.
-
-    Returns:
-        Plain values: median milliseconds of CPU time by way, what compiling took, and why batches were eager if any.
-    """
+    """Measure one task."""
     torch.manual_seed(0)
     batch = task.batch()
     ways = Ways(task, batch)
@@ -205,31 +164,21 @@ def measure(task: Task, *, rounds: int) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        report: What was measured.
-
-    Returns:
-        The page.
-    """
-    lines = [
-        "# The private step as one graph: CPU time",
-        "",
+    """Return a report as Markdown."""
+    about = (
+        "# The private step as one graph: CPU time\n\n"
         f"`{report['command']}`, {report['date']}: one thread of {report['machine']['cpu']}, torch "
         f"{report['machine']['versions']['torch']}, float32, ways interleaved; medians of {report['rounds']} rounds, "
         "in milliseconds of CPU time, with the ratio to compiled ordinary training. Compiling: seconds by the clock of "
         "the first step of the graph on a machine that others used at the same time (in brackets CPU time of the "
-        "process itself). JAX: where it is installed and the model is written in it.",
-        "",
-        f"| model | ordinary | ordinary, compiled | book-keeping | graph | aim | {JAX} | compiling |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+        "process itself). JAX: where it is installed and the model is written in it.\n\n"
+    )
+    lines = []
     for row in report["rows"]:
         own = row["milliseconds"]
         base = own["ordinary, compiled"]
-        cells = " | ".join(f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in WAYS)
-        jax = f"{own[JAX]:.1f} ({own[JAX] / base:.2f}×)" if JAX in own else "-"
+        cells = {name: f"{own[name]:.1f} ({own[name] / base:.2f}×)" for name in own}
         compiling = f"{row['compile_s']:.0f} s ({row['compile_cpu_s']:.0f} s)"
-        lines.append(f"| {row['title']} | {cells} | {row['aim']:.2f}× | {jax} | {compiling} |")
-    return "\n".join(lines) + "\n"
+        shown = [*(cells[name] for name in WAYS), f"{row['aim']:.2f}×", cells.get(JAX, "-"), compiling]
+        lines.append([row["title"], *shown])
+    return about + table(" | ".join(["model", *WAYS, "aim", JAX, "compiling"]), lines)

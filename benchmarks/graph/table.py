@@ -37,16 +37,7 @@ CAUSES: Final = {
 
 
 def row(found: Architecture, rounds: int) -> dict[str, Any]:
-    """Try one architecture in float64, its graph run operation by operation, and compile it.
-
-    Args:
-        found: The architecture.
-        rounds: Steps that are timed of each way, in float32, the graph compiled; 0 compiles and times nothing.
-
-    Returns:
-        Plain values for JSON: error of the clipped sum and of the norms against one sample at a time, or why it is
-        eager.
-    """
+    """Try one architecture in float64, its graph run operation by operation, and compile it."""
     case, about = found.case, {"name": found.name, "family": found.family}
     if case.refused:
         return {**about, "refused": found.reason}
@@ -101,15 +92,7 @@ def _timed(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def tried(found: Architecture, *, rounds: int = 0) -> dict[str, Any]:
-    """Try one architecture, whatever it raises.
-
-    Args:
-        found: The architecture.
-        rounds: As for `row`.
-
-    Returns:
-        As `row`, or what was raised.
-    """
+    """Try one architecture, whatever it raises."""
     try:
         return row(found, rounds)
     except Exception as problem:  # noqa: BLE001 - whatever happened to it is its row
@@ -122,14 +105,7 @@ def names() -> list[Architecture]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        report: What was found.
-
-    Returns:
-        The page.
-    """
+    """Return a report as Markdown."""
     rows = report["rows"]
     kinds = Counter(_kind(one) for one in rows)
     timed = sum("milliseconds" in one for one in rows)

@@ -1,6 +1,1 @@
-"""Trainings as people already drive them, and an oracle that says of each: exact, refused, or wrong.
-
-A loop is a function that trains for a few steps, written the way its author would write it. The oracle runs it several
-times with equal randomness (as it is, with one record left out, with noise) and looks only at what reaches the
-innermost optimizers, at what was drawn, and at what the engine says it has accounted for.
-"""
+"""The table of the loops in `tests/loops`, and a random search for loops that get through."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.loops.world import BATCH, World
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from tests.loops.world import BATCH, World
 
 Batch = tuple[Tensor, Tensor]
 ORDINARY = "ordinary"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from benchmarks.loops.models import cross_entropy, encoder, functional, mlp, tag_losses, tag_means, tagger
-from benchmarks.loops.world import Losses, World
+from tests.loops.models import cross_entropy, encoder, functional, mlp, tag_losses, tag_means, tagger
+from tests.loops.world import Losses, World
 
 # Of the model, the two tensors of a batch, to the loss.
 BatchLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -37,11 +37,7 @@ class Loss:
     unseen: str = ""
 
     def data(self, world: World) -> Dataset:
-        """The records.
-
-        Args:
-            world: Whose.
-        """
+        """The records."""
         return world.tokens if self.tokens else world.data
 
 

@@ -7,18 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import short_line
+
 _SENTENCE = re.compile(r"(.*?[.:](?=\s)|.*)")
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of an error's text, its class included.
-
-    Args:
-        text: Of the error.
-
-    Returns:
-        At most 240 characters, safe in a table.
-    """
+    """Return the first sentence of an error's text, its class included."""
     kind, _, rest = text.partition(": ")
     matched = _SENTENCE.match(rest)
     sentence = f"{kind}: {matched.group(1) if matched else rest}" if rest else text
@@ -30,14 +25,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return one line of a table.
-
-    Args:
-        row: An outcome in plain values, with `about` and `shortfall`.
-
-    Returns:
-        Markdown.
-    """
+    """Return one line of a table."""
     said = "; ".join(row["problems"]).replace("|", "\\|") or first_sentence(row["message"])
     said = "; ".join(text for text in (said, row["note"].replace("|", "\\|")) if text)
     cells = [
@@ -53,14 +41,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Count outcomes.
-
-    Args:
-        rows: Outcomes in plain values.
-
-    Returns:
-        One line.
-    """
+    """Count outcomes."""
     counts = Counter(row["outcome"] for row in rows)
     short = sum(row["shortfall"] != "" for row in rows)
     text = ", ".join(f"{count} {name}" for name, count in counts.most_common())
@@ -68,22 +49,12 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the whole report.
-
-    Args:
-        report: Head and `families` of outcomes.
-
-    Returns:
-        Markdown.
-    """
-    machine = report["machine"]
+    """Return the whole report."""
     versions = ", ".join(f"{name} {version}" for name, version in report["hosts"].items() if version)
     rows = [row for family in report["families"].values() for row in family]
     parts = [
         "# Loops\n",
-        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
-        f"cores; Python {machine['python']}, {versions}; commit {str(machine['commit'])[:10]}"
-        f"{', changed since' if machine['changed_since_commit'] else ''}.\n",
+        short_line(report, versions) + "\n",
         "error: of a released sum against one record at a time in float64, relative. move: by how much leaving one "
         "record out moves it, over C. Sums are what was released times the expected batch size and times the backward "
         "passes that the loop made for the step, as Opacus divides. releases: applied by the innermost optimizers / "

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import write
+from benchmarks.harness import short_line, write
 from benchmarks.loops.habits import ORDINARY
-from benchmarks.loops.loop import Outcome
-from benchmarks.loops.oracle import measure
-from benchmarks.loops.ranks import see_on_ranks
 from benchmarks.loops.report import first_sentence
 from benchmarks.loops.training import AXES, Combination
+from tests.loops.loop import Outcome
+from tests.loops.oracle import measure
+from tests.loops.ranks import see_on_ranks
 
 _LEFT_OUT = 6
 _OUT_OF_SIGHT = (
@@ -30,15 +30,7 @@ _OUT_OF_SIGHT = (
 
 
 def combinations(count: int, *, seed: int) -> Iterator[Combination]:
-    """Draw combinations: one in two differs from the ordinary in one thing, the others in two or three.
-
-    Args:
-        count: How many.
-        seed: Of the choice.
-
-    Yields:
-        Combinations.
-    """
+    """Draw combinations: one in two differs from the ordinary in one thing, the others in two or three."""
     chance = random.Random(seed)
     singles = [(axis, choice) for axis, choices in AXES.items() for choice in choices if choice != ORDINARY]
     chance.shuffle(singles)
@@ -56,27 +48,12 @@ def combinations(count: int, *, seed: int) -> Iterator[Combination]:
 
 
 def is_wrong(outcome: Outcome) -> bool:
-    """Whether a loop got through: anything but exact, refused, or ended by an error with all before it right.
-
-    Args:
-        outcome: Of the loop.
-    """
+    """Whether a loop got through: anything but exact, refused, or ended by an error with all before it right."""
     return any(not problem.startswith("never trained") for problem in outcome.problems)
 
 
 def search(report: dict[str, Any], count: int, *, seed: int, out: Path, say: Callable[[str], None] = print) -> int:
-    """Try random loops, and write what was found.
-
-    Args:
-        report: Its head.
-        count: How many loops.
-        seed: Of the choice.
-        out: Folder of the files.
-        say: Told of every loop.
-
-    Returns:
-        The exit status: 1 where a loop got through.
-    """
+    """Try random loops, and write what was found."""
     begun, rows = time.monotonic(), []
     for combination in combinations(count, seed=seed):
         loop = combination.loop()
@@ -94,21 +71,12 @@ def search(report: dict[str, Any], count: int, *, seed: int, out: Path, say: Cal
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report of a search.
-
-    Args:
-        report: Head and `loops`.
-
-    Returns:
-        Markdown.
-    """
-    rows, machine = report["loops"], report["machine"]
+    """Return the report of a search."""
+    rows = report["loops"]
     counts = Counter("WRONG" if row["wrong"] else row["outcome"] for row in rows)
     parts = [
         "# Search for loops that get through\n",
-        f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s; {machine['cpu']}, {machine['cores']} "
-        f"cores; Python {machine['python']}, torch {report['hosts']['torch']}; commit {str(machine['commit'])[:10]}"
-        f"{', changed since' if machine['changed_since_commit'] else ''}. Seed {report['seed']}.\n",
+        f"{short_line(report, 'torch ' + report['hosts']['torch'])} Seed {report['seed']}.\n",
         f"{len(rows)} loops: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()) + ".\n",
         "Named is what differs from the loop of the README. A loop that ends in an error is wrong only where something "
         "was wrong before it. A loop that skips or reorders batches may be refused at another step without a record, "

@@ -22,9 +22,9 @@ from benchmarks.loops.habits import (
     UNSEEN_LOADERS,
     WRAPPERS,
 )
-from benchmarks.loops.loop import Loop
 from benchmarks.loops.losses import LOSSES
-from benchmarks.loops.world import World
+from tests.loops.loop import Loop
+from tests.loops.world import World
 
 # Options of `make_private`, and whether the loop drives the clipper itself.
 STRATEGIES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -146,11 +146,7 @@ class Combination:
         )
 
     def __call__(self, world: World) -> None:
-        """Train for an epoch.
-
-        Args:
-            world: The world.
-        """
+        """Train for an epoch."""
         world.seed = self.seed
         _Training(self, world).run()
 
@@ -160,12 +156,7 @@ def _loss_name(combination: Combination) -> str:
 
 
 class _Training:
-    """The loop that a combination describes.
-
-    Args:
-        combination: What differs from the ordinary.
-        world: Where it runs.
-    """
+    """The loop that a combination describes."""
 
     def __init__(self, combination: Combination, world: World) -> None:
         self.choice, self.world = combination, world

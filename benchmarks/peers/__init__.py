@@ -15,14 +15,7 @@ from benchmarks.engines import Engine, engines
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that engines come from.
-
-    Attributes:
-        package: What is imported.
-        title: Its name.
-        install: The command that installs it.
-        engines: Gives its engines; called only where it is installed.
-    """
+    """A library that engines come from."""
 
     package: str
     title: str
@@ -77,18 +70,10 @@ QUOTED = (
 
 
 def every_engine() -> list[Engine]:
-    """Every engine that can be measured here.
-
-    Returns:
-        The non-private one first, then ghostclip's strategies, then the others that are installed.
-    """
+    """Every engine that can be measured here."""
     return engines() + [engine for peer in PEERS if find_spec(peer.package) for engine in peer.engines()]
 
 
 def missing() -> list[dict[str, str]]:
-    """The peers that are not installed.
-
-    Returns:
-        Title and command of each.
-    """
+    """The peers that are not installed."""
     return [{"title": peer.title, "install": peer.install} for peer in PEERS if not find_spec(peer.package)]

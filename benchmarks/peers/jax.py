@@ -52,11 +52,7 @@ class Jax:
         return self.converted[id(batch)][1]
 
     def prepare(self, batch: Batch) -> None:
-        """Copy the batch and compile, so that neither counts as memory of a step.
-
-        Args:
-            batch: As given to `step`.
-        """
+        """Copy the batch and compile, so that neither counts as memory of a step."""
         self.clipped = self.traced.lower(self.weights, *self._batch(batch)).compile()
 
     def step(self, batch: Batch) -> None:
@@ -69,14 +65,7 @@ class Jax:
         return [torch.from_numpy(np.array(self.sums[name])) for name in self.names]
 
     def operations(self, batch: Batch) -> int | None:
-        """Floating-point operations of a step by XLA's own analysis, where it gives one.
-
-        Args:
-            batch: As given to `step`.
-
-        Returns:
-            The number, elementwise operations included.
-        """
+        """Floating-point operations of a step by XLA's own analysis, where it gives one."""
         analysis = self.traced.lower(self.weights, *self._batch(batch)).cost_analysis()
         found = analysis.get("flops") if isinstance(analysis, dict) else None
         return int(found) if found and found > 0 else None

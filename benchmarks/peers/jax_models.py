@@ -84,17 +84,7 @@ def _sequence(model: nn.Sequential) -> Forward:
 
 
 def written_in_jax(model: nn.Module) -> Forward:
-    """The forward of a model, for one sample.
-
-    Args:
-        model: One of `benchmarks.models`.
-
-    Returns:
-        A function of weights and inputs that gives logits.
-
-    Raises:
-        CannotDo: If the model is not written in JAX here.
-    """
+    """The forward of a model, for one sample."""
     if isinstance(model, GPT):
         return _gpt(model)
     if isinstance(model, MnistCNN | MLP):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
+from benchmarks import harness
 from paper_repro.accuracy.allocation import GRID, QUICK_GRID
 from paper_repro.accuracy.report import markdown, plot
 from paper_repro.accuracy.search import Run, allocations, mapped, measured
@@ -60,7 +60,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Run:
 
 
 def _head(given: Sequence[str], run: Run, names: Sequence[str]) -> dict[str, Any]:
-    about: dict[str, Any] = machine.describe(torch.device("cpu"))
+    about: dict[str, Any] = harness.describe(torch.device("cpu"))
     about["threads"] = run.workers
     with suppress(metadata.PackageNotFoundError):
         about["versions"] = {**about["versions"], "scikit-learn": metadata.version("scikit-learn")}

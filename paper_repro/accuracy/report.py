@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine_line
+from benchmarks.harness import machine_line
 from paper_repro.published import Reference
 
 Task = Mapping[str, Any]

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import machine
-from benchmarks.report import machine_line
+from benchmarks import harness
+from benchmarks.harness import machine_line
 from paper_repro.examples import NAMES, audited
 
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {
         "command": "python -m paper_repro.examples",
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": machine.describe(torch.device("cpu")),
+        "machine": harness.describe(torch.device("cpu")),
         "examples": rows,
     }
     page = markdown(report)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.loops.judge import epsilon_of
 from ghostclip import PrivacyEngine
 from ghostclip.audit import Finding, GradientCanaries, audit_scores
 from ghostclip.data import schemes
 from ghostclip.optim import release_of
+from tests.loops.judge import epsilon_of
 
 TINY: Final = ("--epochs", "1", "--samples", "96", "--batch-size", "48")
 NOT_AUDITED: Final = {"mnist_ddp": "its processes release together; what ranks release is tested by itself"}

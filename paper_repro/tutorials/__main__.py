@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import machine
-from benchmarks.report import machine_line
-from benchmarks.timm_families import stand_in
+from benchmarks import harness
+from benchmarks.harness import machine_line
 from paper_repro.tutorials import NAMES
+from tests.integrations import timm_stand_in as stand_in
 
 HERE: Final = Path(__file__).resolve().parent
 PAGES: Final = HERE.parents[1] / "docs" / "tutorials"
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.perf_counter() - began,
             machine_line(
                 {
-                    "machine": machine.describe(torch.device("cpu")),
+                    "machine": harness.describe(torch.device("cpu")),
                     "date": datetime.now(timezone.utc).date().isoformat(),
                 }
             ),

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.architectures.__main__ import RESULTS
 from benchmarks.architectures.report import markdown
+from benchmarks.harness import RESULTS
 from tests.exactness import tolerances
 
 FILE = RESULTS / "architectures.json"

@@ -8,7 +8,7 @@ from tests.audit.checks import CHECKS
 from tests.audit.mutations import MUTATIONS
 
 CONTRADICTED = r"epsilon >= [\d.]+ .* is contradicted"
-# Which checks see which fault, and what they say. Others may see it, too: `python -m benchmarks.audit` tells.
+# Which checks see which fault, and what they say. Others may see it, too.
 SEEN_BY = {
     "no_noise_on_one_bias": {
         "noise_has_its_scale": r"noise of tensor 3: 0\.000 of its standard deviation",

@@ -173,11 +173,6 @@ def test_a_way_to_train_a_large_model(written, engine):
     assert {"seconds", "peak_bytes", "roof_seconds", "batch_size"} <= set(row)
 
 
-def test_largest_batch(written):
-    (row,) = written(large, "--case", "llama-1b", "--largest", "--seconds", "1").values()
-    assert row["largest_batch"] > 0
-
-
 def test_what_is_not_installed_is_said(written):
     (row,) = written(large, "--case", "llama-1b", "--engine", "opacus-nowhere").values()
     assert (row["status"], row["problem"]) == ("cannot", "not installed (pip install opacus)")
@@ -328,8 +323,6 @@ def test_a_page_of_every_kind_of_row():
     row |= {"batch_size": 8}
     slow = {**row, "case": "private", "engine": "bookkeeping", "seconds": 0.15, "steady_bytes": 3 * 2**29}
     full = {"case": "huge", "status": "out of memory", "problem": "CUDA out of memory", "engine": "ghost"}
-    most = {"case": "most", "status": "ok", "engine": "ghost", "largest_batch": 9}
-    most |= {"largest_batch_is_limit": False, "search_cut_short": True, "samples_per_second": 3.0}
     kernel = {"case": "verdict: gram", "status": "ok", "verdict": "may be switched on", "speed_up": 1.4}
     report = {
         "command": "python -m benchmarks.gpu",
@@ -339,7 +332,7 @@ def test_a_page_of_every_kind_of_row():
         "minutes": 8.0,
         "missing": ["opacus"],
         "stages": [
-            {"name": "gpt2-large", "title": "Large", "rows": [{**row, "case": "base"}, slow, full, most]},
+            {"name": "gpt2-large", "title": "Large", "rows": [{**row, "case": "base"}, slow, full]},
             {"name": "twins", "title": "Twins", "rows": [kernel]},
         ],
     }
@@ -347,8 +340,7 @@ def test_a_page_of_every_kind_of_row():
     assert "- private: 1.50× time, 1.50× memory of ordinary training" in text
     assert "- huge: out of memory: CUDA out of memory" in text
     assert "- gram: may be switched on" in text
-    assert "| base | 100.0 | 1.00× | 50% | 1024 | 1.00× | 1024 |  | 80.0 |" in text
-    assert "| ≥ 9 | 3.0 |" in text
+    assert "| base | 100.0 | 1.00× | 50% | 1024 | 1.00× | 1024 | 80.0 |" in text
     assert "Not installed: opacus." in text
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import lora, ranks, rows, session
-from benchmarks.gpu.session import Session, Step
+from benchmarks.gpu.session import Session
+from benchmarks.gpu.stages import Job
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def _python(name, code, seconds=60.0):
-    return Step(name, ("-c", code), seconds)
+    return Job(name, ("-c", code), seconds)
 
 
 def _found(folder, name="steps.json"):

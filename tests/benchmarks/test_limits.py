@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import capacity, curves, memory, options, run, scaling, timing
+from benchmarks import __main__ as report
+from benchmarks import harness, memory, run, timing
 from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.tasks import find
@@ -52,7 +53,7 @@ def _right(monkeypatch):
 
 @pytest.mark.usefixtures("_right")
 def test_an_engine_that_fails_on_the_whole_batch_is_not_timed():
-    found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, run.Limits(1, 0.0, False, 2), quick=True)
+    found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, run.Limits(1, 0.0, False), quick=True)
     good, bad = found["engines"]
     assert (good["status"], bad["status"]) == ("ok", "failed")
     assert "can't allocate memory" in bad["problem"]
@@ -64,7 +65,7 @@ def test_an_engine_that_fails_on_the_whole_batch_is_not_timed():
 def test_without_the_non_private_engine_there_are_no_ratios():
     base = Engine("nonprivate", "PyTorch", False, _Fails)
     found = run.measure_task(
-        MLP, [base, replace(NON_PRIVATE, private=True)], CPU, run.Limits(1, 0.0, False, 2), quick=True
+        MLP, [base, replace(NON_PRIVATE, private=True)], CPU, run.Limits(1, 0.0, False), quick=True
     )
     assert [row["status"] for row in found["engines"]] == ["failed", "failed"]
     assert found["rounds"] == 0
@@ -87,7 +88,7 @@ def test_what_dies_alone_is_not_let_into_the_process_that_reports(monkeypatch, a
 
     monkeypatch.setattr(memory, "measure", measure)
     monkeypatch.setattr(_Fails, "__init__", lambda *_: pytest.fail("attached"))
-    limits = run.Limits(1, 0.0, with_memory=True, checked_samples=2, alone_seconds=25.0)
+    limits = run.Limits(1, 0.0, with_memory=True, alone_seconds=25.0)
     found = run.measure_task(MLP, [NON_PRIVATE, FAILS], CPU, limits, quick=True)
     assert (found["engines"][1]["status"], found["engines"][1]["problem"]) == (status, why)
     assert seen == [("nonprivate", 25.0), ("fails", 25.0)]
@@ -100,73 +101,20 @@ def test_a_process_says_what_cannot_be_and_what_killed_it(monkeypatch, capsys):
     memory.main()
     assert json.loads(capsys.readouterr().out) == {"cannot": "not for such a model"}
     code = "import os; os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(memory.subprocess, "run", _as_if(memory.subprocess.run, code))
-    assert "lack of memory" in memory.in_new_process("benchmarks.memory", [])["process_problem"]
+    monkeypatch.setattr(harness.subprocess, "run", _as_if(harness.subprocess.run, code))
+    assert "lack of memory" in harness.in_new_process("benchmarks.memory", [])["process_problem"]
 
 
 def _as_if(real, code):
     return lambda command, **options_: real([command[0], "-SEc", code], **options_)
 
 
-def test_points_beyond_the_budget_and_points_that_fail_are_said_to_be_left_out(tmp_path, monkeypatch):
-    answers = iter([RuntimeError("out of memory"), None])
-
-    def measure_task(task, wanted, device, limits, *, quick):
-        problem = next(answers)
-        if problem:
-            raise problem
-        return {"name": task.name, "title": task.title, "engines": [_ok(engine) for engine in wanted], "rounds": 1}
-
-    monkeypatch.setattr(scaling, "measure_task", measure_task)
-    arguments = ["--quick", "--over", "B", "--engine", "bookkeeping", "--out", str(tmp_path)]
-    assert scaling.main(arguments) == 0
-    assert scaling.main([*arguments, "--budget", "0.01"]) == 0
-    found = json.loads((tmp_path / "scaling-cpu-quick.json").read_text(encoding="utf-8"))
-    rows = [row for point in found["curves"][0]["points"] for row in point["engines"]]
-    assert {row["problem"] for row in rows} == {"the budget of time was spent"}
-    assert "left out: the budget of time was spent" in (tmp_path / "scaling-cpu-quick.md").read_text(encoding="utf-8")
-
-
-def _ok(engine):
-    row = {"name": engine.name, "title": engine.title, "private": engine.private, "status": "ok"}
-    return {**row, "wall_ratio": 1.0, "cpu_ratio": 1.0, "flops_ratio": 1.0}
-
-
-def test_a_place_of_two_curves_is_measured_once(monkeypatch):
-    seen = []
-
-    def measure_task(task, wanted, device, limits, *, quick):
-        seen.append(task.name)
-        return {"engines": []}
-
-    monkeypatch.setattr(scaling, "measure_task", measure_task)
-    found = scaling.Curves([NON_PRIVATE], CPU, run.Limits(1, 1.0), quick=False, seconds=600.0)
-    for over in ("B", "T"):
-        for place in scaling.points(over, quick=False):
-            assert found.point(place)["T"] == place["T"]
-    assert len(seen) == len(set(seen)) == len(scaling.LENGTHS) + len(scaling.SAMPLES) - 1
-    assert "B = 1 beyond" in scaling.title("T", scaling.points("T", quick=False))
-
-
-def test_a_picture_says_where_an_engine_has_no_figures():
-    failed = {"name": "jax", "title": "JAX", "private": True, "status": "failed", "problem": "p"}
-    points = [
-        {"T": 8, "engines": [_ok(NON_PRIVATE), {**_ok(FAILS), "name": "jax", "title": "JAX"}]},
-        {"T": 16, "engines": [_ok(NON_PRIVATE), failed]},
-    ]
-    assert curves._labels(points, "T") == {"jax": "JAX\n(none at T = 16)"}
-
-
 def test_memory_that_runs_out_is_told_from_other_errors():
     told = [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("RESOURCE_EXHAUSTED: x")]
-    assert all(memory.short_of_memory(problem) for problem in told)
-    assert not memory.short_of_memory(RuntimeError("shapes differ"))
-    probe = capacity.Probe(FAILS, MLP, CPU)
-    assert probe(1) < float("inf")
-    assert probe(3) == float("inf")
+    assert all(harness.short_of_memory(problem) for problem in told)
+    assert not harness.short_of_memory(RuntimeError("shapes differ"))
 
 
-@pytest.mark.parametrize("program", [scaling, capacity])
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -178,22 +126,22 @@ def test_memory_that_runs_out_is_told_from_other_errors():
         (["--out", "/dev/null/here"], "argument --out: cannot make the folder /dev/null/here: Not a directory"),
     ],
 )
-def test_a_wrong_option_is_one_line(program, arguments, said, capsys):
+def test_a_wrong_option_is_one_line(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        program.main(arguments)
+        report.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_counts_and_names_of_tasks_are_checked_as_well(capsys):
     with pytest.raises(SystemExit):
-        scaling.main(["--rounds", "0"])
+        report.main(["--rounds", "0"])
     with pytest.raises(SystemExit):
-        capacity.main(["--task", "nothing"])
+        report.main(["--task", "nothing"])
     said = capsys.readouterr().err
     assert "'0' is no whole number above zero" in said
     assert "argument --task: unknown: nothing (there are: gpt" in said
-    assert options.count("3") == 3
+    assert harness.count("3") == 3
 
 
 @pytest.mark.parametrize(
@@ -228,8 +176,3 @@ def test_every_engine_runs_once_a_round_after_changing_neighbours():
     turns = [name for name, _ in itertools.groupby(ran[-40 * 4 * timing.MOST_IN_A_TURN :])]
     after_a = {second for first, second in itertools.pairwise(turns) if first == "a"}
     assert after_a == set("bcd")
-
-
-def test_lengths_can_be_chosen():
-    assert scaling.points("T", quick=False, lengths=(4096, 8192)) == [{"T": 4096, "B": 1}, {"T": 8192, "B": 1}]
-    assert [place["T"] for place in scaling.points("T", quick=False)] == list(scaling.LENGTHS)

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import capacity, memory, run, scaling
+from benchmarks import harness, memory
 from benchmarks.__main__ import added
-from benchmarks.engines import NON_PRIVATE
-from benchmarks.files import stem
+from benchmarks.harness import stem
 from benchmarks.headline import fastest_peer, summary
 from benchmarks.report import absent, markdown, memory_ratio
-from benchmarks.tasks import block, find, tasks
+from benchmarks.tasks import find, tasks
 from ghostclip._memory import PeakMemory
 
 CPU = torch.device("cpu")
@@ -30,23 +29,15 @@ def _same_process(monkeypatch):
     """Stands in for processes of their own, which would spend their seconds on imports."""
 
     def here(module, arguments, *, seconds=None):
-        if module == "benchmarks.memory":
-            return dict(PEAKS)
-        assert module == "benchmarks.capacity"
-        return {
-            "largest_batch": 3,
-            "largest_batch_is_limit": False,
-            "search_cut_short": False,
-            "samples_per_second": 7.5,
-        }
+        assert module == "benchmarks.memory"
+        return dict(PEAKS)
 
-    for place in (memory, capacity):
-        monkeypatch.setattr(place, "in_new_process", here)
+    monkeypatch.setattr(memory, "in_new_process", here)
 
 
 @pytest.mark.usefixtures("_same_process")
 def test_the_report_runs_from_end_to_end(tmp_path):
-    arguments = ["--quick", "--task", "mlp", "--engine", "bookkeeping", "--engine", "torch-func", "--seconds", "0"]
+    arguments = ["--quick", "--task", "mlp", "--engine", "bookkeeping", "--engine", "torch-func", "--seconds", "0.001"]
     assert program.main([*arguments, "--rounds", "1", "--with-memory", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report-cpu-quick.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in report["tasks"][0]["engines"]] == ["nonprivate", "bookkeeping", "torch-func"]
@@ -58,29 +49,9 @@ def test_the_report_runs_from_end_to_end(tmp_path):
     assert "torch.func vmap" in summary(report)
 
 
-@pytest.mark.usefixtures("_same_process")
-def test_curves_run_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling, "QUICK_LENGTHS", (4, 8))
-    monkeypatch.setattr(scaling, "QUICK_TOKENS", 8)
-    arguments = ["--quick", "--over", "T", "--engine", "bookkeeping", "--out", str(tmp_path)]
-    assert scaling.main(arguments) == 0
-    curve = json.loads((tmp_path / "scaling-cpu-quick.json").read_text(encoding="utf-8"))["curves"][0]
-    assert [(point["T"], point["B"]) for point in curve["points"]] == [(4, 2), (8, 1)]
-    text = (tmp_path / "scaling-cpu-quick.md").read_text(encoding="utf-8")
-    assert "| memory, × non-private | T = 4 | T = 8 |" in text
-    assert (tmp_path / "scaling-cpu-quick.png").stat().st_size > 5_000
-
-
-@pytest.mark.usefixtures("_same_process")
-def test_capacity_runs_from_end_to_end(tmp_path):
-    assert capacity.main(["--quick", "--task", "mlp", "--engine", "ghost", "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "capacity-cpu-quick.md").read_text(encoding="utf-8")
-    assert "| ghostclip ghost | 3 | 1.00× | 8 |" in text
-
-
 def test_a_process_that_dies_or_hangs_is_a_result(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert "ended with 1" in memory.in_new_process("benchmarks.memory", [])["process_problem"]
+    assert "ended with 1" in harness.in_new_process("benchmarks.memory", [])["process_problem"]
 
 
 def test_peaks_see_memory_that_is_let_go_again():
@@ -149,20 +120,8 @@ def test_an_engine_that_cannot_says_why_and_shows_no_figure():
 
 def test_tasks_have_the_same_names_in_both_sizes():
     assert [task.name for task in tasks(quick=True)] == [task.name for task in tasks(quick=False)]
-    assert find(block(64, 2, quick=False).name, quick=False).batch_size == 2
     with pytest.raises(LookupError, match="'nobody'"):
         find("nobody", quick=True)
-
-
-def test_a_batch_that_is_checked_may_be_smaller_than_the_timed_one(monkeypatch):
-    seen = []
-    monkeypatch.setattr(run, "reference", lambda task, device: seen.append(task.batch_size) or _Expected)
-    run.measure_task(find("mlp", quick=True), [NON_PRIVATE], CPU, run.Limits(1, 0.0, False, 2), quick=True)
-    assert seen == [2]
-
-
-class _Expected:
-    max_grad_norm = 1.0
 
 
 def test_quick_results_have_names_of_their_own():
@@ -173,7 +132,7 @@ def test_quick_results_have_names_of_their_own():
 def test_memory_that_is_kept_costs_no_page_faults():
     program = """
 import resource, torch
-from benchmarks import machine
+from benchmarks import harness
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
@@ -181,10 +140,10 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 given_back = faults()
-machine.keep_heap()
+harness.keep_heap()
 for _ in range(4):
     faults()
-print(given_back, faults(), machine.describe(torch.device("cpu"))["heap_is_kept"])
+print(given_back, faults(), harness.describe(torch.device("cpu"))["heap_is_kept"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     given_back, kept, said = done.stdout.split()

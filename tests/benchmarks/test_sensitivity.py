@@ -8,10 +8,10 @@ from random import Random
 import pytest
 import torch
 
-from benchmarks.sensitivity import __main__ as program
-from benchmarks.sensitivity.data import Setting, changed, sample_of
-from benchmarks.sensitivity.report import excess, markdown
-from benchmarks.sensitivity.search import Cell, search_cell
+from benchmarks import sensitivity as program
+from benchmarks.sensitivity import excess, markdown
+from tests.exactness.sensitivity.data import Setting, changed, sample_of
+from tests.exactness.sensitivity.search import Cell, search_cell
 
 CELL = Cell("linear, two calls", "float32", "bookkeeping")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.sensitivity.known import KNOWN
-from benchmarks.sensitivity.measure import ALLOWED, NUMERICS, reduced_products
 from ghostclip import GhostClipper
 from ghostclip.clipping.keeper import Keeper, restored
 from ghostclip.factors import Dense, Outer
+from tests.exactness.sensitivity.known import KNOWN
+from tests.exactness.sensitivity.measure import ALLOWED, NUMERICS, reduced_products
 
 
 def _outer(samples=3, positions=5, inputs=4, outputs=6, scale=1.0):

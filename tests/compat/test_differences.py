@@ -1,6 +1,6 @@
 """What behaves otherwise than in Opacus on purpose: ours is right, and Opacus's is what it is said to be.
 
-Each is a row of `benchmarks/opacus_surface/differences.py`.
+Each is a row of `tests/compat/surface/differences.py`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.opacus_surface import outcomes
-from benchmarks.opacus_surface.scripts import SCRIPTS, WHY
+from tests.compat.surface import outcomes
+from tests.compat.surface.scripts import SCRIPTS, WHY
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "opacus-surface.json"
 WRITTEN = {row["script"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["scripts"]}

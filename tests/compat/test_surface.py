@@ -11,12 +11,12 @@ import pytest
 
 opacus = pytest.importorskip("opacus")
 
-from benchmarks.opacus_surface import differences, reasons, table  # noqa: E402
-from benchmarks.opacus_surface.compare import difference  # noqa: E402
-from benchmarks.opacus_surface.walk import Name  # noqa: E402
 from ghostclip.compat.opacus.surface import REFUSED  # noqa: E402
 from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
 from ghostclip.facade.module import REFUSED_MODES  # noqa: E402
+from tests.compat.surface import differences, reasons, table  # noqa: E402
+from tests.compat.surface.compare import difference  # noqa: E402
+from tests.compat.surface.walk import Name  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "opacus-surface.json"
@@ -84,7 +84,7 @@ def theirs(option, *, other=1):
 
 
 def test_comparison_sees_what_differs(monkeypatch):
-    from benchmarks.opacus_surface import compare
+    from tests.compat.surface import compare
 
     def told(ours):
         monkeypatch.setattr(compare, "ours", lambda path: ours)

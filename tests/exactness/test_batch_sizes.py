@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.sensitivity.layers import KINDS, ROWS
-from benchmarks.sensitivity.measure import NUMERICS, Subject
 from ghostclip import GhostClipper
 from ghostclip.clipping import policies
 from ghostclip.clipping.alike import Joint
 from ghostclip.factors import Outer
 from ghostclip.kernels import products
+from tests.exactness.sensitivity.layers import KINDS, ROWS
+from tests.exactness.sensitivity.measure import NUMERICS, Subject
 
 SAMPLES = 7
 FEWER = ([1, 2, 3, 4, 5, 6], [3], [0, 1, 2, 4, 5, 6])

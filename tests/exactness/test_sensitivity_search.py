@@ -5,11 +5,11 @@ from random import Random
 import pytest
 import torch
 
-from benchmarks.sensitivity.data import Setting, batch_of, ordinary
-from benchmarks.sensitivity.known import KNOWN
-from benchmarks.sensitivity.layers import KINDS
-from benchmarks.sensitivity.measure import ALLOWED, NUMERICS, Subject, reduced_products
-from benchmarks.sensitivity.search import Cell, search_cell
+from tests.exactness.sensitivity.data import Setting, batch_of, ordinary
+from tests.exactness.sensitivity.known import KNOWN
+from tests.exactness.sensitivity.layers import KINDS
+from tests.exactness.sensitivity.measure import ALLOWED, NUMERICS, Subject, reduced_products
+from tests.exactness.sensitivity.search import Cell, search_cell
 
 # Evaluations of a cell: over all kinds, dtypes and strategies the slow search makes more than 1e5.
 _QUICK, _THOROUGH = 4, 105

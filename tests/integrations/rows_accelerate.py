@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from benchmarks.loops.models import cross_entropy, dropping, functional, mlp
-from benchmarks.loops.world import BATCH, World
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import exact, refused
+from tests.loops.models import cross_entropy, dropping, functional, mlp
+from tests.loops.world import BATCH, World
 
 ROWS: list[Row] = []
 _HOST = {"tool": "accelerate", "hosts": ("accelerate",)}

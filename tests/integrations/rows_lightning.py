@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, dropping, functional, mlp
-from benchmarks.loops.ranks import see_on_ranks
-from benchmarks.loops.world import BATCH, RECORDS, World
 from ghostclip.errors import InvalidOptionError
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import DELTA, STEPS, exact, refused
+from tests.loops.loop import Loop
+from tests.loops.models import cross_entropy, dropping, functional, mlp
+from tests.loops.ranks import see_on_ranks
+from tests.loops.world import BATCH, RECORDS, World
 
 ROWS: list[Row] = []
 _HOST = {"tool": "Lightning", "hosts": ("lightning",)}
@@ -326,7 +326,7 @@ def epsilon_in_the_logs(folder: Path) -> None:
     """ε is logged beside the loss, in every step and epoch, and shown by the progress bar."""
     from lightning.pytorch.loggers import CSVLogger
 
-    from benchmarks.loops.judge import epsilon_of
+    from tests.loops.judge import epsilon_of
 
     world = World(sigma=1.0, folder=str(folder))
     logger = CSVLogger(folder)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.loops.hugging import padded
-from benchmarks.loops.models import gpt2, lm_records
-from benchmarks.loops.world import World
 from tests.integrations.rows_transformers import _resumed, _train
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import exact, next_token_losses, refused
+from tests.loops.hugging import padded
+from tests.loops.models import gpt2, lm_records
+from tests.loops.world import World
 
 ROWS: list[Row] = []
 _HOST = {"tool": "peft", "hosts": ("transformers", "accelerate", "peft")}

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.timm_families.families import FAMILIES, Family
-from benchmarks.timm_families.measure import TOLERANCE, made, measure
 from ghostclip import ModuleValidator, PrivacyEngine
 from tests.integrations.table import Row, row
+from tests.integrations.timm_families import FAMILIES, TOLERANCE, Family, made, measure
 
 ROWS: list[Row] = []
 _HOST = {"tool": "timm", "hosts": ("timm",)}

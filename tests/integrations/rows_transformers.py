@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
-from benchmarks.loops.hugging import padded, quiet
-from benchmarks.loops.models import gpt2, lm_means, lm_records, shared
-from benchmarks.loops.world import CLASSES, VOCABULARY, World
 from ghostclip.losses import token_losses
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run, silent
+from tests.loops.hugging import padded, quiet
+from tests.loops.models import gpt2, lm_means, lm_records, shared
+from tests.loops.world import CLASSES, VOCABULARY, World
 
 ROWS: list[Row] = []
 _HOST = {"tool": "transformers", "hosts": ("transformers", "accelerate")}
@@ -513,7 +513,7 @@ def random_masks(folder: Path) -> None:
     """DataCollatorForLanguageModeling, which masks at random (not mixed up with mixup)."""
     from transformers import DataCollatorForLanguageModeling
 
-    from benchmarks.loops.trl_loops import _tokenizer
+    from tests.loops.trl_loops import _tokenizer
 
     def train(world: World) -> None:
         tokenizer = _tokenizer()
@@ -757,7 +757,7 @@ def epsilon_in_logs(folder: Path) -> None:
     """ε beside the loss in logs, trainer_state.json and metrics; target_epsilon kept."""
     import json
 
-    from benchmarks.loops.judge import epsilon_of
+    from tests.loops.judge import epsilon_of
 
     trainer = _run(folder, noise_multiplier=None, target_epsilon=3.0, max_steps=-1, num_train_epochs=1.5)
     assert trainer.state.global_step == 6 == len(trainer.privacy_engine.accountant)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.loops.models import gpt2, lm_means, lm_records
-from benchmarks.loops.trl_loops import _tokenizer
-from benchmarks.loops.world import World
 from tests.integrations.rows_peft import _lora, adapted
 from tests.integrations.rows_transformers import _mixtral
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import arguments_of, exact, next_token_losses, refused, run
+from tests.loops.models import gpt2, lm_means, lm_records
+from tests.loops.trl_loops import _tokenizer
+from tests.loops.world import World
 
 ROWS: list[Row] = []
 _HOST = {"tool": "trl", "hosts": ("transformers", "accelerate", "peft", "trl", "datasets")}

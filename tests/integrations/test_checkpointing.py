@@ -9,9 +9,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 
 def test_a_reentrant_checkpoint_releases_what_it_does_without():
-    from benchmarks.loops.models import gpt2
     from tests.integrations.rows_transformers import _causal
     from tests.integrations.trainings import releases_of
+    from tests.loops.models import gpt2
 
     def make():
         model = gpt2()

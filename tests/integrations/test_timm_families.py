@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.files import RESULTS
-from benchmarks.timm_families.families import FAMILIES
+from benchmarks.harness import RESULTS
 from tests.integrations.rows_timm import require_exact
+from tests.integrations.timm_families import FAMILIES
 
 
 @pytest.mark.slow

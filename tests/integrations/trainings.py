@@ -1,4 +1,4 @@
-"""Trainings through host libraries, judged as the loops of `benchmarks/loops` are: one record at a time in float64."""
+"""Trainings through host libraries, judged as the loops of `tests/loops` are: one record at a time in float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.loops.hugging import quiet
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.oracle import measure, see
-from benchmarks.loops.ranks import see_on_ranks
-from benchmarks.loops.world import BATCH, RECORDS, World
 from ghostclip.errors import GhostClipError
 from ghostclip.integrations._host import HostTraining
+from tests.loops.hugging import quiet
+from tests.loops.loop import Loop
+from tests.loops.oracle import measure, see
+from tests.loops.ranks import see_on_ranks
+from tests.loops.world import BATCH, RECORDS, World
 
 STEPS = 3
 DELTA = 1e-3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.table import LOOPS, outcome_of, shortfall
+from tests.loops.loop import Loop
+from tests.loops.table import LOOPS, outcome_of, shortfall
 
 # They start processes, half a minute each; CI runs three of their kind, `make test-slow` all.
 FURTHER_OF_TWO_RANKS = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.loops.loop import Loop
-from benchmarks.loops.models import cross_entropy, mlp
-from benchmarks.loops.oracle import measure
 from benchmarks.loops.search import combinations
 from ghostclip.errors import DrawError
+from tests.loops.loop import Loop
+from tests.loops.models import cross_entropy, mlp
+from tests.loops.oracle import measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.timm_families import stand_in
 from ghostclip.clipping import policies
 from ghostclip.clipping.coefficients import clip_coefficients
 from paper_repro.examples import __main__ as program
 from paper_repro.examples import audited, data
 from tests.audit import mutations, surrounding_mutations
+from tests.integrations import timm_stand_in as stand_in
 
 TINY = list(audited.TINY)
 HERE = ("mnist", "cifar_resnet", "bert_text", "char_lstm", "dcgan")

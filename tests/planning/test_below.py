@@ -9,7 +9,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.flops import counter
-from benchmarks.live import peak_of
 from benchmarks.models import GPT, Block
 from ghostclip import GhostClipper
 from ghostclip.clipping.norms import GroupNorms
@@ -17,6 +16,7 @@ from ghostclip.errors import InvalidOptionError
 from tests.cases import by_name
 from tests.cases.table import CPU
 from tests.exactness.runs import check_norms, check_sensitivity, check_sum, expected, run
+from tests.live import peak_of
 from tests.reference import clip_and_sum, per_sample_gradients
 
 SAMPLES, TOKENS, VOCABULARY = 4, 6, 11

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.live import peak_of
 from benchmarks.tasks import per_sample_losses
 from ghostclip import GhostClipper
 from ghostclip.planning import timeline
+from tests.live import peak_of
 
 B = 32
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from benchmarks.live import peak_of
 from benchmarks.models import GPT
 from ghostclip import GhostClipper
 from ghostclip.errors import InvalidOptionError
 from ghostclip.planning import plan as planning
+from tests.live import peak_of
 from tests.randomised import given, st
 
 SAMPLES, TOKENS, VOCABULARY = 4, 24, 300

@@ -111,3 +111,13 @@ def test_a_product_costs_the_same_however_it_is_written(product):
     with counter() as counted:
         product(torch.ones(3, 5), torch.ones(5, 7))
     assert counted.get_total_flops() == 2 * 3 * 5 * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_a_dtype_of_their_own_are_counted(dtype):
+    left, right = torch.empty(3, 4, 5, device="meta", dtype=dtype), torch.empty(3, 5, 6, device="meta", dtype=dtype)
+    with counter() as counted:
+        torch.bmm(left, right, out_dtype=dtype)
+        torch.bmm(left, right)
+        torch.mm(left[0], right[0])
+    assert counted.get_total_flops() == 2 * 4 * 5 * 6 * (3 + 3 + 1)

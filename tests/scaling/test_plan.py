@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.flops import counter
-from benchmarks.live import LiveBytes
 from ghostclip import GhostClipper
 from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.scaling import Mesh, load_planned, plan_devices
 from ghostclip.scaling.models import blocks_of, held_values, keep_one_shard, units_of
+from tests.live import LiveBytes
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ghostclip
-from benchmarks.timm_families.stand_in import FrozenBatchNorm2d
 from ghostclip import ModuleValidator
 from ghostclip.errors import ShouldReplaceModuleError
+from tests.integrations.timm_stand_in import FrozenBatchNorm2d
 
 CLASSES = 3
 

@@ -1,1 +1,0 @@
-"""Each kernel beside its twin on a GPU: `python -m benchmarks.kernels`."""
