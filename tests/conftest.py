@@ -69,7 +69,6 @@ WIDE, SHARE_OF_WIDE = 12, (6, 6)
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
-    "evidence/test_noise.py": (3, 1),
     "exactness/test_clipped_sums.py": 6,
     "exactness/test_low_precision.py": 3,
     "kernels/test_norms.py": 2,
