@@ -31,41 +31,51 @@ _TORCH_SAYS = (
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
     "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
 )
-# Of the parameter sets of each test of a folder or file one in so many is quick, and one in so many is run by CI, at
-# least one; `make test-slow` runs the others, which are more examples of the same. 0: none.
-SHARES = {
-    "accounting": (3, 1),
-    "architectures": (6, 1),
-    "benchmarks": (0, 1),
-    "benchmarks/test_mutations.py": (1, 1),
-    "cli/test_epsilon_and_calibrate.py": (3, 1),
-    "cli/test_inspect.py": (3, 1),
-    "cli/test_ranks.py": (0, 1),
-    "cli/test_runs.py": (3, 1),
-    "cli/test_tasks.py": (3, 1),
-    "compat": (6, 1),
-    "data": (3, 1),
-    "distributed": (3, 1),
-    "distributed/test_sequences.py": (0, 1),
-    "distributed/test_sharded_measures.py": (0, 1),
-    "docs": (4, 1),
-    "docs/test_readme.py": (0, 1),
-    "evidence/test_noise.py": (3, 1),
-    "exactness/test_clipped_sums.py": (3, 6),
-    "exactness/test_flops.py": (2, 1),
-    "graph": (3, 1),
-    "integrations": (20, 3),
-    "integrations/test_graphs_take_over.py": (0, 1),
-    "integrations/test_trainer_in_parts.py": (0, 1),
-    "loops": (12, 2),
-    "mechanisms": (4, 2),
-    "optim": (3, 1),
-    "paper_repro": (0, 2),
-    "privacy/test_corruptions.py": (4, 2),
-    "project/test_collection.py": (0, 1),
+# Of the parameter sets of each test of a folder or file one in so many is quick, at least one; 0: none.
+QUICK = {
+    "accounting": 3,
+    "architectures": 6,
+    "benchmarks": 0,
+    "benchmarks/test_mutations.py": 1,
+    "cli/test_epsilon_and_calibrate.py": 3,
+    "cli/test_inspect.py": 3,
+    "cli/test_ranks.py": 0,
+    "cli/test_runs.py": 3,
+    "cli/test_tasks.py": 3,
+    "compat": 6,
+    "data": 3,
+    "distributed": 3,
+    "distributed/test_sequences.py": 0,
+    "distributed/test_sharded_measures.py": 0,
+    "docs": 4,
+    "docs/test_readme.py": 0,
+    "evidence/test_noise.py": 3,
+    "exactness/test_clipped_sums.py": 3,
+    "exactness/test_flops.py": 2,
+    "graph": 3,
+    "integrations": 20,
+    "integrations/test_graphs_take_over.py": 0,
+    "integrations/test_trainer_in_parts.py": 0,
+    "loops": 12,
+    "mechanisms": 4,
+    "optim": 3,
+    "paper_repro": 0,
+    "privacy/test_corruptions.py": 4,
+    "project/test_collection.py": 0,
 }
-# So it is of a test with more parameter sets than this, elsewhere.
-WIDE, SHARE_OF_WIDE = 12, (6, 6)
+# And one in so many is run by CI beside the quick ones. `make test-slow` runs the others: more examples of the same.
+CHECKED = {
+    "compat": 1,
+    "docs": 1,
+    "exactness/test_clipped_sums.py": 6,
+    "integrations": 3,
+    "loops": 2,
+    "mechanisms": 2,
+    "paper_repro": 2,
+    "privacy/test_corruptions.py": 2,
+}
+# Both for a test with more parameter sets than this, where the tables say nothing.
+WIDE, SHARE_OF_WIDE = 12, 6
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -146,7 +156,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.few)
         sets[item.path, getattr(item, "originalname", item.name)].append(item)
     for alike in sets.values():
-        quick, checked = _of_place(alike[0], SHARES, SHARE_OF_WIDE if len(alike) > WIDE else (1, 1))
+        usual = SHARE_OF_WIDE if len(alike) > WIDE else 1
+        quick, checked = (_of_place(alike[0], table, usual) for table in (QUICK, CHECKED))
         of_quick = _one_in(quick, [item for item in alike if not _is_further_strategy(item)])
         of_checked = _one_in(checked, alike)
         for item in alike:
