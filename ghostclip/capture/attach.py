@@ -83,7 +83,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
 def delivery(use: ParamUse, order: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Return the hook that delivers the gradient of an output whose rows do not lead."""
     # Elsewhere `ParamUse.arrive` is one.
-    deliver = use.forward.around.deliver
+    use.order, deliver = order, use.forward.around.deliver
 
     def hook(grad: Tensor) -> Tensor:
         grad = grad.contiguous()

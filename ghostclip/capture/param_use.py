@@ -71,6 +71,7 @@ class ParamUse:
     wants_input_gradient: bool = True  # whether its data is in the graph, or was put into another order
     alike: OperationForm | None = None  # key of uses whose factors can be formed at once; None where none can be
     versions: Mapping[str, int] | None = None  # of each target that was computed from parameters; see `versions_of`
+    order: tuple[int, ...] = ()  # axes of the output, those of its rows first; empty where rows lead already
 
     @property
     def row_map(self) -> RowMap:

@@ -20,6 +20,8 @@ from ghostclip.evidence.probe import Company, Start, Weights, repeated, roots_of
 
 # On the node of a proved output: how its rows map to samples, by the number of the node's output.
 _KEY: Final = "ghostclip_proved_rows"
+# How rows map to samples, in an order of the axes; empty where they are as they come.
+_Rows = tuple[RowMap, tuple[int, ...]]
 
 
 class Unheard:
@@ -46,7 +48,7 @@ def note(begun: Sequence[Start]) -> None:
             node.metadata.setdefault(_KEY, {})[number] = start.row_map
 
 
-def reached(begun: Sequence[Start]) -> dict[Edge, RowMap]:
+def reached(begun: Sequence[Start]) -> dict[Edge, _Rows]:
     """Find the proved outputs, and the layers beside them, that some values of a loss were computed from.
 
     Args:
@@ -55,22 +57,24 @@ def reached(begun: Sequence[Start]) -> dict[Edge, RowMap]:
     Returns:
         Each with its row map: an output's as it was noted, a layer's as its rows were read.
     """
-    pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, RowMap]()
+    pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, _Rows]()
     while pending:
         edge = pending.pop()
         if edge[0] is None or edge in seen:
             continue
         seen.add(edge)
         row_map, use = edge[0].metadata.get(_KEY, {}).get(edge[1]), edge[0].metadata.get(METADATA_KEY)
-        if row_map is not None or use is not None:
-            found[edge] = row_map or use.row_map
+        if row_map is not None:
+            found[edge] = row_map, ()
+        elif use is not None:
+            found[edge] = use.row_map, use.order
         else:
             pending += [one for one in edge[0].next_functions if one[0] is not None]
     return found
 
 
 def keeps_apart(
-    begun: Sequence[Start], ends: dict[Edge, RowMap], weights: Sequence[Weights], *, batch_size: int, linear: bool
+    begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Sequence[Weights], *, batch_size: int, linear: bool
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows of proved outputs, and move none of these.
 
@@ -99,17 +103,18 @@ def keeps_apart(
 
 
 def _keeps_apart(
-    begun: Sequence[Start], ends: dict[Edge, RowMap], weights: Weights, company: Company, batch_size: int
+    begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Weights, company: Company, batch_size: int
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows; what arrives is compared in company."""
     edges: list[Any] = [GradientEdge(*edge) for edge in ends]
     roots, given = roots_of(begun, batch_size, weights)
     with backward_entry.unseen():
         grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
-    for place, (grad, row_map) in enumerate(zip(grads, ends.values(), strict=True)):
+    for place, (grad, (row_map, order)) in enumerate(zip(grads, ends.values(), strict=True)):
         if grad is None:
             continue
-        if touches_others(row_map, grad, grad.dim(), weights, batch_size):
+        ordered = grad.permute(order) if order else grad
+        if touches_others(row_map, ordered, ordered.dim(), weights, batch_size):
             return False
-        company.take(place, row_map, row_map.split(grad, grad.dim(), batch_size), weights)
+        company.take(place, row_map, row_map.split(ordered, ordered.dim(), batch_size), weights)
     return True

@@ -10,6 +10,7 @@ from torch import nn
 from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError
 from ghostclip.evidence.unchecked import CheckSchedule
+from tests.cases import by_name
 from tests.exactness.runs import engine
 from tests.reference import per_sample_gradients, whole_norm
 
@@ -123,3 +124,21 @@ def test_what_begins_late_is_met(unpredictable):
         train()
     # What a check runs once more is not counted afterwards.
     assert model.number >= 140
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["picked_brackets_second_axis", "picked_index_select_second", "product_mm_left_of_transposed_alone", "linear_3d"],
+)
+def test_losses_of_another_form_in_a_later_step_are_followed_to_layers_of_every_layout(name):
+    """Nothing of that forward is proved again, so that the loss is followed to where layers left their rows."""
+    case = by_name(name)
+    model, batch = case.model(torch.float64), case.data(torch.float64)
+    with GhostClipper(model, max_grad_norm=1e9, batch_first=case.batch_first) as clipper:
+        clipper.backward(case.losses(model, batch))
+        norms_B = clipper.per_sample_norms
+        model.zero_grad()
+        losses_B = case.losses(model, batch)
+        clipper.backward(losses_B * (torch.arange(len(losses_B)) > 0))
+        assert clipper.per_sample_norms[0] == 0
+        torch.testing.assert_close(clipper.per_sample_norms[1:], norms_B[1:], rtol=1e-9, atol=1e-12)

@@ -84,7 +84,9 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.detach().to_dense() if grad.is_sparse else grad.detach()
 
 
-def backward(case: Case, model: nn.Module, clipper: object, batch: Batch, dtype: torch.dtype) -> Outcome:
+def backward(
+    case: Case, model: nn.Module, clipper: object, batch: Batch, dtype: torch.dtype, *, silent: int | None = None
+) -> Outcome:
     """Run forward and the clipper's backward once, with the batch's per-sample losses.
 
     Args:
@@ -93,13 +95,17 @@ def backward(case: Case, model: nn.Module, clipper: object, batch: Batch, dtype:
         clipper: GhostClipper, or a clipper of the harness.
         batch: named inputs.
         dtype: dtype of the run, for `Case.numerics`.
+        silent: a sample whose loss is multiplied by 0.
 
     Returns:
         What the gradients gained by this backward, and the clipper's norms and coefficients.
     """
     before = gradients(model)
     with case.numerics(dtype):
-        clipper.backward(case.losses(model, batch))
+        losses_B = case.losses(model, batch)
+        if silent is not None:
+            losses_B = losses_B * (torch.arange(len(losses_B), device=losses_B.device) != silent)
+        clipper.backward(losses_B)
     after = gradients(model)
     return Outcome(
         {name: after[name] - before[name] for name in after},
@@ -149,8 +155,10 @@ def check_norms(outcome: Outcome, reference: Reference, dtype: torch.dtype) -> N
     torch.testing.assert_close(outcome.coef_B, reference.coef_B, rtol=tolerance, atol=0.0)
 
 
-def moved(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4) -> Iterator[float]:
-    """Yield for up to `samples` samples by how much leaving the sample out moves the sum, over C.
+def moved(
+    case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4, silenced: bool = False
+) -> Iterator[float]:
+    """Yield for up to `samples` samples by how much leaving the sample out, or silencing it, moves the sum, over C.
 
     One clipper sees all the batches in turn, so that whatever it keeps from one step would show in the next.
     """
@@ -163,14 +171,18 @@ def moved(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4
         model.zero_grad(set_to_none=True)
         others = [index for index in range(size) if index != sample]
         rest = dict.fromkeys(whole, 0.0)
-        if others:
+        if silenced:
+            rest = backward(case, model, clipper, batch, dtype, silent=sample).clipped
+        elif others:
             rest = backward(case, model, clipper, take(batch, others, case.axes), dtype).clipped
         yield whole_norm({name: whole[name] - rest[name] for name in whole}).item() / bound
     clipper.remove()
 
 
-def check_sensitivity(case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4) -> None:
+def check_sensitivity(
+    case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4, silenced: bool = False
+) -> None:
     """Assert for up to `samples` samples that the sums with and without the sample differ by at most C."""
     limit = 1 + tolerances.SENSITIVITY_OF_DIFFERENCE[dtype]
-    for sample, share in enumerate(moved(case, make, dtype, samples=samples)):
+    for sample, share in enumerate(moved(case, make, dtype, samples=samples, silenced=silenced)):
         assert share <= limit, f"sample {sample} moves the clipped sum by {share:.6f} C"
