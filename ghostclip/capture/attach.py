@@ -19,20 +19,16 @@ def carry_out(
     *,
     rows: Tensor,
     saved: Sequence[Tensor],
-    order: tuple[int, ...],
     product: bool = False,
 ) -> Tensor:
     """Run an operation on detached parameters and attach its use to the output."""
-    # rows: the data that it consumes the parameters with. order: axes of the output, those of its rows first; empty
-    # where rows lead already. product: a product of matrices, which autocast forms in 16 bits and which changes no
-    # input.
+    # rows: the data that it consumes the parameters with. product: a product of matrices, which autocast forms in 16
+    # bits and which changes no input.
     output = run_and_keep(use, run, saved, product=product)
-    return attached(use, output, rows=rows, hook=delivery(use, order) if order else use.arrive)
+    return attached(use, output, rows=rows, hook=delivery(use) if use.order else use.arrive)
 
 
-def attached_again(
-    use: ParamUse, output: Tensor, *, order: tuple[int, ...], anchored: bool, counted: Counted | None
-) -> Tensor:
+def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Counted | None) -> Tensor:
     """Attach a use to its output where the operation was decided on in an earlier forward, at a proven site."""
     # No backward is running. `anchored`: the graph of its data leads to the anchor.
     forward = use.forward
@@ -40,7 +36,7 @@ def attached_again(
         output = enter_graph(output, forward.around.anchor)
     elif not anchored or _torch.is_view(output):
         output = own(output, forward.around.anchor, anchored=anchored)
-    node = _torch.hear_gradient(output, delivery(use, order) if order else use.arrive)
+    node = _torch.hear_gradient(output, delivery(use) if use.order else use.arrive)
     count(use, node, use.behind, counted)
     if type(use.node) is not Kept and under_checkpoint():
         forward.note_checkpointing(again=False)
@@ -80,10 +76,10 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
     return output
 
 
-def delivery(use: ParamUse, order: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def delivery(use: ParamUse) -> Callable[[Tensor], Tensor]:
     """Return the hook that delivers the gradient of an output whose rows do not lead."""
     # Elsewhere `ParamUse.arrive` is one.
-    use.order, deliver = order, use.forward.around.deliver
+    order, deliver = use.order, use.forward.around.deliver
 
     def hook(grad: Tensor) -> Tensor:
         grad = grad.contiguous()

@@ -329,11 +329,12 @@ class _Kept:
             return None
         forward.visits[self.visits] = visits
         use = ParamUse(
-            call.site, forward, self.targets, self.factors, self.dims, maps, None, behind, sizes, wanted, self.alike
-        )
+            call.site, forward, self.targets, self.factors, self.dims, maps, None, behind, sizes, wanted, self.alike,
+            order=self.order,
+        )  # fmt: skip
         anchored = anchored or leads_to(rows, forward.around.anchor)
         output = self._output(func, rows, use, form)
-        return attached_again(use, output, order=self.order, anchored=anchored, counted=counted)
+        return attached_again(use, output, anchored=anchored, counted=counted)
 
     def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: KeptForm | None) -> Tensor:
         """Run the operation, with the tensors that its backward needs stored for a use."""

@@ -98,14 +98,12 @@ class ByRule(Plan):
         factors, dims, behind = captured.factors, captured.num_batch_dims, self.rows.grad_fn
         return ParamUse(
             site, forward, self.targets, factors, dims, self.maps, None, behind, self.sizes, wanted, self.alike,
-            versions_of(self.targets),
+            versions_of(self.targets), captured.order,
         )  # fmt: skip
 
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters; the result is in the graph."""
-        return carry_out(
-            use, self.call, rows=self.rows, saved=self.saved, order=self.captured.order, product=self.is_product
-        )
+        return carry_out(use, self.call, rows=self.rows, saved=self.saved, product=self.is_product)
 
     @property
     def is_product(self) -> bool:
