@@ -22,7 +22,7 @@ except ImportError:
 
 
 # One thread, and a heap that is kept, so that no step pays for pages that another has given back.
-ENVIRONMENT: Final = {
+_KEPT_HEAP: Final = {
     "OMP_NUM_THREADS": "1",
     "KINETO_LOG_LEVEL": "5",
     "MALLOC_MMAP_MAX_": "0",
@@ -41,7 +41,7 @@ class TreeWorker:
         arguments: Sequence[str],
         under: Sequence[str] = (),
     ) -> None:
-        variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
+        variables = {**os.environ, **_KEPT_HEAP, "PYTHONPATH": str(tree)}
         self._process = subprocess.Popen(
             [*under, sys.executable, "-c", program, *arguments],
             cwd=tree,

@@ -537,6 +537,7 @@ def _layer(name: str) -> Callable[..., tuple[Tensor, ...]]:
             out, ends = _layers(name, given["data"], given["hx"], given, tuple(given["batch_sizes"].tolist()))
             return out, *ends
         first = given.get("batch_first", False)
+        # Rows that lie together make the gates' part from the input one product, not one a step.
         x = given["input"].transpose(0, 1).contiguous() if first else given["input"]
         if x.shape[0] == 0:
             shape = tuple(given["input"].shape)
