@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from ghostclip.errors import InvalidOptionError
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import DELTA, STEPS, exact, refused
+from tests.loops.lights import quiet_trainer
 from tests.loops.loop import Loop
 from tests.loops.models import cross_entropy, dropping, functional, mlp
 from tests.loops.ranks import see_on_ranks
@@ -83,23 +84,8 @@ def trainer_of(world: World, callbacks: Any = (), **options: Any) -> Any:
         callbacks: Its callbacks.
         options: Others of its options.
     """
-    import lightning
-
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    given = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": world.folder,
-        "max_steps": STEPS,
-        "log_every_n_steps": 1,
-        "limit_val_batches": 0,
-    }
-    return lightning.Trainer(callbacks=list(callbacks), **(given | options))
+    given = {"max_steps": STEPS, "log_every_n_steps": 1, "limit_val_batches": 0}
+    return quiet_trainer(world, callbacks=list(callbacks), **(given | options))
 
 
 def privacy_of(world: World, **options: Any) -> Any:

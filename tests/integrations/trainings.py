@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GhostClipError
 from ghostclip.integrations._host import HostTraining
-from tests.loops.hugging import quiet
+from tests.loops.hugging import in_a_world, quiet
 from tests.loops.loop import Loop
 from tests.loops.oracle import measure, see
 from tests.loops.ranks import see_on_ranks
@@ -69,23 +68,14 @@ def arguments_of(world: World, kind: type, **options: Any) -> Any:
     """
     quiet()
     given = {
-        "output_dir": str(Path(world.folder) / "run"),
         "per_device_train_batch_size": BATCH // 2,
         "gradient_accumulation_steps": 2 // world.ranks,
         "max_steps": STEPS,
-        "learning_rate": 0.1,
-        "weight_decay": 0.0,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "seed": world.seed,
-        "logging_steps": 1,
         "noise_multiplier": world.sigma,
         "target_delta": DELTA,
         "max_grad_norm": world.clip,
     }
-    return kind(**(given | options))
+    return kind(**(in_a_world(world) | given | options))
 
 
 def run(world: World, trainer: Any, resume: bool | None = None) -> Any:

@@ -31,9 +31,16 @@ def _arguments(world: World, **options: Any) -> Any:
 
     quiet()
     given = {
-        "output_dir": str(Path(world.folder) / "run"),
         "per_device_train_batch_size": BATCH,
         "max_steps": 3,
+    }
+    return TrainingArguments(**(in_a_world(world) | given | options))
+
+
+def in_a_world(world: World) -> dict[str, Any]:
+    """Return what any Trainer in a world is told: where to write, a rate of 0.1, its seed, nothing on the screen."""
+    return {
+        "output_dir": str(Path(world.folder) / "run"),
         "learning_rate": 0.1,
         "weight_decay": 0.0,
         "use_cpu": True,
@@ -43,7 +50,6 @@ def _arguments(world: World, **options: Any) -> Any:
         "seed": world.seed,
         "logging_steps": 1,
     }
-    return TrainingArguments(**(given | options))
 
 
 def quiet() -> None:

@@ -38,10 +38,15 @@ def _module(world: World, body: nn.Module, optimizer: Any = None) -> Any:
 
 
 def _trainer(world: World, **options: Any) -> Any:
+    return quiet_trainer(world, **({"max_epochs": 1} | options))
+
+
+def quiet_trainer(world: World, **options: Any) -> Any:
+    """Return Lightning's Trainer on a CPU, which writes into a world's folder and nothing on the screen."""
     import lightning
 
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     quiet = {
         "accelerator": "cpu",
         "devices": 1,
@@ -50,7 +55,6 @@ def _trainer(world: World, **options: Any) -> Any:
         "enable_model_summary": False,
         "enable_checkpointing": False,
         "default_root_dir": world.folder,
-        "max_epochs": 1,
     }
     return lightning.Trainer(**(quiet | options))
 
