@@ -90,9 +90,9 @@ def run(world: World, trainer: Any, resume: bool | None = None) -> Any:
         What `train` returned.
     """
 
-    def generator(_: HostTraining, purpose: int) -> torch.Generator:
-        # As `World.loader` seeds it.
-        return world.noise() if purpose else world.loader(list(range(RECORDS))).generator
+    def generator(_: HostTraining, purpose: int) -> torch.Generator | None:
+        # Of sampling as `World.loader` seeds it; of noise the world's keys.
+        return None if purpose else world.loader(list(range(RECORDS))).generator
 
     silent(trainer)
     with mock.patch.object(HostTraining, "_generator", generator):

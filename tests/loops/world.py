@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import os
 import random
 import tempfile
@@ -10,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.data import schemes
+from ghostclip.noise import RandomKey
 from tests.loops.passes import Passes
 
 RECORDS, BATCH = 24, 6
@@ -54,8 +58,7 @@ class World:
         sigma: Noise multiplier.
         clip: C.
         drop: The records that no sampler may hand out.
-        noise_seed: Of the noise.
-        seed: Of everything else.
+        seed: Of all randomness, of the keys that are fresh entropy elsewhere too.
         rank: Number of this process.
         ranks: How many processes there are.
         folder: Where the loop may write.
@@ -75,7 +78,6 @@ class World:
     sigma: float = 0.0
     clip: float = 1.0
     drop: tuple[int, ...] = ()
-    noise_seed: int = 1
     seed: int = 0
     rank: int = 0
     ranks: int = 1
@@ -160,10 +162,6 @@ class World:
         self.engine = PrivacyEngine(**options)
         return self.engine
 
-    def noise(self) -> torch.Generator:
-        """What noise follows from."""
-        return torch.Generator().manual_seed(self.noise_seed + self._private_part())
-
     def _private_part(self) -> int:
         """What seeds of different processes differ by: nobody gives all of them one, as nobody gives any."""
         return _ANEW * (self.restarts + 100 * self.rank)
@@ -176,7 +174,7 @@ class World:
     def private(self, model: nn.Module, optimizer: Optimizer, loader: DataLoader, **options: Any) -> Any:
         """Make a training private with this world's σ, C and noise."""
         engine = self.engine or self.new_engine()
-        given = {"noise_multiplier": self.sigma, "max_grad_norm": self.clip, "noise_generator": self.noise()} | options
+        given = {"noise_multiplier": self.sigma, "max_grad_norm": self.clip} | options
         return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **given)
 
     # What the oracle asks for
@@ -225,6 +223,7 @@ class World:
             for hook in hooks:
                 stack.callback(hook.remove)
             stack.enter_context(self._sampling())
+            stack.enter_context(self._keys())
             stack.enter_context(passes.counting())
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -287,6 +286,16 @@ class World:
         finally:
             for owner, name, own in undo:
                 setattr(owner, name, own)
+
+    def _keys(self) -> Any:
+        """Let fresh keys follow from the world, another one each time: a verdict on noise is not left to chance."""
+        made = itertools.count()
+
+        def renew(key: RandomKey) -> None:
+            which = f"{self.seed} {self._private_part()} {next(made)}"
+            key.secret = hashlib.shake_128(which.encode()).digest(16)
+
+        return mock.patch.object(RandomKey, "renew", renew)
 
 
 def seed_everything(seed: int) -> None:
