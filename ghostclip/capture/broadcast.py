@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.capture.batch_axis import WHOLE, RowMap
+from ghostclip.capture.row_maps import WHOLE, RowMap
 from ghostclip.factors import Dense, Diagonal, Factor
 from ghostclip.factors.base import to_accumulation
 

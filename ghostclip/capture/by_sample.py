@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.row_maps import RowMap
 
 _FOLDED: Final = ("axis", "major", "minor")
 # Relative differences beyond rounding, by dtype; sums over a batch in another order are within.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import carry_out
-from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import OperationForm
 from ghostclip.capture.derive import derive
 from ghostclip.capture.forward import ForwardContext
@@ -20,7 +19,7 @@ from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse, register, site_of, versions_of
-from ghostclip.capture.row_maps import wants_gradient
+from ghostclip.capture.row_maps import RowMap, wants_gradient
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.capture.writes import write
 from ghostclip.errors import BatchAxisError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.batch_axis import RowMap, samples_axis
+from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.clipping.shares import counted_positions
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import Number, Path, ReducedAxes, grouped, looks_plain, paths

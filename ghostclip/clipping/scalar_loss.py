@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.batch_axis import WHOLE, RowMap
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.capture.row_maps import WHOLE, RowMap
 from ghostclip.clipping.loss_scale import (
     ANY,
     SCHEDULES,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
-from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import Path
 from ghostclip.kernels.sums import add_rows_

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.batch_axis import candidates
+from ghostclip.capture.row_maps import candidates
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.evidence.module_state import restored
 

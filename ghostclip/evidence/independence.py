@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _tree
-from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
 from ghostclip.evidence.dropout import WithoutDropout

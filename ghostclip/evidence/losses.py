@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, shape_at
+from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.capture.row_origin import only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource, source_at

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.capture import backward_entry
-from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.evidence.probe import Company, Start, Weights, repeated, roots_of, touches_others
 

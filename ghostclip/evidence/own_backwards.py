@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, gradient_hooks
-from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.gathering import on_any
 from ghostclip.capture.nodes import edge_of, nodes_behind
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.dropout import WithoutDropout

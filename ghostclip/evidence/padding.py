@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _tree
-from ghostclip.capture.batch_axis import RowMap, samples_axis
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge
 from ghostclip.capture.packed import packed_inputs
+from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of, first_apart
 from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Batch, Run, plainly, tried

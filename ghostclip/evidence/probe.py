@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN
 from ghostclip.errors import BatchAxisError, SampleMixingError

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.batch_axis import RowMap, candidates
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.probe import Start, cotangent, touches_others
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ghostclip.capture.batch_axis import RowMap
 from ghostclip.capture.by_sample import Arrived, Rerun, gradients
+from ghostclip.capture.row_maps import RowMap
 
 B, K = 4, 3
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import SampleMixingError
 from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.probe import Start, cotangent, nonzero_rows

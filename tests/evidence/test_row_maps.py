@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ghostclip.capture.batch_axis import RowMap
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.evidence.probe import Probe
 
 MAJOR, MINOR = RowMap("major", 0), RowMap("minor", 0)

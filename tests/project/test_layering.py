@@ -53,7 +53,6 @@ LAYERS = (
 # The files of two rooms, lowest first: the path of a forward is long, and each file of it knows of those below alone.
 ORDERED = {
     "capture": [
-        "batch_axis",
         "casts",
         "eager",
         "gathering",
