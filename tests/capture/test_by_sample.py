@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ghostclip.capture.by_sample import Arrived, Rerun, gradients
+from ghostclip.capture.general import Arrived, Rerun, gradients
 from ghostclip.capture.row_maps import RowMap
 
 B, K = 4, 3

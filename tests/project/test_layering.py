@@ -67,7 +67,6 @@ ORDERED = {
         "snapshot",
         "tracked",
         "broadcast",
-        "by_sample",
         "hooks",
         "inputs",
         "nodes",
