@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
+from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, result_axes
@@ -25,7 +26,6 @@ from ghostclip.capture.nodes import Region
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, candidates, order_of_rows, wants_gradient
-from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Dense, Factor

@@ -12,13 +12,21 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.call_sites import NEVER, CallSite, OperationForm, Way, counted_as, key_of
+from ghostclip.capture.call_sites import (
+    NEVER,
+    CallSite,
+    Circumstances,
+    OperationForm,
+    Way,
+    counted_as,
+    key_of,
+    statistics_of,
+)
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward, under_checkpoint
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.capture.statistics import Circumstances, statistics_of
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Factor, Head

@@ -14,8 +14,7 @@ from typing import Final
 
 from torch import nn
 
-from ghostclip.capture.call_sites import CallSite
-from ghostclip.capture.statistics import AT_ONCE_FORM, GENERAL_FORM, MatrixProduct, Statistics
+from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, CallSite, MatrixProduct, Statistics
 from ghostclip.factors import planner
 from ghostclip.planning.below import BlockPlanner
 from ghostclip.rules import rule_for

@@ -19,8 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _validate
-from ghostclip.capture.call_sites import CallSite
-from ghostclip.capture.statistics import Statistics
+from ghostclip.capture.call_sites import CallSite, Statistics
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.planning.coverage import Coverage, as_table, coverage_of, keeps, kept_input, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET

@@ -72,7 +72,6 @@ ORDERED = {
         "nodes",
         "operation",
         "row_tracker",
-        "statistics",
         "bags",
         "call_sites",
         "derive",
