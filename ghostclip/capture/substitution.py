@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch
 from ghostclip.capture.nodes import edge_of, nodes_behind
-from ghostclip.capture.roster import Roster
-from ghostclip.capture.snapshot import Snapshot
+from ghostclip.capture.roster import Roster, Snapshot
 from ghostclip.capture.tracked import Interceptor, TrackedTensor, tracked_parameter
 from ghostclip.errors import SampleMixingError, UncoveredParameterError, UnsupportedModelError
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.capture.snapshot import Snapshot
+from ghostclip.capture.roster import Snapshot
 from ghostclip.errors import SampleMixingError
 from tests.exactness.runs import engine
 from tests.reference import clip_and_sum, per_sample_gradients
