@@ -20,7 +20,6 @@ from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import attached_again, look_up, run_and_keep
 from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, OperationForm, Visits, counted_as, key_of
-from ghostclip.capture.decompose import decompose
 from ghostclip.capture.derive import reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward
@@ -29,7 +28,7 @@ from ghostclip.capture.nodes import KeptForm, keep
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import FactorFunction, ParamUse
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
-from ghostclip.capture.rewrite import rewritten
+from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared

@@ -1,15 +1,81 @@
-"""Operations that say in one call what others say in a way that samples can be followed through."""
+"""Functions written in operations that samples can be followed through: others in one call, or those that they consist of.
+
+Functions of ``torch.nn.functional`` that are written in Python run as they are; recurrent layers and cells, which torch
+has as single functions, run as ``ghostclip.rules.recurrent`` writes them out; ``linear_cross_entropy`` runs without
+logits.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 from opt_einsum import contract_path
 from torch import Tensor
 
 from ghostclip import _torch
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.rules import rule_for
+from ghostclip.rules.head import linear_cross_entropy
+from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed
+
+_CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_COPIES: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> Callable[..., Any] | None:
+    """Return the function in a form that runs its own operations one by one, or None if it is one operation."""
+    inside = inside_of(func, name)
+    if inside is None:
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Attention and recurrent layers work on (T, B, E) whatever the module's batch_first says.
+        second = name == "multi_head_attention_forward" or (name in LAYERS and not is_packed(args, kwargs))
+        with forward.along(1 if second else forward.batch_axis), forward.around.rows.inside():
+            return inside(*args, **kwargs)
+
+    return run
+
+
+def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """Return a function written as its own operations; None where it is one operation."""
+    if name in WRITTEN_OUT:
+        return _reentered(WRITTEN_OUT[name])
+    if not isinstance(func, FunctionType) or rule_for(name) is not None:
+        return None
+    if not any(check in func.__code__.co_names for check in _CHECKS):
+        return None
+    if name == "linear_cross_entropy":
+        return _reentered(partial(linear_cross_entropy, otherwise=_without_dispatch(func)))
+    return _reentered(_without_dispatch(func))
+
+
+def _without_dispatch(func: FunctionType) -> Callable[..., Any]:
+    """Return a copy of a Python torch function without its own override check; nested functions keep theirs."""
+    if func not in _COPIES:
+        scope = {**func.__globals__, **dict.fromkeys(_CHECKS, _never)}
+        copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+        copy.__kwdefaults__ = func.__kwdefaults__
+        _COPIES[func] = copy
+    return _COPIES[func]
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+def _reentered(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function with interception switched on again (it is off inside ``__torch_function__``)."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _torch.overrides_on():
+            return func(*args, **kwargs)
+
+    return run
 
 
 def rewritten(operation: Operation) -> Callable[[], Any] | None:

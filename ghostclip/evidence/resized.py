@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _tree
-from ghostclip.capture.decompose import inside_of
+from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
 from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.independence import Batch
