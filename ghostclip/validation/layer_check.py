@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from ghostclip import _tree
-from ghostclip.capture.sampler_check import uncompared
+from ghostclip.capture.opaque_modules import uncompared
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.facade.module import strategy_of

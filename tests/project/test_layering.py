@@ -86,7 +86,6 @@ ORDERED = {
         "row_maps",
         "attach",
         "general",
-        "sampler_check",
         "opaque_modules",
         "plans",
         "decide",
