@@ -26,7 +26,6 @@ from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.opaque_modules import OpaqueModules
-from ghostclip.capture.operation import HOOKED, LOOKED_AT, Operation, hooked, sets_hook
 from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
@@ -35,7 +34,17 @@ from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
 from ghostclip.capture.running import Running
 from ghostclip.capture.substitution import Substitution, untouched_grads
-from ghostclip.capture.tracked import TrackedTensor, plain, tracked_leaves, without_samples
+from ghostclip.capture.tracked import (
+    HOOKED,
+    LOOKED_AT,
+    Operation,
+    TrackedTensor,
+    hooked,
+    plain,
+    sets_hook,
+    tracked_leaves,
+    without_samples,
+)
 from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.rules.registry import any_samplers, operation_name
 

@@ -25,14 +25,13 @@ from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.nodes import KeptForm, keep
-from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import FactorFunction, ParamUse
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
-from ghostclip.capture.tracked import TrackedTensor, plain
+from ghostclip.capture.tracked import Operation, TrackedTensor, plain
 from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
 from ghostclip.rules import Call, Captured, Rule, follows_from_form, is_rule_for, rule_for

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.operation import Operation
-from ghostclip.capture.tracked import Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
+from ghostclip.capture.tracked import Operation, Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
 from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
 from ghostclip.rules.index import PICKING, Pick, of_constant, pick_of
 

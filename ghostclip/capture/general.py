@@ -23,10 +23,9 @@ from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, result_axes
 from ghostclip.capture.nodes import Region
-from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, candidates, order_of_rows, wants_gradient
-from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Dense, Factor
 

@@ -15,10 +15,9 @@ from ghostclip.capture.call_sites import NEVER, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import in_backward
-from ghostclip.capture.operation import Operation
 from ghostclip.capture.row_origin import UNKNOWN_ORDER
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Key, Shapes
-from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.tracked import Operation, TrackedTensor
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
 from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
-from ghostclip.capture.operation import Operation
 from ghostclip.capture.param_use import ParamUse, register, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, wants_gradient
-from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.capture.writes import write
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Factor

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.operation import Operation
-from ghostclip.capture.tracked import TrackedTensor
+from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.rules import rule_for
 from ghostclip.rules.head import linear_cross_entropy
 from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.operation import Operation
-from ghostclip.capture.tracked import Origin, TrackedTensor, become, replace_tracked
+from ghostclip.capture.tracked import Operation, Origin, TrackedTensor, become, replace_tracked
 from ghostclip.errors import UnsupportedModelError
 
 # They change the form of the tensor object itself.
