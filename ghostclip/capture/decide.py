@@ -20,7 +20,7 @@ from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
 from ghostclip.capture.attach import attached_again, look_up, run_and_keep
 from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, OperationForm, Visits, counted_as, key_of
-from ghostclip.capture.derive import reorders_copies
+from ghostclip.capture.derive import refuse_data, reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
@@ -32,7 +32,6 @@ from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
-from ghostclip.capture.writes import refuse_data
 from ghostclip.errors import GhostClipError
 from ghostclip.rules import Call, Captured, Rule, follows_from_form, is_rule_for, rule_for
 
