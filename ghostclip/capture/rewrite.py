@@ -1,4 +1,4 @@
-"""Functions written in operations that samples can be followed through: others in one call, or those that they consist of.
+"""Functions written in operations that samples can be followed through: others in one call, or those they consist of.
 
 Functions of ``torch.nn.functional`` that are written in Python run as they are; recurrent layers and cells, which torch
 has as single functions, run as ``ghostclip.rules.recurrent`` writes them out; ``linear_cross_entropy`` runs without
