@@ -146,7 +146,7 @@ MUTATIONS = (
     Mutation("divided by tokens", "a factor that follows the batch is refused", "clipping/loss_scale.py",
              "    if unclear:\n", "    if False:\n",
              "clipping/test_scalar_losses.py exactness/test_losses_of_transformers.py"),
-    Mutation("hooks may mix", "a hook that changes gradients of a loss is refused", "capture/gradient_hooks.py",
+    Mutation("hooks may mix", "a hook that changes gradients of a loss is refused", "capture/hooks.py",
              "            self._refuse()\n", "            return\n",
              "clipping/test_hooks_on_losses.py capture/test_hooks_on_gradients.py"),
     Mutation("padding of graphs counts", "padding samples add nothing", "graph/rewrite.py",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import _torch, _validate
 from ghostclip.assembly.options import Options, clip_policy
-from ghostclip.capture.replicas import sums_meet_elsewhere
+from ghostclip.capture.ranks import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data.sampler import PrivateSampler

@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor
 
-from ghostclip.capture import gradient_hooks
+from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.gathering import Gathering
-from ghostclip.capture.inputs import in_backward
+from ghostclip.capture.hooks import hooks_of_others, note_tensor_hooks, stop_noting_tensor_hooks
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
+from ghostclip.capture.ranks import Gathering
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.errors import LossReductionError
 
@@ -63,7 +63,7 @@ def detach(examiner: Examiner) -> None:
     for forward in [forward for forward, owner in _waiting.items() if owner() is examiner]:
         del _waiting[forward]
     if not _attached:
-        gradient_hooks.remove()
+        stop_noting_tensor_hooks()
     while not _attached and hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = getattr(torch.autograd.backward, "__wrapped__")  # noqa: B009 - unknown to the type
 
@@ -76,7 +76,7 @@ def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrive
         _waiting[forward] = ref(examiner)
         _install()
     forward.announced = max(forward.announced, output.register_hook(lambda grad: arrives()).id)
-    forward.hooks_until = gradient_hooks.by_others()
+    forward.hooks_until = hooks_of_others()
 
 
 def forget(forward: ForwardContext) -> None:
@@ -96,7 +96,7 @@ def wait_again(examiner: Examiner, forward: ForwardContext) -> None:
 
 
 def _install() -> None:
-    gradient_hooks.install()
+    note_tensor_hooks()
     if not hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = _showing(torch.autograd.backward)
 
@@ -116,7 +116,7 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
     def backward(*args: Any, **kwargs: Any) -> None:
         # What is restricted to some inputs trains no parameter of theirs.
         restricted = kwargs.get("inputs") is not None or (len(args) > _INPUTS and args[_INPUTS] is not None)
-        if restricted or getattr(_here, "unseen", False) or in_backward() or not _waiting:
+        if restricted or getattr(_here, "unseen", False) or _torch.in_backward() or not _waiting:
             original(*args, **kwargs)
             return
         roots = args[0] if args else kwargs.get("tensors", ())

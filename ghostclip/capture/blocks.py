@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.in_place import in_place_of
-from ghostclip.capture.inputs import in_backward, under_checkpoint
-from ghostclip.capture.nodes import separated
+from ghostclip.capture.hooks import in_place_of
+from ghostclip.capture.nodes import separated, under_checkpoint
 
 BLOCK_KEY: Final = "ghostclip_block"
 """On the node that ends a block: the number of its call in the forward."""
@@ -131,7 +130,7 @@ class Blocks:
 
     def begin(self, forward: ForwardContext, inputs: Any) -> None:
         """Watch the blocks in a forward that begins, and checkpoint those that are chosen."""
-        if self._replaced is not None or in_backward() or not torch.is_grad_enabled():
+        if self._replaced is not None or _torch.in_backward() or not torch.is_grad_enabled():
             return
         blocks = repeated(self._model)
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tree.tensors(inputs))
@@ -154,7 +153,7 @@ class Blocks:
         run = block.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or in_backward():
+            if not torch.is_grad_enabled() or _torch.in_backward():
                 return run(*args, **kwargs)
             may_be = _is_plain((args, kwargs)) and not under_checkpoint()
             first, again = self._number(), name in chosen and may_be

@@ -14,25 +14,28 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch, _tree
-from ghostclip.capture import backward_entry, eager, hooks
-from ghostclip.capture.bags import Bags, as_flat
+from ghostclip.capture import backward_entry, hooks
 from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites
 from ghostclip.capture.decide import DecisionCache, decide
-from ghostclip.capture.divided import is_divided, on_parts, refuse_divided_outputs, refuse_whole_data, settled
 from ghostclip.capture.forward import ForwardContext, Surroundings
-from ghostclip.capture.gathering import Gathering
-from ghostclip.capture.inputs import in_backward, with_dummy, without_dummy
+from ghostclip.capture.inputs import Bags, as_flat, packed_inputs, with_dummy, without_dummy
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
 from ghostclip.capture.opaque_modules import OpaqueModules
-from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
-from ghostclip.capture.replicas import quieten_wrapper
+from ghostclip.capture.ranks import (
+    Gathering,
+    is_divided,
+    on_parts,
+    quieten_wrapper,
+    refuse_divided_outputs,
+    refuse_whole_data,
+    settled,
+)
 from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
-from ghostclip.capture.running import Running
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import (
     HOOKED,
@@ -121,7 +124,7 @@ class CaptureContext:
         self._listener: Listener | None = None
         self._listening: ExitStack | None = None
         self._full_backward = False
-        self._running: Running | None = None
+        self._running: hooks.Running | None = None
         self._sites_before = 0
         self._unwatched = False
         self._compiler: Any = None
@@ -171,11 +174,11 @@ class CaptureContext:
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
-        self._compiler = eager.suspend()
+        self._compiler = hooks.suspend_compiler()
         if _torch.transform() is not None:
             self._break_off()
             raise UnsupportedModelError(_transformed(call.module))
-        if in_backward():
+        if _torch.in_backward():
             # Activation checkpointing runs a part of the latest forward again.
             self._start(call.args, call.kwargs)
             return None
@@ -204,7 +207,7 @@ class CaptureContext:
             call, tensors = self._tied(call)
         self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
-        self._running = Running(call.module, call.kwargs, self._break_off)
+        self._running = hooks.Running(call.module, call.kwargs, self._break_off)
         token = self._running.hand_over()
         self._start(call.args, call.kwargs, tensors=tensors)
         if self._inner_calls_say_nothing():
@@ -313,7 +316,7 @@ class CaptureContext:
         """Have a unit's parameters substituted once they were gathered for a backward that runs its forward again."""
         # A checkpoint inside of a unit's call does so without calling the unit, whose hooks do not run then.
         forward = self.forward
-        if not (forward.runs_again and torch.is_grad_enabled()) or in_backward():
+        if not (forward.runs_again and torch.is_grad_enabled()) or _torch.in_backward():
             return
 
         def gathered(grad: Tensor) -> Tensor:
@@ -327,7 +330,7 @@ class CaptureContext:
                 _torch.hear_gradient(tensor, gathered)
 
     def _let_compile(self) -> None:
-        eager.resume(self._compiler)
+        hooks.resume_compiler(self._compiler)
         self._compiler = None
 
     def _break_off(self) -> None:
@@ -359,7 +362,7 @@ class CaptureContext:
 
     def _end(self, call: ModuleCall, output: Any, *, failed: bool) -> Any:
         """End the outermost call, with all parameters restored, and weigh the evidence on what is new."""
-        if in_backward():
+        if _torch.in_backward():
             return None
         if self._running is not None:
             self._running.end()
@@ -460,12 +463,12 @@ class CaptureContext:
     def unwatched(self) -> Iterator[None]:
         """Yield while forwards run as without a clipper, and no compiler takes them, as they are traced elsewhere."""
         before, self._unwatched = self._unwatched, True
-        compiler = eager.suspend()
+        compiler = hooks.suspend_compiler()
         try:
             yield
         finally:
             self._unwatched = before
-            eager.resume(compiler)
+            hooks.resume_compiler(compiler)
 
     @contextmanager
     def substituted(self) -> Iterator[None]:
@@ -474,14 +477,14 @@ class CaptureContext:
             yield
             return
         self.substitution.enter()
-        compiler = eager.suspend()
+        compiler = hooks.suspend_compiler()
         try:
             self._start()
             yield
         finally:
             self.substitution.leave()
             self._rows.end()
-            eager.resume(compiler)
+            hooks.resume_compiler(compiler)
 
     # -- operations ---------------------------------------------------------------------------------------------
 

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import broadcast
-from ghostclip.capture.attach import attached_again, look_up, run_and_keep
 from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, OperationForm, Visits, counted_as, key_of
 from ghostclip.capture.derive import refuse_data, reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
-from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.nodes import KeptForm, keep
-from ghostclip.capture.param_use import FactorFunction, ParamUse
+from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_keep
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
@@ -373,7 +371,7 @@ class DecisionCache:
         for kept in self._kept.get(key, ()):
             rows = kept.data_of(args, kwargs)
             if rows is not None:
-                if not torch.is_grad_enabled() or forward.resized is not None or in_backward():
+                if not torch.is_grad_enabled() or forward.resized is not None or _torch.in_backward():
                     return None
                 return kept.run(key[0], rows, forward)
         return None
@@ -382,7 +380,7 @@ class DecisionCache:
         """Store a decision, if it follows from the form of the arguments."""
         forward = use.forward
         is_kept = plan.rows.layout is torch.strided and _is_of_form(operation, plan)
-        if forward.batch_size < 2 or in_backward() or not is_kept:
+        if forward.batch_size < 2 or _torch.in_backward() or not is_kept:
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
         args, kwargs, entry = operation.args, operation.kwargs, rule_for(operation.name)

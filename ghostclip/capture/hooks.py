@@ -1,15 +1,52 @@
-"""Hooks on modules: they tell of every call that begins and ends, and know nothing of what is made of it."""
+"""Hooks: ours on modules, and a forward that runs between them; those that others set on tensors.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+Hooks on modules tell of every call that begins and ends, and know nothing of what is made of it. The one after the
+forward ends it, also after an exception, but not after ``KeyboardInterrupt``: torch calls no hook then. Two safety nets
+catch that. A token among the forward's arguments notices when the call's frames are gone, and whoever enters next looks
+whether the call is still on the stack.
+
+``torch.compile`` traces Python frames ahead of time; what a clipper does in a forward (substituting parameters,
+following rows, keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it,
+and compiled otherwise: in evaluation, without gradients, or once the clipper is removed.
+
+torch tells nobody which values of a graph have hooks. While anybody is attached, ``Tensor.register_hook`` is therefore
+replaced by one that leaves a note on the node that made the tensor; the hooks themselves are kept by torch alone.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, Final
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch
-from ghostclip.capture.eager import untraced
 from ghostclip.errors import GhostClipError, UnsupportedModelError
+
+_UNTRACED: list[CodeType] = []
+
+
+def suspend_compiler() -> Any:
+    """Stop the compiler from taking further frames; return the state to resume, None if it was never loaded."""
+    return _torch.stop_compiler(_UNTRACED)
+
+
+def resume_compiler(suspended: Any) -> None:
+    """Let the compiler go on as before."""
+    _torch.restart_compiler(suspended)
+
+
+def untraced(function: Any) -> Any:
+    """Mark a function that the compiler must neither trace nor look into."""
+    _UNTRACED.append(function.__code__)
+    _torch.mark_untraced(function, reason="it substitutes parameters in a forward, which cannot be compiled")
+    return function
+
 
 # Called with a module and its positional and keyword inputs; returns what to run it on, None to keep them.
 Enter = Callable[[nn.Module, Any, Any], Any]
@@ -153,3 +190,145 @@ def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> 
 
 def _is_watched(module: nn.Module) -> bool:
     return any(isinstance(hook, _Hook) and hook.active for hook in _torch.forward_hooks(module))
+
+
+@contextmanager
+def in_place_of(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of one module, not of its class, within the block."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = run
+    try:
+        yield
+    finally:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
+
+
+class Token(dict[str, Any]):
+    """The keyword arguments of the outermost call: they live as long as its frames do."""
+
+    expired: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        """Report that nobody refers to the arguments any more."""
+        if self.expired is not None:
+            self.expired()
+
+
+class Running:
+    """The outermost module call."""
+
+    def __init__(self, module: Any, kwargs: dict[str, Any], expired: Callable[[], None]) -> None:
+        # `expired` is called when the call's frames are gone and it was never ended.
+        self.module = module
+        self.token: Token | None = Token(kwargs)  # referred to by the call's frames and by nobody else
+
+        def check() -> None:
+            # Somebody else's hook may have put other arguments in the token's place.
+            if not _calls_of(module):
+                expired()
+
+        self.token.expired = check
+
+    def was_broken_off(self, module: Any) -> bool:
+        """Return whether a new call of the same module, which has begun, shows that this one is over."""
+        return module is self.module and _calls_of(module) == 1
+
+    def hand_over(self) -> Token:
+        """Return the token, to which only the call's frames refer from now on."""
+        token, self.token = self.token, None
+        assert token is not None
+        self._last = ref(token)
+        return token
+
+    def end(self) -> None:
+        """Let the token expire unnoticed."""
+        token = self._last() if self.token is None else self.token
+        if token is not None:
+            token.expired = None
+
+
+def _calls_of(module: Any) -> int:
+    """Return how many calls of a module this thread is executing."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        count += _torch.is_call_of(frame, module)
+        frame = frame.f_back
+    return count
+
+
+# Returns a gradient to go on with, None for the one it was given.
+GradientHook = Callable[[Tensor], Tensor | None]
+_NOTES: Final = "ghostclip_hooks"
+_NOTING: Final = "_ghostclip_hooks"
+_by_others = [0]
+
+
+def note_tensor_hooks() -> None:
+    """Note hooks from now on; an earlier replacement of the method is still called."""
+    if not hasattr(Tensor.register_hook, _NOTING):
+        Tensor.register_hook = _noting(Tensor.register_hook)  # type: ignore[method-assign]
+
+
+def stop_noting_tensor_hooks() -> None:
+    """Restore torch's method, unless somebody has replaced it since."""
+    while hasattr(Tensor.register_hook, _NOTING):
+        Tensor.register_hook = getattr(Tensor.register_hook, "__wrapped__")  # type: ignore[method-assign] # noqa: B009
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def register_hook(tensor: Tensor, hook: GradientHook) -> Any:
+        handle = original(tensor, hook)
+        node: Any = tensor.grad_fn
+        if node is not None:
+            _by_others[0] += not str(getattr(hook, "__module__", "")).startswith("ghostclip.")
+            # Weakly: a hook that refers to its own tensor would otherwise keep the graph for good.
+            node.metadata.setdefault(_NOTES, []).append(handle.hooks_dict_ref)
+        return handle
+
+    setattr(register_hook, _NOTING, True)
+    return register_hook
+
+
+def hooks_of_others() -> int:
+    """Return how many hooks of others were noted so far: where none was since, the graph need not be searched."""
+    return _by_others[0]
+
+
+def hooks_at(node: Any) -> Iterator[MutableMapping[Any, GradientHook]]:
+    """Yield the hooks of every tensor that a node made, by the increasing numbers of their handles."""
+    for found in node.metadata.get(_NOTES, ()):
+        hooks = found()
+        if hooks:
+            yield hooks
+
+
+def hooks_set_on(nodes: Iterable[Any]) -> list[GradientHook]:
+    """Return the hooks on what nodes made, in the order in which they were set."""
+    found = [hook for node in nodes for hooks in hooks_at(node) for hook in hooks.values()]
+    return [hook.hook if isinstance(hook, _OnlyLooks) else hook for hook in found]
+
+
+def refuse_changes(node: Any, refuse: Callable[[], None]) -> None:
+    """Let hooks on a node's outputs look at gradients, and refuse changes: ``refuse`` raises in the backward."""
+    for hooks in hooks_at(node):
+        for number, hook in list(hooks.items()):
+            if not isinstance(hook, _OnlyLooks):
+                hooks[number] = _OnlyLooks(hook, refuse)
+
+
+class _OnlyLooks:
+    """A hook that may not change a gradient."""
+
+    def __init__(self, hook: GradientHook, refuse: Callable[[], None]) -> None:
+        self.hook, self._refuse = hook, refuse
+
+    def __call__(self, grad: Tensor) -> None:
+        version = _torch.version(grad)
+        result = self.hook(grad)
+        if (result is not None and result is not grad) or _torch.version(grad) != version:
+            self._refuse()

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.capture.broadcast import is_elementwise
 from ghostclip.capture.call_sites import NEVER, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.inputs import in_backward
 from ghostclip.capture.row_origin import UNKNOWN_ORDER
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Key, Shapes
 from ghostclip.capture.tracked import Operation, TrackedTensor
@@ -46,7 +45,7 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     dims = tuple([tensor.dim() for tensor in tensors])
     # What checkpointing runs again must run as it did, and its calls come in another order.
     visit = 1
-    if not in_backward():
+    if not _torch.in_backward():
         own = counted_as(key)
         calls, uses = forward.visits.get(own, NEVER)
         visit = calls + 1

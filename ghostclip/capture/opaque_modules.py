@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
-from ghostclip.capture.attach import attached
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import keep
-from ghostclip.capture.param_use import ParamUse, no_axis, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, attached, no_axis, site_of, versions_of
 from ghostclip.capture.row_maps import row_maps
 from ghostclip.capture.sizes import UNKNOWN
 from ghostclip.capture.tracked import TrackedTensor

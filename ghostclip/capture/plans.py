@@ -10,14 +10,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ghostclip.capture import broadcast
-from ghostclip.capture.attach import carry_out
 from ghostclip.capture.call_sites import OperationForm
 from ghostclip.capture.derive import derive, write
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
 from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
-from ghostclip.capture.param_use import ParamUse, register, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, carry_out, register, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, wants_gradient
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.packed import PACK, PAD, positions, rows_of, with_a_step
+from ghostclip.capture.inputs import PACK, PAD, positions, rows_of, with_a_step
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
 from ghostclip.capture.sizes import CallLayout, Calls, Key, Resized, shapes_of
 from ghostclip.capture.tracked import TrackedTensor

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
-from ghostclip.rules.registry import operation_name
 
 
 class Interceptor(Protocol):
@@ -167,8 +166,6 @@ def without_samples(tree: Any) -> str:
         "whole batch, or freeze the parameter."
     )
 
-
-__all__ = ["HOOKED", "LOOKED_AT", "Operation", "hooked", "operation_name", "sets_hook"]
 
 # They read a parameter and compute nothing from it.
 LOOKED_AT = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
-from ghostclip.capture.gathering import Gathering
+from ghostclip.capture.ranks import Gathering
 from ghostclip.clipping.norms import SharedSamples
 from ghostclip.clipping.savepoint import SumsBefore
 from ghostclip.errors import TamperedGradientError

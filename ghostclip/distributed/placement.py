@@ -9,7 +9,7 @@ axes whose ranks work on the same samples. Along all others each rank has sample
 | of `sample_mesh_axes` | each rank's square is a part of the sample's | the square counts once |
 
 Where a parameter of which every rank has a copy meets some of a sample's positions on each rank is seen as it runs
-(`ghostclip.capture.divided`): there ranks have parts of a gradient, which are added up, then squared.
+(`ghostclip.capture.ranks`): there ranks have parts of a gradient, which are added up, then squared.
 """
 
 from __future__ import annotations

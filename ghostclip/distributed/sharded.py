@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ghostclip import _torch
-from ghostclip.capture.divided import leaves_empty
+from ghostclip.capture.ranks import leaves_empty
 from ghostclip.distributed.agreement import (
     Leaving,
     common_numbers,

@@ -13,9 +13,9 @@ from typing import Any, Final
 from torch import nn
 
 from ghostclip import _torch
-from ghostclip.capture import gradient_hooks
 from ghostclip.capture.backward_entry import is_output, leads_to_forward
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, refuse_changes
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
@@ -107,12 +107,12 @@ def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: b
     Returns:
         False where no hook was set since the forward began, which costs no look at the graph.
     """
-    if gradient_hooks.by_others() == forward.hooks_before:
+    if hooks_of_others() == forward.hooks_before:
         return False
     nodes = list(above_outputs(map(edge_of, roots)))
-    if not outputs_alone and any(any(gradient_hooks.hooks_at(node)) for node, _ in nodes):
+    if not outputs_alone and any(any(hooks_at(node)) for node, _ in nodes):
         return True
-    numbers = [number for node in _outputs_below(roots, nodes) for on in gradient_hooks.hooks_at(node) for number in on]
+    numbers = [number for node in _outputs_below(roots, nodes) for on in hooks_at(node) for number in on]
     return any(isinstance(number, int) and number > forward.announced for number in numbers)
 
 
@@ -126,10 +126,10 @@ def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
     Returns:
         Empty where no hook was set since the forward began, which costs no look at the graph.
     """
-    if gradient_hooks.by_others() == forward.hooks_before:
+    if hooks_of_others() == forward.hooks_before:
         return []
     nodes = list(above_outputs(map(edge_of, roots)))
-    return gradient_hooks.set_on([*(node for node, _ in nodes), *_outputs_below(roots, nodes)])
+    return hooks_set_on([*(node for node, _ in nodes), *_outputs_below(roots, nodes)])
 
 
 def _outputs_below(roots: Sequence[Any], nodes: Sequence[tuple[Any, list[Edge]]]) -> list[Any]:
@@ -148,13 +148,13 @@ def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> N
     Raises:
         LossReductionError: A hook stands on a node. One on a tensor raises it once it has changed a gradient.
     """
-    hooked = gradient_hooks.by_others() != forward.hooks_before
+    hooked = hooks_of_others() != forward.hooks_before
     for node, inputs in above_outputs(map(edge_of, roots)):
         # A leaf's node is whose it is: a gradient ends there.
         if inputs and _torch.has_hooks(node):
             raise LossReductionError(_HOOKED.format(f"stands on a node of the graph ({node.name()})"))
         if hooked:
-            gradient_hooks.guard(node, partial(_refuse_hook, node.name()))
+            refuse_changes(node, partial(_refuse_hook, node.name()))
 
 
 def _refuse_hook(name: str) -> None:

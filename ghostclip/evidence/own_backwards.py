@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch, _tree
-from ghostclip.capture import backward_entry, gradient_hooks
+from ghostclip.capture import backward_entry
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.gathering import on_any
+from ghostclip.capture.hooks import hooks_of_others
 from ghostclip.capture.nodes import edge_of, nodes_behind
+from ghostclip.capture.ranks import on_any
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
@@ -70,7 +71,7 @@ def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     Cost:
         A look at every node of the graph.
     """
-    if gradient_hooks.by_others() != forward.hooks_before:
+    if hooks_of_others() != forward.hooks_before:
         return True
     return any(_is_own(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
 
@@ -321,4 +322,4 @@ def _is_own(node: Any) -> bool:
 
 def _hooked_since(forward: ForwardContext) -> bool:
     """Return whether anybody has set a hook on a value since a forward ended."""
-    return gradient_hooks.by_others() != forward.hooks_until
+    return hooks_of_others() != forward.hooks_until

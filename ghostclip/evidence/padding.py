@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ghostclip import _tree
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.inputs import packed_inputs
 from ghostclip.capture.nodes import Edge
-from ghostclip.capture.packed import packed_inputs
 from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of, first_apart

@@ -20,13 +20,12 @@ from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
-from ghostclip.capture.bags import as_flat
 from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.gathering import on_any
+from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of
-from ghostclip.capture.packed import packed_inputs
+from ghostclip.capture.ranks import on_any
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError

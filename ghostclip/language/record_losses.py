@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from ghostclip.capture.in_place import in_place_of
+from ghostclip.capture.hooks import in_place_of
 from ghostclip.errors import DataError, LossReductionError, UnsupportedModelError
 from ghostclip.language.tasks import Task, evaluating, task_of, with_decoder_inputs, without_adapters
 from ghostclip.language.vocabulary_head import alike, few_tokens, refusal, use_fused, with_loss, without_logits

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ghostclip.capture.in_place import in_place_of
+from ghostclip.capture.hooks import in_place_of
 from ghostclip.errors import LossReductionError, UnsupportedModelError
 from ghostclip.language.tasks import evaluating, task_of, with_decoder_inputs
 from ghostclip.losses import head_losses, linear_cross_entropy, token_losses

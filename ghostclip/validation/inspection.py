@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from ghostclip import _torch, _tree, _validate
 from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.context import CaptureContext
-from ghostclip.capture.in_place import in_place_of
+from ghostclip.capture.hooks import in_place_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip._validate import suggests_options
-from ghostclip.capture.bags import batch_as_rows
+from ghostclip.capture.inputs import batch_as_rows
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UnsupportedModelError
 from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness

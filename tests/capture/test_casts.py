@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ghostclip import GhostClipper
-from ghostclip.capture.casts import Casts
+from ghostclip.capture.nodes import Casts
 from ghostclip.factors import Outer
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import GhostClipper
-from ghostclip.capture import attach
+from ghostclip.capture import param_use
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.rules import registry
 from tests.exactness.runs import engine
@@ -156,13 +156,13 @@ def test_rows_that_move_later_are_followed(strategy, monkeypatch):
     """Data in and outside the graph is put into another order after the layers were decided on."""
     model = _MaybeSorts().double()
     clipper = engine(strategy)(model, 0.1)
-    register, count = attach.register, attach.count
+    register, count = param_use.register, param_use.count
     for forward in range(7):
         x = torch.randn(5, 4, dtype=torch.float64)
         model.sorts, seen = forward in (4, 6), []
         for name, noting in (("register", register), ("count", count)):
             monkeypatch.setattr(
-                attach,
+                param_use,
                 name,
                 lambda use, *where, seen=seen, call=noting: (seen.append(use.row_map.kind), call(use, *where)),
             )

@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.capture.divided import leaves_empty
+from ghostclip.capture.ranks import leaves_empty
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.distributed import ShardedModel, broadcast_parameters
 from ghostclip.distributed.agreement import Share, require_one_draw

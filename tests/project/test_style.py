@@ -16,7 +16,7 @@ LONG_FOR_A_REASON = re.compile(r"#\s*long:\s*\S+")
 # A misspelt option that is swallowed is an option that is silently off. Those that must forward whatever a
 # user's own module takes are listed, as "module:function".
 MAY_FORWARD_OPTIONS = {
-    "ghostclip.capture.bags:forward",
+    "ghostclip.capture.inputs:forward",
     "ghostclip.facade.module:forward",
     "ghostclip.facade.criterion:__call__",
     "ghostclip.facade.criterion:per_sample",

@@ -24,7 +24,7 @@ from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, ModuleValidat
 from ghostclip._validate import choice, takes
 from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
-from ghostclip.capture.replicas import sums_meet_elsewhere
+from ghostclip.capture.ranks import sums_meet_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.grouping import PerParameter

@@ -1,7 +1,12 @@
-"""Operations on parameters of which ranks hold parts (tensor parallelism): they run on this rank's parts.
+"""Models on several ranks: ranks that gather parameters, wrappers that add up, operations on parts of parameters.
 
-There a parameter is a DTensor, and so is what its operation computes with, which says how it lies on the mesh. The
-operation is captured as one of plain tensors, this rank's parts, and its result lies as the parts say:
+Where parameters are gathered while modules run, every gathering is a collective operation, in which all ranks take part
+or all wait. What one rank does beyond the others (proofs of a forward, which depend on its samples) must therefore
+gather nothing.
+
+Operations on parameters of which ranks hold parts (tensor parallelism) run on this rank's parts. There a parameter is a
+DTensor, and so is what its operation computes with, which says how it lies on the mesh. The operation is captured as
+one of plain tensors, this rank's parts, and its result lies as the parts say:
 
 | parameter | data | result | gradient of the data |
 |---|---|---|---|
@@ -18,8 +23,10 @@ those are is noted on the forward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +38,95 @@ from ghostclip.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
+
+
+class Gathering(Protocol):
+    """Ranks that gather the parameters of one model."""
+
+    units: Sequence[nn.Module]  # modules whose parameters are gathered for their calls
+    # names of parameters whose modules themselves combine what ranks compute with parts of them
+    brought_together: frozenset[str]
+    spread: frozenset[str]  # names of parameters that every rank has whole with a part of the gradient
+    proves_again: bool  # whether the latest forward is proved although no rank has met anything new
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks share samples, and compute with parts of parameters."""
+
+    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
+        """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it."""
+
+    def may_ask(self) -> bool:
+        """Return whether everything is gathered for a forward that is being proved; else ask for it in a later one."""
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether this rank has met something new in a forward that was not one to be proved."""
+
+    def prove_next(self) -> None:
+        """Make the next forward one to ask for evidence; called on all ranks."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks raise, in which everything is gathered; called on all of them."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Return a context whose errors the others raise in `together`, which this rank does not reach."""
+
+    def sharing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context whose errors all ranks that share samples raise, to run nothing collective after one."""
+
+    def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether something holds on a rank that shares samples with this one; called on all of these."""
+
+    def tell_failure(self) -> None:
+        """Let the others raise in `together` that this rank's forward has failed."""
+
+    def let_go(self) -> None:
+        """Free the gathered parameters of a finished forward."""
+
+    def agree(self, what: str, value: int) -> list[int]:
+        """Return every rank's value, in the order of the ranks; called on all of them."""
+
+
+def on_any(gathering: Gathering | None, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
+    """Return whether something holds on any rank that shares samples with this one; None is one rank alone."""
+    return holds if gathering is None else gathering.any_sharing(holds)
+
+
+# Models whose clipped sums meet elsewhere, so that the wrapper has nothing to add up.
+_ADDED_UP: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def sums_meet_elsewhere(model: nn.Module, *, shared: bool) -> None:
+    """Set whether the clipped sums of all ranks are added up where they are released."""
+    (_ADDED_UP.add if shared else _ADDED_UP.discard)(model)
+
+
+def quieten_wrapper(model: nn.Module) -> None:
+    """Keep a DistributedDataParallel that is running the model from adding up gradients; called in a forward."""
+    # Refused if nobody else adds up the ranks' clipped sums, or the wrapper cannot be told not to.
+    wrapper = _torch.running_wrapper()
+    if wrapper is None or not torch.is_grad_enabled():
+        return
+    if wrapper.static_graph:
+        raise UnsupportedModelError(
+            f"DistributedDataParallel(static_graph=True) around {type(model).__name__}: it adds up gradients after the "
+            "first backward whatever it is told. Leave static_graph, or the wrapper, out."
+        )
+    if not wrapper.require_backward_grad_sync:
+        return
+    if model not in _ADDED_UP and wrapper.process_group.size() > 1:
+        raise UnsupportedModelError(
+            f"DistributedDataParallel around {type(model).__name__}: it waits for gradients that autograd never makes "
+            "here, and nothing adds up the ranks' clipped sums. Leave the wrapper out and pass model, optimizer and "
+            "loader to PrivacyEngine.make_private on every rank, or add up with ghostclip.distributed.SharedNoise."
+        )
+    # As in its no_sync(). It is read once the forward has ended.
+    wrapper.require_backward_grad_sync = False
+
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Captures an operation on plain and tracked tensors."""
