@@ -16,11 +16,17 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
-from ghostclip.clipping.chunks import LossesOf, in_chunks
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.keeper import Keeper
-from ghostclip.clipping.loss import back_propagate, check_shape
-from ghostclip.clipping.mesh_loss import plain_losses, refuse_lost_gradients, refuse_on_mesh
+from ghostclip.clipping.loss import (
+    LossesOf,
+    back_propagate,
+    check_shape,
+    in_chunks,
+    plain_losses,
+    refuse_lost_gradients,
+    refuse_on_mesh,
+)
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.one_pass import Held, OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
