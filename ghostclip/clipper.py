@@ -17,7 +17,7 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
-from ghostclip.clipping.keeper import Keeper
+from ghostclip.clipping.held_factors import Keeper
 from ghostclip.clipping.loss import (
     LossesOf,
     back_propagate,

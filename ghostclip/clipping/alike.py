@@ -20,7 +20,7 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip.capture.nodes import Kept, first_saved
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.changes import changed_in_place
+from ghostclip.clipping.held_factors import changed_in_place
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.factors.base import accumulation_dtype

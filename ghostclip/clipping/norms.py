@@ -10,7 +10,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.keeper import HeldFactor, restored
+from ghostclip.clipping.held_factors import HeldFactor, restored
 from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.wrapped import sum_tensors

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.keeper import Keeper
+from ghostclip.clipping.held_factors import Keeper
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import BookKeeping, Hooks
 from ghostclip.clipping.state import ClippingState

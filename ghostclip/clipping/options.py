@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ghostclip import _torch, _validate
-from ghostclip.clipping.keeper import ROUNDED
+from ghostclip.clipping.held_factors import ROUNDED
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.store import Sharded

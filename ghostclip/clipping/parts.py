@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.keeper import Keeper
+from ghostclip.clipping.held_factors import Keeper, Repeats
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, ClipWeights, NormPass, SumPass
-from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.state import ClippingState
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision

@@ -20,8 +20,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.alike import Alike, Joint, most_waiting
-from ghostclip.clipping.changes import changed_in_place, formed, versions
-from ghostclip.clipping.keeper import HeldFactor, Keeper, restored
+from ghostclip.clipping.held_factors import HeldFactor, Keeper, Repeats, changed_in_place, formed, restored, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -31,7 +30,6 @@ from ghostclip.clipping.norms import (
     loses_nothing,
     terms_of_uses,
 )
-from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Together
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError

@@ -11,8 +11,8 @@ from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.grouping import Whole
+from ghostclip.clipping.held_factors import Repeats, Verdict
 from ghostclip.clipping.passes import Pass, Sequences
-from ghostclip.clipping.repeats import Repeats, Verdict
 from ghostclip.clipping.store import GradientStore, Sharded
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.changes import changed_in_place, versions
+from ghostclip.clipping.held_factors import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Outer, SquaredNorm, planner

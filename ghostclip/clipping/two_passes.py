@@ -5,9 +5,9 @@ import hashlib
 import torch
 from torch import Tensor
 
+from ghostclip.clipping.held_factors import Repeats
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import NormPass, SumPass
-from ghostclip.clipping.repeats import Repeats
 from ghostclip.clipping.state import ClippingState
 from ghostclip.kernels.products import full_precision
 

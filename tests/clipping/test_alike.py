@@ -12,9 +12,9 @@ from ghostclip import GhostClipper
 from ghostclip.clipping import alike
 from ghostclip.clipping.alike import SmallGradients
 from ghostclip.clipping.grouping import PerParameter
+from ghostclip.clipping.held_factors import Repeats
 from ghostclip.clipping.passes import BookKeeping, NormPass
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.clipping.repeats import Repeats
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.clipping.keeper import Keeper, restored
+from ghostclip.clipping.held_factors import Keeper, restored
 from ghostclip.factors import Dense, Outer
 from tests.exactness.sensitivity.known import KNOWN
 from tests.exactness.sensitivity.measure import ALLOWED, NUMERICS, reduced_products
