@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ghostclip._validate import did_you_mean, takes
 from ghostclip.clipping import policies
-from ghostclip.clipping.adaptation import QuantileAdaptation
-from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.policies import ClipPolicy, QuantileAdaptation
 from ghostclip.errors import InvalidOptionError
 from ghostclip.planning.plan import MEMORY_BUDGET
 

@@ -11,10 +11,9 @@ from torch import nn
 from ghostclip import GhostClipper
 from ghostclip.clipping import alike
 from ghostclip.clipping.alike import SmallGradients
-from ghostclip.clipping.grouping import PerParameter
 from ghostclip.clipping.held_factors import Repeats
 from ghostclip.clipping.passes import BookKeeping, NormPass
-from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.policies import ClipPolicy, PerParameter
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
