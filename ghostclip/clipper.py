@@ -33,10 +33,9 @@ from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtyp
 from ghostclip.clipping.parts import Parts
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
-from ghostclip.clipping.savepoint import Savepoint
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.state import ClippingState
-from ghostclip.clipping.store import Sharded
+from ghostclip.clipping.store import Savepoint, Sharded
 from ghostclip.clipping.two_passes import TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ghostclip._memory import is_out_of_memory
-from ghostclip.clipping.savepoint import Savepoint
+from ghostclip.clipping.store import Savepoint
 from ghostclip.data.size_policies import SizePolicy
 from ghostclip.errors import DataError
 from ghostclip.evidence.dependence import batch_axis_of
