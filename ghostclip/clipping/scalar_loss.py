@@ -29,6 +29,7 @@ from ghostclip.clipping.loss_scale import (
     SUM,
     Counts,
     Scale,
+    check_shares,
     constant_of,
     differ,
     picks_samples,
@@ -36,7 +37,6 @@ from ghostclip.clipping.loss_scale import (
     scale_of,
     ways_of,
 )
-from ghostclip.clipping.shares import check_shares
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES, Number, Path, ReducedAxes, grouped, paths
 from ghostclip.evidence.loss_graph import refuse_changed_gradients
