@@ -19,7 +19,6 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.alike import Alike, Joint, most_waiting
 from ghostclip.clipping.held_factors import HeldFactor, Keeper, Repeats, changed_in_place, formed, restored, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
@@ -31,7 +30,7 @@ from ghostclip.clipping.norms import (
     terms_of_uses,
 )
 from ghostclip.clipping.streams import Streams
-from ghostclip.clipping.together import Together
+from ghostclip.clipping.together import Alike, Joint, Together, most_waiting
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors

@@ -1,28 +1,311 @@
-"""Norms of layers that read one input (queries, keys and values; gate and up): its Gram matrix is formed once for all.
+"""Layers that are computed together: those of one form, and those that read one input.
 
+*One form* (the blocks of a transformer): factors are formed, measured and summed together. Small layers cost what
+calling torch's functions costs. Their inputs and gradients are put end to end along the axis of the samples, as if one
+layer had seen the samples of all: the rule is asked once, and norms and clipped sums take one operation each. What is
+put together is copied, so that only small layers are; of layers that are too large for it, small gradients of one shape
+(biases, affine weights) still are.
+
+*One input* (queries, keys and values; gate and up): its Gram matrix is formed once for all.
 ``Σ_l Σ_{s,t} (a_s·a_t)(g^l_s·g^l_t) = Σ_{s,t} (a_s·a_t)(Σ_l g^l_s·g^l_t)``: the layers' squared norms add up to that of
 one layer with all their outputs, which costs T²·(I + Σ_l O_l) a sample in the place of Σ_l T²·(I + O_l), and a copy of
 what is put side by side.
 
-Shape letters: N samples, T positions, I values of the input, O values of the others.
+Shape letters: L layers, B samples, N samples (or times slots), T positions, I inputs, O outputs (the values of what is
+put beside others), ``*P`` the parameters' own shape.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ghostclip import _torch
+from ghostclip.capture.nodes import Kept, first_saved
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.held_factors import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
-from ghostclip.factors import Outer, SquaredNorm, planner
-from ghostclip.factors.base import end_to_end
-from ghostclip.kernels.bounds import Reduced, Unfinished, samples_joined
+from ghostclip.factors import Dense, Factor, Outer, SquaredNorm, planner
+from ghostclip.factors.base import accumulation_dtype, end_to_end
+from ghostclip.kernels.bounds import Reduced, Unfinished, dots, samples_joined
 from ghostclip.kernels.gram import CACHED
+from ghostclip.kernels.outer import adds_in_a_row, sums_by_kernel
+
+# Elements of a layer's input, output gradient and parameters up to which copying costs less than calls do. A GPU copies
+# more in the time that it takes to be told to.
+_SMALL: Final = 1 << 15
+_SMALL_ON_A_GPU: Final = 1 << 21
+# So few gradients of one shape cost no more by themselves.
+_FEW: Final = 3
+# So many of the largest small layers wait at a time.
+_WAITING: Final = 32
+# Rows of which all of a sample lie together, so that samples of other layers may follow.
+_IN_FRONT: Final = frozenset({"axis", "major"})
+_FORMS: Final = frozenset({"outer product", "dense"})
+
+
+class _Waiting(NamedTuple):
+    """The gradient of one use's output, and its version when it arrived."""
+
+    use: ParamUse
+    grad: Tensor
+    version: int
+
+
+class _Formed(NamedTuple):
+    """One parameter's gradients, and their versions when they arrived."""
+
+    name: str
+    factor: Dense
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Per-sample gradients of L parameters of one shape."""
+
+    names: Sequence[str]
+    factor: Dense | Outer  # L·B samples, those of one parameter side by side
+
+    def parts(self) -> Iterator[tuple[str, Factor]]:
+        """Return the name and the factor of every parameter, as views."""
+        return zip(self.names, apart(self.factor, len(self.names)), strict=True)
+
+    def masked(self, keep_B: Tensor) -> "Joint":
+        """Return the same with the samples where ``keep_B`` is False set to zero for every parameter."""
+        return Joint(self.names, self.factor.masked(keep_B.repeat(len(self.names))))
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return len(self.names) * torch.Size(self.factor.shape).numel()
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the type and on the device of the sums."""
+        tensor = self.factor.grad_BP if isinstance(self.factor, Dense) else self.factor.g_NTO
+        return tensor.new_empty(0, dtype=accumulation_dtype(tensor.dtype))
+
+    def clipped_sums(self, coef_B: Tensor) -> Tensor:
+        """Return ``Σ_b coef_B[b]·g_lb`` of every parameter, ``(L, *P)``, contiguous, in the coefficients' dtype."""
+        factor, layers = self.factor, len(self.names)
+        if isinstance(factor, Dense):
+            grad_LBP = factor.grad_BP.reshape(layers, len(coef_B), -1)
+            return torch.bmm(coef_B.expand(layers, 1, -1), grad_LBP.to(coef_B.dtype)).view(layers, *factor.shape)
+        a_NTI, g_NTO = factor.a_NTI, factor.g_NTO
+        out_LOI = coef_B.new_empty(layers, g_NTO.shape[2], a_NTI.shape[2])
+        if sums_by_kernel(a_NTI, g_NTO, coef_B, out_LOI, side_by_side=False, fresh=True):
+            return out_LOI.view(layers, *factor.shape)
+        a_NTI, g_NTO = a_NTI.to(coef_B.dtype), g_NTO.to(coef_B.dtype)
+        if adds_in_a_row(a_NTI, g_NTO):
+            formed_LBP = dots(g_NTO.mT, a_NTI.mT).view(layers, len(coef_B), -1)
+            return torch.bmm(coef_B.expand(layers, 1, -1), formed_LBP).view(layers, *factor.shape)
+        coef_N = coef_B.repeat(layers).view(-1, 1, 1)
+        if a_NTI.shape[2] < g_NTO.shape[2]:
+            a_NTI = a_NTI * coef_N
+        else:
+            g_NTO = g_NTO * coef_N
+        a_LRI, g_LRO = (x.reshape(layers, -1, x.shape[2]) for x in (a_NTI, g_NTO))
+        return torch.bmm(g_LRO.mT, a_LRI).view(layers, *factor.shape)
+
+
+class SmallGradients:
+    """Collects gradients of few numbers (biases, affine weights) until others of their shape have come."""
+
+    def __init__(self) -> None:
+        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
+        self._elements = 0
+        self._most = 0
+
+    def takes(self, name: str, factor: Factor) -> bool:
+        """Take a parameter's gradients if they are few numbers that others may be like."""
+        # Return whether they were taken. Nothing else in this backward may contribute to the parameter, and the factor
+        # must not change until `together`.
+        if type(factor) is not Dense:
+            return False
+        grad_BP = factor.grad_BP
+        most = _SMALL if grad_BP.is_cpu else _SMALL_ON_A_GPU
+        if grad_BP.numel() > most:
+            return False
+        key = grad_BP.shape, grad_BP.dtype, grad_BP.device
+        self._formed[key].append(_Formed(name, factor, _torch.version(grad_BP)))
+        self._elements += grad_BP.numel()
+        self._most = most * _WAITING
+        return True
+
+    @property
+    def full(self) -> bool:
+        """Whether as much waits as may."""
+        return self._elements > self._most
+
+    def together(self) -> Iterator[tuple[list[str], list[Dense]]]:
+        """Yield names and gradients of each shape, and drop them; those of one parameter where too few are alike."""
+        self._elements = 0
+        while self._formed:
+            found = self._formed.popitem()[1]
+            for name, factor, version in found:
+                if _torch.version(factor.grad_BP) != version:
+                    raise TamperedGradientError(changed_in_place(name))
+            size = len(found) if len(found) > _FEW else 1
+            for start in range(0, len(found), size):
+                some = found[start : start + size]
+                yield [one.name for one in some], [one.factor for one in some]
+
+
+class Alike:
+    """Collects uses of small layers until there are many, and forms their factors in one operation."""
+
+    # Which layers are joined follows from the sizes of the batch and the form of the model alone, so that a step that
+    # is made again rounds as it did.
+    def __init__(
+        self,
+        *,
+        join: Callable[[Joint], None],
+        alone: Callable[[ParamUse, Tensor], None],
+        single: Callable[[str, Dense], None],
+        keep: Callable[[Joint], None] = lambda joint: None,
+        final: bool = True,
+    ) -> None:
+        # join: takes the gradients of several parameters. alone: takes a use, and its output's gradient, that no other
+        # is like. single: takes one parameter's gradients. keep: is told of gradients that waited before they are
+        # handed on. final: no other backward follows, so that what uses have saved may go.
+        self._join, self._alone, self._single, self._keep, self._final = join, alone, single, keep, final
+        self._small = SmallGradients()
+        self.takes_gradients = self._small.takes
+        self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
+        self._elements = 0
+        self.full = False
+
+    def takes(self, use: ParamUse, grad: Tensor, kept: frozenset[str]) -> bool:
+        """Take the gradient of a use's output if its layer is small and others may be like it."""
+        # Return whether it was taken. The gradient must not change until it was made a factor of. `kept`: parameters
+        # whose gradients are stored although their factors are smaller.
+        if use.alike is None:
+            return False
+        elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
+        if node is not None:
+            if type(node) is not Kept:
+                return False
+            data, address = node.form.shape, node.address
+            elements += node.form.elements
+        most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
+        # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
+        if elements > most or not use.forward.stands_alone(use.site.consumed, address):
+            return False
+        row_map = use.row_map
+        if row_map.axis or row_map.kind not in _IN_FRONT:
+            return False
+        always = kept and tuple(map(kept.__contains__, use.site.names))
+        # What else is to be equal follows from these: sizes of parameters, types and devices are those of the form.
+        key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
+        self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
+        self._elements += elements
+        self.full = self._elements > most * _WAITING
+        return True
+
+    @property
+    def gradients_full(self) -> bool:
+        """Whether as many gradients wait as may where they are not stored."""
+        return self._small.full
+
+    def finish(self) -> None:
+        """Form the factors of all waiting uses and hand them on."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._elements, self.full = self._waiting, defaultdict(list), 0, False
+        all_train = next(iter(waiting.values()))[0].use.forward.around.all_train()
+        for found in waiting.values():
+            if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
+                changed = next(one for one in found if _torch.version(one.grad) != one.version)
+                raise TamperedGradientError(changed_in_place(", ".join(changed.use.site.names)))
+            if len(found) == 1 or not (all_train or _train(found)) or not self._joined(found):
+                for use, grad, _ in found:
+                    self._alone(use, grad)
+            if self._final:
+                for use, _, _ in found:
+                    use.release()
+
+    def finish_gradients(self) -> None:
+        """Hand on all waiting gradients."""
+        for names, factors in self._small.together():
+            alone = len(names) == 1
+            joint = Joint(names, factors[0] if alone else Dense(torch.cat([factor.grad_BP for factor in factors])))
+            self._keep(joint)
+            if alone:
+                self._single(names[0], factors[0])
+            else:
+                self._join(joint)
+
+    def _joined(self, found: Sequence[_Waiting]) -> bool:
+        """Join uses; return False, with nothing done, where their factors have no form that can be joined."""
+        first, layers = found[0].use, len(found)
+        saved = first_saved([use.node for use, *_ in found if use.node is not None])
+        samples = layers * first.forward.batch_size
+        formed = first.factors(
+            [torch.cat(saved)] if saved else [],
+            torch.cat([grad for _, grad, _ in found]),
+            lambda tensor, num_batch_dims: first.row_map.split(tensor, num_batch_dims, samples),
+        )
+        if not all(
+            type(factor) is Dense or (type(factor) is Outer and factor.slots == 1) for factor in formed.values()
+        ):
+            return False
+        if any(
+            accumulation_dtype(target.origin.value.dtype) != _dtype(formed[key])
+            for key, target in first.targets.items()
+        ):
+            return False
+        # Each target is a parameter itself.
+        names = dict(zip(first.targets, zip(*[use.site.consumed for use, *_ in found], strict=True), strict=True))
+        _explain(found, formed)
+        for key, factor in formed.items():
+            assert isinstance(factor, (Dense, Outer))
+            self._join(Joint(names[key], factor))
+        return True
+
+
+def most_waiting(tensor: Tensor) -> int:
+    """Return how many elements may wait, or be stored, on a device."""
+    return (_SMALL if tensor.is_cpu else _SMALL_ON_A_GPU) * _WAITING
+
+
+def _dtype(factor: Factor) -> torch.dtype | None:
+    """Return the dtype of a factor's norms and sums; None where its form cannot be joined."""
+    if type(factor) is Dense:
+        return accumulation_dtype(factor.grad_BP.dtype)
+    return accumulation_dtype(factor.g_NTO.dtype) if type(factor) is Outer and factor.slots == 1 else None
+
+
+def _train(found: Sequence[_Waiting]) -> bool:
+    """Return whether all parameters of uses are still trained: one may have been frozen since the forward."""
+    leaves = [leaf for one in found for target in one.use.targets.values() for leaf in target.origin.leaves.values()]
+    return all(leaf.parameter.requires_grad for leaf in leaves)
+
+
+def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
+    """Note the sizes at every call site where they are the largest so far."""
+    parts: dict[str, list[Factor]] = {}
+    for number, (use, grad, _) in enumerate(found):
+        if grad.numel() <= use.site.largest:
+            continue
+        saved = () if use.node is None else use.node.saved_tensors
+        parts = parts or {key: apart(factor, len(found)) for key, factor in formed.items()}
+        for key, factors in parts.items():
+            use.explain(key, factors[number], grad, saved, factors[number])
+
+
+def apart(factor: Factor, layers: int) -> list[Factor]:
+    """Return views on the factors of several parameters that were formed as one, parameter by parameter."""
+    if isinstance(factor, Outer):
+        pairs = zip(factor.a_NTI.chunk(layers), factor.g_NTO.chunk(layers), strict=True)
+        return [Outer(a_NTI, g_NTO, shape=factor.shape) for a_NTI, g_NTO in pairs]
+    assert isinstance(factor, Dense)
+    return [Dense(grad_BP) for grad_BP in factor.grad_BP.chunk(layers)]
+
 
 # What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
 _MOVED: Final = 80

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.clipping import alike
-from ghostclip.clipping.alike import SmallGradients
+from ghostclip.clipping import together
 from ghostclip.clipping.held_factors import Repeats
 from ghostclip.clipping.passes import BookKeeping, NormPass
 from ghostclip.clipping.policies import ClipPolicy, PerParameter
+from ghostclip.clipping.together import SmallGradients
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
@@ -45,7 +45,7 @@ def _losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def _together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run a backward; returns how many layers were put together each time."""
     found: list[int] = []
-    joined = alike.Alike._joined
+    joined = together.Alike._joined
 
     def noted(self, waiting):
         done = joined(self, waiting)
@@ -53,7 +53,7 @@ def _together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.M
             found.append(len(waiting))
         return done
 
-    monkeypatch.setattr(alike.Alike, "_joined", noted)
+    monkeypatch.setattr(together.Alike, "_joined", noted)
     clipper.backward(losses)
     return found
 
@@ -75,7 +75,7 @@ def _check(model: nn.Module, clipper: GhostClipper, batch: dict[str, torch.Tenso
 def what(request, monkeypatch):
     """What is put together: whole layers, or, as of layers that are too large for it, gradients of one shape."""
     if request.param == "gradients":
-        monkeypatch.setattr(alike.Alike, "takes", lambda self, use, grad, kept: False)
+        monkeypatch.setattr(together.Alike, "takes", lambda self, use, grad, kept: False)
     return request.param
 
 
@@ -195,8 +195,8 @@ def test_large_layers_are_left_apart(monkeypatch):
 def test_what_waits_is_bounded(monkeypatch):
     """Factors are formed as soon as so much waits, not at the end of the backward."""
     torch.manual_seed(0)
-    monkeypatch.setattr(alike, "_WAITING", 4)
-    monkeypatch.setattr(alike, "_SMALL", 200)
+    monkeypatch.setattr(together, "_WAITING", 4)
+    monkeypatch.setattr(together, "_SMALL", 200)
     model, batch = Stack(8), {"x": torch.randn(3, 1, 6)}
     clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping")
     found = _together(clipper, _losses(model, batch), monkeypatch)
@@ -258,8 +258,8 @@ def test_sums_of_several_backwards_add_up(owned, what):
 def _gradients_together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run a backward; returns how many parameters' gradients were put together each time."""
     found: list[int] = []
-    joint = alike.Joint
-    monkeypatch.setattr(alike, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
+    joint = together.Joint
+    monkeypatch.setattr(together, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
     clipper.backward(losses)
     return found
 
@@ -324,8 +324,8 @@ def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():
 def test_two_backwards_put_small_gradients_together(strategy, positions, finite, monkeypatch):
     """Biases and affine weights of one shape: one norm and one sum for all, in both backwards."""
     found: list[int] = []
-    joint = alike.Joint
-    monkeypatch.setattr(alike, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
+    joint = together.Joint
+    monkeypatch.setattr(together, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
     torch.manual_seed(0)
     model = Stack()
     x = torch.randn(3, 6) if positions is None else torch.randn(3, positions, 6)
@@ -402,7 +402,7 @@ def test_what_was_normalised_is_formed_once_for_two_backwards(monkeypatch):
 def test_more_than_may_be_kept_is_formed_again():
     norms, grad_BP = NormPass({}, shared=set(), repeats=None), torch.zeros(2, 1 << 18)
     for number in range(3):
-        norms._keep(alike.Joint([str(number)], Dense(grad_BP)))
+        norms._keep(together.Joint([str(number)], Dense(grad_BP)))
     assert [name for joint in norms.kept for name in joint.names] == ["0", "1"]
 
 

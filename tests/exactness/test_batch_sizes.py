@@ -8,7 +8,7 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import policies
-from ghostclip.clipping.alike import Joint
+from ghostclip.clipping.together import Joint
 from ghostclip.factors import Outer
 from ghostclip.kernels import products
 from tests.exactness.sensitivity.layers import KINDS, ROWS
