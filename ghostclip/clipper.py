@@ -28,15 +28,13 @@ from ghostclip.clipping.loss import (
     refuse_on_mesh,
 )
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.one_pass import Held, OnePass
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
-from ghostclip.clipping.parts import Parts
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.state import ClippingState
 from ghostclip.clipping.store import Savepoint, Sharded
-from ghostclip.clipping.two_passes import TwoPasses
+from ghostclip.clipping.strategies import Held, OnePass, Parts, TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.losses import probe_losses, prove_rows

@@ -1,0 +1,313 @@
+"""Strategies: one backward for norms and sums, two through one forward, or one for the last part of a model and two else.
+
+*One pass* keeps factors and adds the clipped sums at once, or when other parts of the model have their norms. *Two
+passes* form factors again: the first backward is for the norms, the second for the sums. *Parts* do as memory allows:
+the backward is interrupted where the gradient of one value is all that goes on. What came before it is kept by
+book-keeping and its part of the graph is freed; behind it factors are dropped once their norms are known. With the
+coefficients of all, what was kept is contracted, and the part behind goes backward once more for its own sums.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.held_factors import Keeper, Repeats
+from ghostclip.clipping.norms import GroupNorms, exact_norms
+from ghostclip.clipping.passes import BookKeeping, ClipWeights, Hooks, NormPass, SumPass
+from ghostclip.clipping.state import ClippingState
+from ghostclip.factors import Factor
+from ghostclip.kernels.products import full_precision
+from ghostclip.planning.below import Cut
+from ghostclip.planning.plan import Planner
+
+
+class Held(NamedTuple):
+    """One backward without clipped sums yet: its listener with the factors, its norms, and its forward."""
+
+    listener: BookKeeping
+    total: GroupNorms
+    forward: ForwardContext
+
+
+class OnePass:
+    """Runs the strategies "bookkeeping" and "hooks"."""
+
+    loss_elsewhere = False  # whether backwards begin at outputs, as the loss is computed in another part of the model
+    _held: list[Held] | None = None
+
+    def __init__(self, state: ClippingState, planner: Planner, *, device_only: bool) -> None:
+        self._state = state
+        self._planner = planner
+        self._device_only = device_only
+
+    @property
+    def is_held(self) -> bool:
+        """Whether sums are deferred."""
+        return self._held is not None
+
+    def begin(self, strategy: str, loss: Tensor | None, keeper: Keeper | None = None) -> BookKeeping:
+        """Return a new listener to a backward that starts at a loss, None if that is not known."""
+        state = self._state
+        state.settle_doubt()
+        if strategy == "hooks":
+            state.store.drop_stale_samples()
+            return Hooks(state.groups(), device_only=self._device_only, ranks=state.ranks)
+        parameters = state.capture.substitution.present
+        keep = None if loss is None else self._planner.before(loss, state.capture.forward, parameters)
+
+        def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
+            return self._planner.during(use, grad, parameters) if keep is None else keep
+
+        return BookKeeping(
+            state.groups(),
+            kept_layers=kept_layers,
+            keeper=keeper,
+            device_only=self._device_only,
+            sequences=state.sequences,
+            ranks=state.ranks,
+        )
+
+    def run(self, listener: BookKeeping, back: Callable[[], None], *, per_sample: bool) -> None:
+        """Run a backward and add its clipped sums; ``per_sample``: the loss is one value per sample."""
+        self._state.listen(listener, back)
+        self.complete(listener, per_sample=per_sample)
+
+    def complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
+        """Add the clipped sums of a backward that has ended."""
+        state = self._state
+        listener.streams.join()
+        with torch.no_grad(), full_precision():
+            held = Held(listener, listener.norms(), state.forward_of(listener))
+            if self._held is None:
+                self._add_sums(held, held.total, state.scale(state.capture.forward, per_sample=per_sample))
+        if self._held is None:
+            state.close(listener)
+        else:
+            self._held.append(held)
+
+    def _add_sums(self, held: Held, total: GroupNorms, scale: float, rows: int | None = None) -> None:
+        state, listener = self._state, held.listener
+        weights = state.decisions.weights(
+            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B, rows=rows
+        )
+        state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
+
+    @contextmanager
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+        """Defer sums and yield the list of ended backwards; see `GhostClipper.holding`."""
+        self._held, self.loss_elsewhere = [], loss_elsewhere
+        try:
+            yield self._held
+        finally:
+            self._held, self.loss_elsewhere = None, False
+
+    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
+        """Add the clipped sums of deferred backwards, as one backward over samples of each."""
+        # Norms are over all parts of the model; `rows`: how many samples of each have norms.
+        state = self._state
+        before = state.decisions.passes
+        with torch.no_grad(), full_precision():
+            for one, total, count in zip(held, totals, rows, strict=True):
+                self._add_sums(one, total, state.scale(one.forward, per_sample=False), count)
+                state.close(one.listener, rows=count)
+        state.decisions.merge_passes(before)
+
+
+class TwoPasses:
+    """Runs the strategies "ghost" and "fast"."""
+
+    # A backward for norms is run again where a parameter turned out to be used several times, which only its later uses
+    # show, and once more, for a few samples in float64, where rounding may have changed their norms.
+    def __init__(self, state: ClippingState) -> None:
+        self._state = state
+        self._several: set[str] = set()
+
+    def run(self, loss: Tensor, *, scale: float, instantiate: bool) -> None:
+        """Add the clipped sums of a batch from a scalar loss."""
+        # ``instantiate`` forms per-sample gradients for the norms.
+        state = self._state
+        repeats = Repeats(loss, loss.grad_fn, count=sum(state.capture.forward.use_counts.values()))
+        norms, total, same_uses, ill_conditioned_B = self._measure(loss, repeats, instantiate=instantiate)
+        weights = state.decisions.weights(total, state.forward_of(norms), scale, ill_conditioned_B)
+        expected = norms.seen if same_uses else None
+        sums = SumPass(
+            state.store, weights, repeats=repeats, expected=expected, several=norms.several, ranks=state.ranks
+        )
+        sums.take_kept(norms.kept)
+
+        def add() -> None:
+            state.listen(sums, loss.backward)
+            sums.streams.join()
+            with torch.no_grad(), full_precision():
+                sums.finish()
+                state.require(repeats)
+
+        state.all_or_nothing(add)
+        sums.streams.part()
+        state.close(norms)
+
+    def _measure(
+        self, loss: Tensor, repeats: Repeats, *, instantiate: bool
+    ) -> tuple[NormPass, GroupNorms, bool, Tensor | None]:
+        """Run backwards until the norms of all samples are certain."""
+        # Returns the last pass, the norms, whether it met all uses, and the samples that were measured in float64.
+        state = self._state
+        group_of = state.groups()
+        index_D: Tensor | None = None
+        total: GroupNorms | None = None
+        ill_conditioned_B: Tensor | None = None
+        while True:
+            norms = NormPass(
+                group_of,
+                shared=self._several,
+                repeats=repeats,
+                instantiate=instantiate,
+                index_D=index_D,
+                ranks=state.ranks,
+            )
+            same_uses = state.listen(norms, lambda: state.capture.run_backward([loss], [None]))
+            if self._any_rank(same_uses is None or bool(norms.late), norms):
+                self._several |= norms.late
+                repeats.begin_again(anew=total is None)
+                continue
+            repeats.begin_again()
+            norms.streams.join()
+            with torch.no_grad(), full_precision():
+                found = norms.norms()
+                if total is not None:
+                    if index_D is not None:
+                        ill_conditioned_B = total.refine(found, index_D)
+                    break
+                total = found
+                imprecise_B = self._imprecise_B(total)
+            if not self._any_rank(imprecise_B is not None, norms):
+                break
+            index_D = None if imprecise_B is None else imprecise_B.nonzero().squeeze(1)
+        return norms, total, bool(same_uses), ill_conditioned_B
+
+    def _any_rank(self, again: bool, norms: NormPass) -> bool:  # noqa: FBT001 - what is asked, no option
+        """Return whether a rank needs the backward again: where parameters are gathered for it, all take part."""
+        sharded = self._state.sharded
+        if sharded is None:
+            return again
+        order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
+        found = sharded.agree("second backward", 2 * order + again)
+        sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
+        return any(value % 2 for value in found)
+
+    def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
+        """Read which norms must be computed in float64, and whether the step before repeated itself, with one wait."""
+        doubt = self._state.take_doubt()
+        imprecise_B = total.imprecise_B(None if doubt is None else doubt.differs_K.any())
+        if doubt is not None and not total.finite:
+            doubt.require()
+        return imprecise_B
+
+
+class PartlyKept(BookKeeping):
+    """Book-keeping that drops the factors of some parameters once their norms are known."""
+
+    # What is put together is kept, whosever it is.
+    puts_together = False
+
+    def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str], keeper: Keeper | None = None) -> None:
+        # Each of the `dropped` parameters is used once.
+        super().__init__(group_of, keeper=keeper)
+        self._dropped = dropped
+        self.seen: set[int] = set()
+        self.repeats: Repeats | None = None
+        self.measured_again: Callable[[Tensor], GroupNorms] | None = None
+
+    def go_behind(self, repeats: Repeats, measured_again: Callable[[Tensor], GroupNorms]) -> None:
+        """Note that the next backward is that of the part which gets another one."""
+        # `measured_again` runs it once more for the norms of a few samples, in float64.
+        self.final = False
+        self.repeats, self.measured_again = repeats, measured_again
+
+    def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
+        """Store a factor, or add its norm and drop it."""
+        if name not in self._dropped:
+            super().consume(use, name, factor)
+            return
+        assert self.repeats is not None, "what is dropped is used behind the interruption alone"
+        self.repeats.note(name, factor)
+        self.seen.add(id(use))
+        self.total.add_norm_of(name, factor)
+
+    def exact(self, index_D: Tensor) -> GroupNorms:
+        """Return the norms of a few samples from float64, of stored factors and of those formed once more."""
+        found = exact_norms(self.factors, self.total, index_D)
+        if self.measured_again is not None:
+            found.merge(self.measured_again(index_D))
+        return found
+
+
+class Parts:
+    """The backwards of one batch: one for the part before a cut, two for the part behind it."""
+
+    repeats: Repeats
+
+    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut, keeper: Keeper | None) -> None:
+        self._state, self._loss, self._cut, self._keeper = state, loss, cut, keeper
+        self._grad: Tensor | None = None
+
+    def run(self, *, scale: float) -> None:
+        """Add the clipped sums of the batch."""
+        # ``scale`` turns arriving gradients into those of each sample's own loss.
+        state = self._state
+        state.settle_doubt()
+        listener = PartlyKept(state.groups(), dropped=self._cut.names, keeper=self._keeper)
+        total = self._measure(listener)
+        weights = state.decisions.weights(total, state.forward_of(listener), scale, listener.ill_conditioned_B)
+
+        def add() -> None:
+            self._add_sums(listener, weights, scale)
+            state.require(self.repeats)
+
+        state.all_or_nothing(add)
+        state.close(listener)
+
+    def _measure(self, listener: PartlyKept) -> GroupNorms:
+        """Run the first backwards and return the norms of all samples."""
+        self._state.listen(listener, self._before)
+        assert self._grad is not None
+        self.repeats = Repeats(self._grad, self._loss.grad_fn, count=len(self._cut.names))
+        listener.go_behind(self.repeats, lambda index_D: self._again(listener, index_D))
+        self._state.listen(listener, self._behind)
+        listener.streams.join()
+        with torch.no_grad(), full_precision():
+            return listener.norms()
+
+    def _before(self) -> None:
+        self._grad, *_ = torch.autograd.grad([self._loss], [self._cut.edge, *self._cut.ends])
+
+    def _behind(self) -> None:
+        assert self._grad is not None
+        self._state.capture.run_backward([self._cut.edge], [self._grad])
+
+    def _again(self, listener: PartlyKept, index_D: Tensor) -> GroupNorms:
+        self.repeats.begin_again()
+        norms = NormPass(listener.total.group_of, shared=set(), repeats=self.repeats, index_D=index_D)
+        norms.only = self._cut.names
+        self._state.listen(norms, self._behind)
+        norms.streams.join()
+        return norms.norms()
+
+    def _add_sums(self, listener: PartlyKept, weights: ClipWeights, scale: float) -> None:
+        """Contract what was stored, and run the last backward for what was not."""
+        with torch.no_grad(), full_precision():
+            listener.add_sums(self._state.store, weights, scale)
+        self.repeats.begin_again()
+        behind = SumPass(self._state.store, weights, repeats=self.repeats, expected=listener.seen, several=set())
+        behind.only = self._cut.names
+        self._state.listen(behind, lambda: torch.autograd.backward([self._cut.edge], [self._grad]))
+        behind.streams.join()
+        with torch.no_grad(), full_precision():
+            behind.finish()
+        behind.streams.part()
