@@ -4,8 +4,9 @@ Shape letters: B samples, G clip groups.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +15,97 @@ from torch.nn import functional
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.passes import ClipWeights
 from ghostclip.clipping.policies import ClipPolicy, Grouping, Layout, finite_samples, relation_factor
+from ghostclip.clipping.together import Joint
+from ghostclip.factors import Factor
+
+
+class Sums(Protocol):
+    """Accumulators of clipped sums."""
+
+    def buffer(self, name: str) -> tuple[Tensor, bool]:
+        """Return the accumulator of a parameter, and whether it is new: uninitialised, to be written at once."""
+
+    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
+        """Add the clipped sums ``(L, *P)`` of several parameters of one shape; consumes them."""
+
+    def takes_at_once(self, elements: int) -> bool:
+        """Return whether the sums of several parameters, of so many elements, may be formed in one operation."""
+
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return parameters in the order in which their sums are wanted."""
+
+    def complete(self, name: str) -> None:
+        """Note that nothing will be added to a parameter's sum any more in this backward."""
+
+    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
+        """Take the materialised per-sample gradients ``(B, *P)`` of a parameter, of each sample's own loss."""
+
+
+@dataclass(frozen=True)
+class ClipWeights:
+    """Weights of the samples in the clipped sum."""
+
+    coef_GB: Sequence[Tensor]  # coefficients of every clip group, including the scale of the loss
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    keep_B: Tensor | None = None  # True for finite samples; None when all are. The others are masked out (0·NaN is NaN)
+    # samples whose gradients nearly cancel; None when there are none. Their contributions are formed in float64, over
+    # all uses of a parameter, before they are added, so that what is added has the norm that was computed for it, and
+    # what is huge and cancels meets no other sample's contribution
+    ill_conditioned_B: Tensor | None = None
+    _converted: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _apart: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def _coefficients(self, group: int, buffer: Tensor) -> Tensor:
+        """Return a group's coefficients in a buffer's dtype and on its device, converted once for all parameters."""
+        key = group, buffer.device, buffer.dtype
+        if key not in self._converted:
+            coef_B = self.coef_GB[group]
+            if self.ill_conditioned_B is not None:
+                coef_B = coef_B.masked_fill(self.ill_conditioned_B.to(coef_B.device), 0.0)
+            self._converted[key] = coef_B.to(device=buffer.device, dtype=buffer.dtype)
+        return self._converted[key]
+
+    def into(self, sums: Sums, factor: Factor, name: str, *, more: bool = False) -> None:
+        """Add a factor's clipped sum to its parameter's."""
+        # ``more``: other uses may follow, with which this one may cancel.
+        buffer, is_new = sums.buffer(name)
+        kept = factor if self.keep_B is None else factor.masked(self.keep_B)
+        group = self.group_of.get(name, 0)
+        # Terms of those that are formed apart may be beyond the type of the sum, and 0 times that is no number.
+        here = kept if self.ill_conditioned_B is None else kept.masked(~self.ill_conditioned_B)
+        _set_or_add_(here, self._coefficients(group, buffer), buffer, is_new=is_new)
+        if self.ill_conditioned_B is None:
+            return
+        apart = self._apart.get(name)
+        if apart is None:
+            apart = self._apart[name] = torch.zeros_like(buffer, dtype=torch.float64)
+        index_D = self.ill_conditioned_B.nonzero().squeeze(1)
+        coef_D = self.coef_GB[group].index_select(0, index_D.to(self.coef_GB[group].device))
+        kept.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), apart)
+        if not more:
+            self._add_apart(sums, name)
+
+    def into_several(self, sums: Sums, joint: Joint) -> None:
+        """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned."""
+        kept = joint if self.keep_B is None else joint.masked(self.keep_B)
+        sums.add_several(kept.names, kept.clipped_sums(self._coefficients(0, kept.like)))
+
+    def finish(self, sums: Sums) -> None:
+        """Add what waited for all uses of a parameter."""
+        for name in list(self._apart):
+            self._add_apart(sums, name)
+
+    def _add_apart(self, sums: Sums, name: str) -> None:
+        buffer, _ = sums.buffer(name)
+        buffer += self._apart.pop(name)
+
+
+def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool) -> None:
+    if is_new:
+        factor.write_clipped_sum_(coef_B, buffer)
+    else:
+        factor.add_clipped_sum_(coef_B, buffer)
 
 
 class Decisions:

@@ -1,6 +1,6 @@
 """Losses, as a clipper's backward takes them: checks of their shape, classes on several ranks, positions in chunks.
 
-Of logits whose classes lie on several ranks (``loss_parallel``) every rank has whole losses of the samples, as DTensors,
+Of logits whose classes lie on several ranks (``loss_parallel``) every rank has whole losses of the samples, DTensors,
 and its classes' part of the logits' gradient. torch computes that part within the context alone, and for cross-entropy
 alone; whatever else it would leave out is refused here.
 """

@@ -2,6 +2,10 @@
 
 Every pass listens to one backward. Book-keeping and hooks need one; ghost and fast clipping listen to two: norms
 first, then the clipped sums, contracted layer by layer as the same gradients arrive again.
+
+A layer's backward runs on the stream of its forward, whoever asks for the sums. Autograd lets the stream that calls a
+backward wait for those on which gradients of parameters were accumulated. Here none is: what a hook is given on another
+stream must be waited for by who goes on with it, and its memory must not be used again there before that is done.
 """
 
 import random
@@ -9,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -19,6 +22,7 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.decisions import ClipWeights, Sums
 from ghostclip.clipping.held_factors import HeldFactor, Keeper, Repeats, changed_in_place, formed, restored, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
@@ -29,7 +33,6 @@ from ghostclip.clipping.norms import (
     loses_nothing,
     terms_of_uses,
 )
-from ghostclip.clipping.streams import Streams
 from ghostclip.clipping.together import Alike, Joint, Together, most_waiting
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
@@ -42,28 +45,6 @@ KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
 
 # More elements than any model has.
 _ANY = 1 << 62
-
-
-class Sums(Protocol):
-    """Accumulators of clipped sums."""
-
-    def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is new: uninitialised, to be written at once."""
-
-    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Add the clipped sums ``(L, *P)`` of several parameters of one shape; consumes them."""
-
-    def takes_at_once(self, elements: int) -> bool:
-        """Return whether the sums of several parameters, of so many elements, may be formed in one operation."""
-
-    def in_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Return parameters in the order in which their sums are wanted."""
-
-    def complete(self, name: str) -> None:
-        """Note that nothing will be added to a parameter's sum any more in this backward."""
-
-    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Take the materialised per-sample gradients ``(B, *P)`` of a parameter, of each sample's own loss."""
 
 
 class Sequences(Protocol):
@@ -81,6 +62,34 @@ class Sequences(Protocol):
 
     def gather(self, factor: Factor) -> Factor:
         """Return the whole gradients of this rank's samples, from parts of the gradients of all samples."""
+
+
+class Streams:
+    """The streams that gradients of one backward arrived on."""
+
+    def __init__(self) -> None:
+        self._met: dict[tuple[torch.device, Any], Any] = {}
+
+    def note(self, device: torch.device) -> None:
+        """Note the stream that a gradient arrives on."""
+        stream = _torch.current_stream(device)
+        if stream is not None:
+            self._met[device, stream] = stream
+
+    def join(self) -> None:
+        """Let the current stream of each device wait for all others."""
+        for (device, _), stream in self._met.items():
+            here = _torch.current_stream(device)
+            if here != stream:
+                here.wait_stream(stream)
+
+    def part(self) -> None:
+        """Let the other streams wait in turn, lest they reuse memory that is still read here."""
+        for (device, _), stream in self._met.items():
+            here = _torch.current_stream(device)
+            if here != stream:
+                stream.wait_stream(here)
+        self._met.clear()
 
 
 class Pass(ABC):
@@ -673,72 +682,6 @@ class SumPass(OneOfTwo):
         for name, factor in self._brought_together():
             self._add(name, factor)
         self._weights.finish(self._sums)
-
-
-@dataclass(frozen=True)
-class ClipWeights:
-    """Weights of the samples in the clipped sum."""
-
-    coef_GB: Sequence[Tensor]  # coefficients of every clip group, including the scale of the loss
-    group_of: Mapping[str, int] = field(default_factory=dict)
-    keep_B: Tensor | None = None  # True for finite samples; None when all are. The others are masked out (0·NaN is NaN)
-    # samples whose gradients nearly cancel; None when there are none. Their contributions are formed in float64, over
-    # all uses of a parameter, before they are added, so that what is added has the norm that was computed for it, and
-    # what is huge and cancels meets no other sample's contribution
-    ill_conditioned_B: Tensor | None = None
-    _converted: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
-    _apart: dict[str, Tensor] = field(default_factory=dict, repr=False)
-
-    def _coefficients(self, group: int, buffer: Tensor) -> Tensor:
-        """Return a group's coefficients in a buffer's dtype and on its device, converted once for all parameters."""
-        key = group, buffer.device, buffer.dtype
-        if key not in self._converted:
-            coef_B = self.coef_GB[group]
-            if self.ill_conditioned_B is not None:
-                coef_B = coef_B.masked_fill(self.ill_conditioned_B.to(coef_B.device), 0.0)
-            self._converted[key] = coef_B.to(device=buffer.device, dtype=buffer.dtype)
-        return self._converted[key]
-
-    def into(self, sums: Sums, factor: Factor, name: str, *, more: bool = False) -> None:
-        """Add a factor's clipped sum to its parameter's."""
-        # ``more``: other uses may follow, with which this one may cancel.
-        buffer, is_new = sums.buffer(name)
-        kept = factor if self.keep_B is None else factor.masked(self.keep_B)
-        group = self.group_of.get(name, 0)
-        # Terms of those that are formed apart may be beyond the type of the sum, and 0 times that is no number.
-        here = kept if self.ill_conditioned_B is None else kept.masked(~self.ill_conditioned_B)
-        _set_or_add_(here, self._coefficients(group, buffer), buffer, is_new=is_new)
-        if self.ill_conditioned_B is None:
-            return
-        apart = self._apart.get(name)
-        if apart is None:
-            apart = self._apart[name] = torch.zeros_like(buffer, dtype=torch.float64)
-        index_D = self.ill_conditioned_B.nonzero().squeeze(1)
-        coef_D = self.coef_GB[group].index_select(0, index_D.to(self.coef_GB[group].device))
-        kept.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), apart)
-        if not more:
-            self._add_apart(sums, name)
-
-    def into_several(self, sums: Sums, joint: Joint) -> None:
-        """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned."""
-        kept = joint if self.keep_B is None else joint.masked(self.keep_B)
-        sums.add_several(kept.names, kept.clipped_sums(self._coefficients(0, kept.like)))
-
-    def finish(self, sums: Sums) -> None:
-        """Add what waited for all uses of a parameter."""
-        for name in list(self._apart):
-            self._add_apart(sums, name)
-
-    def _add_apart(self, sums: Sums, name: str) -> None:
-        buffer, _ = sums.buffer(name)
-        buffer += self._apart.pop(name)
-
-
-def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool) -> None:
-    if is_new:
-        factor.write_clipped_sum_(coef_B, buffer)
-    else:
-        factor.add_clipped_sum_(coef_B, buffer)
 
 
 def smaller_form(factor: Factor, *, always: bool = False) -> Factor:

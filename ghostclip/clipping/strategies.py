@@ -1,4 +1,4 @@
-"""Strategies: one backward for norms and sums, two through one forward, or one for the last part of a model and two else.
+"""Strategies: one backward for norms and sums, two through one forward, or two for the first part of a model alone.
 
 *One pass* keeps factors and adds the clipped sums at once, or when other parts of the model have their norms. *Two
 passes* form factors again: the first backward is for the norms, the second for the sums. *Parts* do as memory allows:
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.clipping.held_factors import Keeper, Repeats
 from ghostclip.clipping.norms import GroupNorms, exact_norms
-from ghostclip.clipping.passes import BookKeeping, ClipWeights, Hooks, NormPass, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, SumPass
 from ghostclip.clipping.state import ClippingState
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision

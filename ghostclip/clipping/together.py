@@ -261,7 +261,7 @@ class Alike:
             return False
         # Each target is a parameter itself.
         names = dict(zip(first.targets, zip(*[use.site.consumed for use, *_ in found], strict=True), strict=True))
-        _explain(found, formed)
+        _note_sizes(found, formed)
         for key, factor in formed.items():
             assert isinstance(factor, (Dense, Outer))
             self._join(Joint(names[key], factor))
@@ -286,7 +286,7 @@ def _train(found: Sequence[_Waiting]) -> bool:
     return all(leaf.parameter.requires_grad for leaf in leaves)
 
 
-def _explain(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
+def _note_sizes(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
     """Note the sizes at every call site where they are the largest so far."""
     parts: dict[str, list[Factor]] = {}
     for number, (use, grad, _) in enumerate(found):
@@ -380,7 +380,7 @@ class Together:
         if len(found) > 1 and saved > 0:
             self._total.add(found[0].name, _joint(found[0].input_NTI, [waiting.other_NTO for waiting in found]))
             for waiting in found:
-                _explain(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(found))
+                _note_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(found))
             return
         for waiting in found:
             self._total.add_norm_of(waiting.name, waiting.factor)
@@ -392,7 +392,7 @@ def _apart(found: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
     return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
-def _explain(waiting: _SharedInput, flops: int, readers: int) -> None:
+def _note_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None:
     """Note, for the coverage report, a layer's share of a Gram matrix that is formed for several."""
     plan = f"symmetric Gram, its input's shared by {readers}"
     for key, arrived in waiting.use.site.statistics.items():

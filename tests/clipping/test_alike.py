@@ -169,11 +169,11 @@ def test_an_ill_conditioned_sample_is_measured_by_itself(monkeypatch):
     x, weight = torch.randn(3, 2, 6), torch.randn(3, 2, 6)
     x[1, 1], weight[1, 1] = x[1, 0] * (1 + 3e-7), -weight[1, 0]
     found = []
-    for together in (True, False):
-        monkeypatch.setattr(BookKeeping, "puts_together", together)
+    for at_once in (True, False):
+        monkeypatch.setattr(BookKeeping, "puts_together", at_once)
         own = copy.deepcopy(model)
         clipper = GhostClipper(own, max_grad_norm=1e-7, strategy="bookkeeping", probe=False)
-        assert bool(_together(clipper, (own(x) * weight).sum((1, 2)), monkeypatch)) is together
+        assert bool(_together(clipper, (own(x) * weight).sum((1, 2)), monkeypatch)) is at_once
         found.append([clipper.per_sample_norms, *(parameter.grad for parameter in own.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-12)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ghostclip import GhostClipper, _torch
 from ghostclip.clipping import passes
-from ghostclip.clipping.streams import Streams
+from ghostclip.clipping.passes import Streams
 
 DEVICE = torch.device("cpu")
 

@@ -126,7 +126,7 @@ def test_a_second_backward_through_the_same_forward_is_refused(strategy):
 
 
 def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
-    from ghostclip.clipping.passes import ClipWeights
+    from ghostclip.clipping.decisions import ClipWeights
 
     model, ids = _Tied(), torch.randint(9, (4, 5))
     with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip._memory import is_out_of_memory
-from ghostclip.clipping.passes import ClipWeights
+from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.out_of_memory import rows_of
 from ghostclip.errors import DataError, MissingGradientError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ghostclip import PrivacyEngine
-from ghostclip.clipping.passes import ClipWeights
+from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import MissingGradientError
 from ghostclip.privacy.ledger_file import LedgerFile
