@@ -1,20 +1,252 @@
-"""What a forward can write beside parameters: buffers, counters and caches of modules, and what lies outside of them.
+"""State that a forward can write beside parameters: buffers, counters and caches of modules, and what lies outside.
 
 A forward that is asked about runs more than once. Each of these runs must begin with what the user's own began with,
 or a model that does something else in every fifth call would do it in another one; and afterwards the model must be as
 the user's own forward left it, whose loss may use what it finds there.
+
+Outside of the modules' tables, the user's hooks and methods may append to a list, count in a global or fill a cache
+that came as an argument. What they reach is noted before and put back afterwards: containers, attributes of objects and
+of classes, variables of functions, generators, tensors and arrays. Only the user's own code is looked into, and objects
+that were handed over as arguments: libraries keep threads and files in theirs.
 """
 
-from collections.abc import Iterable, Iterator
+import pickle
+import random
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from functools import cache, partial
+from itertools import chain
+from operator import eq, is_
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.capture.hooks import is_own
-from ghostclip.evidence.reachable import Reachable
+
+# How many objects are looked at, how long a container is that is looked into, and how many elements are copied in all.
+_MAX_OBJECTS: Final = 20_000
+_MAX_LENGTH: Final = 4_096
+_MAX_ELEMENTS: Final = 1 << 22
+_CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
+_CALLABLES: Final = (types.MethodType, partial, staticmethod, classmethod, property)
+_DATA: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# What stands in a class beside its data.
+_NO_DATA: Final = (
+    *_CALLABLES,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+_TENSORS: Final = (Tensor, nn.Parameter)
+# Whose attributes are noted, whoever has written their classes.
+_HOLDERS: Final = (nn.Module, types.SimpleNamespace, UserDict, UserList)
+_ABSENT: Final = object()
+
+
+class _Noted(NamedTuple):
+    """One object's state at one moment."""
+
+    changed: Callable[[], bool]
+    put_back: Callable[[], object]
+
+
+class Reachable:
+    """The state of everything mutable that some objects reach, at one moment."""
+
+    def __init__(self, roots: Iterable[Any], *, arguments: Iterable[Any] = (), known: Iterable[Any] = ()) -> None:
+        """Note it.
+
+        Args:
+            roots: Functions, classes and objects that are looked into as far as they are the user's.
+            arguments: Objects that are looked into, whoever has written their classes.
+            known: Objects that somebody else looks after.
+        """
+        self._noted: list[_Noted] = []
+        self._names: set[tuple[int, str]] = set()
+        self._elements = 0
+        # Held, so that their numbers stay their own.
+        self._seen: dict[int, Any] = {id(item): item for item in known}
+        pending = deque(chain(((item, True) for item in arguments), ((item, False) for item in roots)))
+        most = len(self._seen) + _MAX_OBJECTS
+        while pending and len(self._seen) < most:
+            item, given = pending.popleft()
+            if not isinstance(item, _DATA) and id(item) not in self._seen:
+                self._seen[id(item)] = item
+                pending.extend((part, given) for part in self._note(item, given=given))
+
+    def changed(self) -> bool:
+        """Return whether anything is not as it was; generators do not count."""
+        return any(noted.changed() for noted in self._noted)
+
+    def restore(self) -> None:
+        """Put everything back that is not as it was."""
+        for noted in self._noted:
+            if noted.changed():
+                noted.put_back()
+
+    def _note(self, item: Any, *, given: bool) -> Iterable[Any]:
+        """Note one object, and return what it reaches."""
+        for kinds, note in _BY_KIND:
+            if isinstance(item, kinds):
+                return note(self, item)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(item, (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)):
+            return self._of_numpy(item, is_array=isinstance(item, numpy.ndarray))
+        module = type(item).__module__
+        if isinstance(item, _HOLDERS) or _is_users(module) or (given and not _is_pythons(module)):
+            slots = [name for kind in type(item).__mro__ for name in _slots_of(kind)]
+            return [*(self._attribute(item, name) for name in slots), getattr(item, "__dict__", None), type(item)]
+        return ()
+
+    def _add(self, read: Callable[[], Any], write: Callable[[Any], object], *, same: Callable[..., Any] = is_) -> Any:
+        """Note a value that is read and written; returns it."""
+        value = read()
+        self._noted.append(_Noted(lambda: not same(read(), value), lambda: write(value)))
+        return value
+
+    def _may_copy(self, elements: int) -> bool:
+        fits = self._elements + elements <= _MAX_ELEMENTS
+        self._elements += elements * fits
+        return fits
+
+    def _attribute(self, item: Any, name: str) -> Any:
+        if getattr(item, name, _ABSENT) is _ABSENT:
+            return None
+        return self._add(lambda: getattr(item, name, _ABSENT), partial(setattr, item, name))
+
+    def _of_tensor(self, tensor: Tensor) -> Iterable[Any]:
+        if type(tensor) in _TENSORS and not tensor.is_inference() and self._may_copy(tensor.numel()):
+            value = tensor.detach().clone()
+            self._add(partial(_torch.version, tensor), lambda _: tensor.detach().copy_(value))
+        return ()
+
+    def _of_numpy(self, item: Any, *, is_array: bool) -> Iterable[Any]:
+        if not is_array:
+            bits = getattr(item, "bit_generator", None)
+            read, write = (
+                (partial(item.get_state, legacy=False), item.set_state)
+                if bits is None
+                else (lambda: bits.state, partial(setattr, bits, "state"))
+            )
+            self._add(read, write, same=lambda now, value: pickle.dumps(now) == pickle.dumps(value))
+            return ()
+        if item.flags.writeable and not item.dtype.hasobject and self._may_copy(item.size):
+            value = item.copy()
+            self._add(item.tobytes, lambda _: item.__setitem__(..., value), same=eq)
+        return ()
+
+    def _of_container(self, box: Any) -> Iterable[Any]:
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(box, kind))
+
+        def read() -> list[Any]:
+            return list(chain.from_iterable(kind.items(box))) if isinstance(box, dict) else list(kind.__iter__(box))
+
+        def write(parts: list[Any]) -> None:
+            kind.clear(box)
+            if isinstance(box, dict):
+                kind.update(box, zip(parts[::2], parts[1::2], strict=True))
+            else:
+                (kind.update if isinstance(box, set) else kind.extend)(box, parts)
+
+        parts = self._add(read, write, same=lambda now, value: list(map(id, now)) == list(map(id, value)))
+        return [*(parts if len(parts) <= _MAX_LENGTH else ()), getattr(box, "__dict__", None)]
+
+    def _of_cell(self, cell: types.CellType) -> Iterable[Any]:
+        try:
+            return (self._add(lambda: cell.cell_contents, partial(setattr, cell, "cell_contents")),)
+        except ValueError:
+            # Nothing is in it yet.
+            return ()
+
+    def _of_function(self, function: types.FunctionType) -> Iterable[Any]:
+        """Note what a function's code names: variables around it, and globals of the user's modules."""
+        found: list[Any] = list(function.__closure__ or ())
+        if not _is_users(function.__module__):
+            return found
+        found += [function.__defaults__, function.__kwdefaults__, vars(function)]
+        names = set(_names_in(function.__code__))
+        modules = [value for name in names if isinstance(value := function.__globals__.get(name), types.ModuleType)]
+        for table in (function.__globals__, *(vars(module) for module in modules if _is_users(module.__name__))):
+            for name in sorted(names & table.keys()):
+                if (id(table), name) not in self._names and not isinstance(table[name], types.ModuleType):
+                    self._names.add((id(table), name))
+                    found.append(self._add(partial(table.get, name, _ABSENT), partial(table.__setitem__, name)))
+        return found
+
+    def _of_class(self, kind: type) -> Iterable[Any]:
+        """Note the data of a class of the user's; its methods are looked into as functions."""
+        if not _is_users(kind.__module__):
+            return ()
+        table = dict(vars(kind))
+        for name, value in table.items():
+            if not (isinstance(value, _NO_DATA) or name.startswith(("__", "_abc_"))):
+                self._attribute(kind, name)
+        return [*table.values(), *kind.__bases__]
+
+    def _of_callable(self, item: Any) -> Iterable[Any]:
+        return [getattr(item, name, None) for name in ("__self__", "__func__", "func", "args", "keywords", "fget")]
+
+    def _of_generator(self, generator: torch.Generator) -> Iterable[Any]:
+        self._add(generator.get_state, generator.set_state, same=torch.equal)
+        return ()
+
+    def _of_random(self, generator: random.Random) -> Iterable[Any]:
+        self._add(generator.getstate, generator.setstate, same=eq)
+        return ()
+
+
+# How objects are noted, by their kind; the first that fits.
+_BY_KIND: Final[tuple[tuple[Any, Callable[[Any, Any], Iterable[Any]]], ...]] = (
+    (Tensor, Reachable._of_tensor),
+    (_CONTAINERS, Reachable._of_container),
+    (tuple, lambda _, item: item),
+    (types.CellType, Reachable._of_cell),
+    (types.FunctionType, Reachable._of_function),
+    (_CALLABLES, Reachable._of_callable),
+    (type, Reachable._of_class),
+    (torch.Generator, Reachable._of_generator),
+    (random.Random, Reachable._of_random),
+)
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    slots = vars(kind).get("__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        if name not in ("__dict__", "__weakref__"):
+            yield f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Return the names of globals and attributes in a function's code, and in functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+@cache
+def _is_pythons(module: str) -> bool:
+    """Return whether a module is torch's, ours or Python's own."""
+    top = module.partition(".")[0]
+    return top in ("torch", "ghostclip") or (top in sys.stdlib_module_names and top != "__main__")
+
+
+@cache
+def _is_users(module: str | None) -> bool:
+    """Return whether a module is the user's: neither Python's, torch's, ours nor an installed package's."""
+    if module is None or _is_pythons(module):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "site-packages", "dist-packages")
+    return not any(part in file for part in places)
+
 
 # What every module has: tables, which are looked after elsewhere, and its mode.
 _OWN: Final = frozenset(vars(nn.Module()))

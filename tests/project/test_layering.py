@@ -80,7 +80,6 @@ ORDERED = {
         "context",
     ],
     "evidence": [
-        "reachable",
         "module_state",
         "dependence",
         "dropout",
