@@ -34,10 +34,9 @@ from ghostclip import _tree
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
 from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
-from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
-from ghostclip.evidence.randomness import Draws, Randomness, unnoticed
+from ghostclip.evidence.randomness import Draws, Randomness, WithoutDropout, unnoticed
 from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Unchecked
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,

@@ -29,14 +29,13 @@ from ghostclip.capture.ranks import on_any
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dtype
 from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
 from ghostclip.evidence.probe import OUTSTANDING, REPEATS, Probe, Start, Weights, ask
-from ghostclip.evidence.randomness import unnoticed
+from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
 
 # Powers of two by which gradients are scaled: enough to get to a bound far away, and few where 16 bits end soon.

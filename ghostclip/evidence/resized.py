@@ -14,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _tree
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
-from ghostclip.evidence.dropout import WithoutDropout
 from ghostclip.evidence.independence import Batch
 from ghostclip.evidence.module_state import restored
-from ghostclip.evidence.randomness import unnoticed
+from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.rules.registry import operation_name
 
 # So many samples of a larger batch show which axes hold them.

@@ -82,7 +82,6 @@ ORDERED = {
     "evidence": [
         "module_state",
         "dependence",
-        "dropout",
         "gates",
         "exchanges",
         "gradient_edges",
