@@ -15,12 +15,11 @@ from ghostclip.capture.nodes import Edge, shape_at
 from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.capture.row_origin import only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.linear_paths import PICKED
 from ghostclip.evidence.loss_graph import MAX_NODES, above_outputs
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
 from ghostclip.evidence.own_backwards import is_linear, loss_has_own_backwards
-from ghostclip.evidence.probe import Start, Weights, sample_sets, weightings
+from ghostclip.evidence.probe import GradientSource, Start, Weights, sample_sets, source_at, weightings
 from ghostclip.evidence.prover import Evidence
 from ghostclip.evidence.slopes import apart_at_any_slope
 from ghostclip.evidence.unchecked import LOSSES

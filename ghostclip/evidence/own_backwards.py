@@ -29,12 +29,11 @@ from ghostclip.capture.ranks import on_any
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.evidence.gradient_edges import GradientSource, source_at
 from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dtype
 from ghostclip.evidence.loss_graph import above_outputs
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
-from ghostclip.evidence.probe import OUTSTANDING, REPEATS, Probe, Start, Weights, ask
+from ghostclip.evidence.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
 

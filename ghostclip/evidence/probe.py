@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
 from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
@@ -33,7 +34,89 @@ from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN
 from ghostclip.errors import BatchAxisError, SampleMixingError
-from ghostclip.evidence.gradient_edges import GradientSource, reduced_sources
+
+_MAX_NODES = 256
+
+
+@dataclass(frozen=True)
+class GradientSource:
+    """One value of the graph.
+
+    Attributes:
+        source: What autograd is told: a tensor, or an edge of the graph.
+        shape: The value's shape.
+        dtype: Its dtype.
+        device: Its device.
+        tensor: The value itself, where it is at hand.
+        axis: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
+    """
+
+    source: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    tensor: Tensor | None = None
+    axis: int = UNKNOWN
+
+    @classmethod
+    def of(cls, tensor: Tensor, axis: int = UNKNOWN) -> "GradientSource":
+        """Return the place of a tensor in the graph.
+
+        Args:
+            tensor: The tensor.
+            axis: The axis that holds samples, if it is known.
+
+        Returns:
+            Its place.
+        """
+        return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor, axis)
+
+
+def reduced_sources(scalars: Sequence[Tensor], has_rows: Callable[[GradientSource], bool]) -> list[GradientSource]:
+    """Walk back from scalars to the first values that have rows of samples.
+
+    Args:
+        scalars: Tensors of no axis, in the graph.
+        has_rows: Tells whether a value has an axis for the samples.
+
+    Returns:
+        The values where every path from the scalars first meets one; empty where the search was given up.
+    """
+    found: dict[tuple[Any, int], GradientSource] = {}
+    pending: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in scalars]
+    seen: set[tuple[Any, int]] = set()
+    while pending:
+        node, number = pending.pop()
+        if node is None or (node, number) in seen or not _torch.outputs_of(node):
+            continue
+        if len(seen) >= _MAX_NODES:
+            return []
+        seen.add((node, number))
+        place = source_at(node, number)
+        if place is not None and has_rows(place):
+            found[node, number] = place
+        else:
+            pending += node.next_functions
+    return list(found.values())
+
+
+def source_at(node: Any, number: int) -> GradientSource | None:
+    """Return the place of an output of a node.
+
+    Args:
+        node: The node.
+        number: Which of its outputs.
+
+    Returns:
+        The place; None for a leaf, or where it holds no floating values.
+    """
+    if number >= len(_torch.outputs_of(node)) or node.name().endswith("AccumulateGrad"):
+        return None
+    about = _torch.outputs_of(node)[number]
+    if not about.dtype.is_floating_point:
+        return None
+    return GradientSource(GradientEdge(node, number), torch.Size(about.shape), about.dtype, about.device)
+
 
 # Bytes of a number that hardly any other is the same as.
 _FULL_BYTES: Final = 4

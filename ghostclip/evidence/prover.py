@@ -31,7 +31,6 @@ from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
-from ghostclip.evidence.gradient_edges import GradientSource
 from ghostclip.evidence.independence import Batch, Run, refuse_dependence, refuse_memory
 from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs, refuse_hooks_of_layers
@@ -45,7 +44,7 @@ from ghostclip.evidence.own_backwards import (
     without_scale,
 )
 from ghostclip.evidence.padding import Padding
-from ghostclip.evidence.probe import Probe, Start, ask, starts, weightings
+from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.resized import resized
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite

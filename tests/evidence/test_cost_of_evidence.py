@@ -9,8 +9,7 @@ from torch import nn
 import ghostclip
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import SampleMixingError
-from ghostclip.evidence.gradient_edges import GradientSource
-from ghostclip.evidence.probe import Start, cotangent, nonzero_rows
+from ghostclip.evidence.probe import GradientSource, Start, cotangent, nonzero_rows
 
 B = 6
 

@@ -84,7 +84,6 @@ ORDERED = {
         "dependence",
         "gates",
         "exchanges",
-        "gradient_edges",
         "linear_paths",
         "loss_graph",
         "randomness",
