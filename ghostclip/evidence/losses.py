@@ -16,8 +16,7 @@ from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.capture.row_origin import only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.linear_paths import PICKED
-from ghostclip.evidence.loss_graph import MAX_NODES, above_outputs
-from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
+from ghostclip.evidence.loss_graph import MAX_NODES, Unheard, above_outputs, keeps_apart, proved_outputs
 from ghostclip.evidence.own_backwards import is_linear, loss_has_own_backwards
 from ghostclip.evidence.probe import GradientSource, Start, Weights, sample_sets, source_at, weightings
 from ghostclip.evidence.prover import Evidence
@@ -202,7 +201,7 @@ def _keeps_apart(
     linear = weights is None and is_linear([start.edge.source for start in begun], capture, forward)
     asked = weightings(batch_size, linear=linear) if weights is None else weights
     with capture.listening(Unheard()):
-        apart = keeps_apart(begun, reached(begun), asked, batch_size=batch_size, linear=linear)
+        apart = keeps_apart(begun, proved_outputs(begun), asked, batch_size=batch_size, linear=linear)
     sets = sample_sets(batch_size) if weights is None else [set(one) for one in weights]
     return apart and apart_at_any_slope(begun, sets, batch_size=batch_size, axis=forward.batch_axis)
 

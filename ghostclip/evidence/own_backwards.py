@@ -30,9 +30,8 @@ from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dtype
-from ghostclip.evidence.loss_graph import above_outputs
+from ghostclip.evidence.loss_graph import Unheard, above_outputs, keeps_apart, proved_outputs
 from ghostclip.evidence.module_state import restored
-from ghostclip.evidence.output_rows import Unheard, keeps_apart, reached
 from ghostclip.evidence.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
@@ -179,7 +178,7 @@ def refuse_means_without_scale(capture: CaptureContext, roots: Sequence[Any], fo
         for source in sources
         if source is not None
     ]
-    ends = None if _hooked_since(forward) else reached(begun)
+    ends = None if _hooked_since(forward) else proved_outputs(begun)
     if ends is None:
         said = without_scale(capture, begun)
     else:

@@ -33,9 +33,16 @@ from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
 from ghostclip.evidence.independence import Batch, Run, refuse_dependence, refuse_memory
 from ghostclip.evidence.linear_paths import Path
-from ghostclip.evidence.loss_graph import Sizes, has_hooks, hooks_below, refuse_beyond_outputs, refuse_hooks_of_layers
+from ghostclip.evidence.loss_graph import (
+    Sizes,
+    Unheard,
+    has_hooks,
+    hooks_below,
+    note_proved,
+    refuse_beyond_outputs,
+    refuse_hooks_of_layers,
+)
 from ghostclip.evidence.module_state import ModuleState
-from ghostclip.evidence.output_rows import Unheard, note
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
     is_linear,
@@ -551,7 +558,7 @@ class Evidence:
                 refuse_memory(capture.model, state or _state_of(capture, call), run, batch, unchecked)
 
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
-        """Return whether outputs have backwards that are not torch's; note whether these follow their scale."""
+        """Return whether outputs have backwards that are not torch's; note_proved whether these follow their scale."""
         trained, self._without_scale = [part for part in parts if part.requires_grad], ""
         own = capture.forward.proves and bool(trained) and has_own_backwards(trained, capture.forward)
         if own and starts:
@@ -734,7 +741,7 @@ class _Rehearsed:
         if not (self.rows or self.padded):
             return
         parts = _parts_of(output)
-        note(
+        note_proved(
             [Start(GradientSource.of(parts[number]), rows) for number, rows in self.rows.items() if number < len(parts)]
         )
         trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
