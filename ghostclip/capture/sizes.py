@@ -1,7 +1,7 @@
 """Axes that hold samples: those that are shorter or longer for another number of samples.
 
 A forward that is proved runs first without gradients on a few samples of the batch, or one more (see
-`ghostclip.evidence.resized`). Each torch function then knows the shapes of its arguments for N samples, and the forward
+`ghostclip.evidence.batches`). Each torch function then knows the shapes of its arguments for N samples, and the forward
 itself those for B: an axis that differs holds samples, a tensor that does not is a constant. Values play no part, so
 that rounding does not. Calls are told apart by their function, its number, and the call they happen in; where two
 forwards do not run alike, nothing is known.

@@ -20,11 +20,9 @@ follows a sample's place is seen, too.
 What lies behind closed gates is looked at in a few samples alone.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Final, TypeVar
 
 import torch
@@ -33,7 +31,8 @@ from torch import Tensor, nn
 from ghostclip import _tree
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
-from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
+from ghostclip.evidence.batches import Batch
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.randomness import Draws, Randomness, WithoutDropout, unnoticed
@@ -43,10 +42,6 @@ from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Un
 # which the same kernels see, and for fewer.
 TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FEWER_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-# So many samples show what lies behind a gate.
-_FEW: Final = 4
-# Row maps that know no sample by its number.
-_BY_SIZE: Final = frozenset({"axis", "major", "minor"})
 # Elements that are compared at a time.
 _COMPARED: Final = 1 << 18
 
@@ -74,172 +69,6 @@ _REPLACED: Final = "half of the samples were replaced"
 
 Run = Callable[[Any], list[Tensor]]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a forward was called with.
-
-    Attributes:
-        inputs: Its positional and its keyword inputs.
-        size: B, at least 2.
-        axis: The expected batch axis.
-        gathered: Whether rows were selected in it, so that data decides which random number a row meets.
-        maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
-        outputs: What the forward returned, where it drew no random numbers; else empty.
-        seed: Another one for every proof.
-        again: Whether the same way of the model was proved before.
-        by_place: Whether a list among the inputs may hold one value for each sample.
-    """
-
-    inputs: Any
-    size: int
-    axis: int
-    gathered: bool = False
-    maps: Sequence[RowMap | None] = ()
-    outputs: Sequence[Tensor] = ()
-
-    seed: int = 0
-    again: bool = False
-    by_place: bool = False
-
-    @property
-    def drawn(self) -> list[int]:
-        """One of every two neighbours, and the last sample if it has none; not the first, so that all change places."""
-        numbers = random.Random(self.seed)
-        pairs = range(2, self.size - 1, 2)
-        return [1, *(first + numbers.randrange(2) for first in pairs), *([self.size - 1] if self.size % 2 else [])]
-
-    @property
-    def replaced(self) -> list[list[int]]:
-        """The sets of samples to replace, one after the other."""
-        if self.again:
-            return [self.drawn, self.others(self.drawn)]
-        middle = (self.size + 1) // 2
-        # Of two samples each is a half, and the second one is drawn.
-        second = [list(range(middle, self.size))] if middle > 1 else []
-        return [self.drawn, list(range(middle)), *second]
-
-    @property
-    def apart(self) -> list[int]:
-        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well.
-
-        Beside lists that go by places, and stay whole, the first ones.
-        """
-        middle = (self.size + 1) // 2
-        if self.by_place:
-            return list(range(middle))
-        return list(range(middle, self.size)) if self.again else list(range(1, middle + 1))
-
-    @property
-    def left(self) -> list[int]:
-        """A few samples, which are also run by themselves where those of `apart` come out otherwise."""
-        return self.apart if self.by_place or self.again else self.drawn[: max(_FEW // 2, self.size // 4)]
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether a list among the inputs has as many values as there are samples, and may hold one for each."""
-        return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
-
-    def others(self, samples: Sequence[int]) -> list[int]:
-        """Return all samples but some.
-
-        Args:
-            samples: These.
-
-        Returns:
-            The others, in order.
-        """
-        return sorted(set(range(self.size)).difference(samples))
-
-    def maps_of(self, outputs: Sequence[Tensor]) -> Sequence[RowMap | None]:
-        """Return how the rows of outputs map to samples.
-
-        Args:
-            outputs: Of a run.
-
-        Returns:
-            One for each, None where it is not known.
-        """
-        return self.maps if len(self.maps) == len(outputs) else [None] * len(outputs)
-
-    def own_map(self, output: Tensor) -> RowMap | None:
-        """Return how the rows of an output map to samples by its shape alone.
-
-        Args:
-            output: Of a run on the batch.
-
-        Returns:
-            None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
-            layers as samples.
-        """
-        place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
-        return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
-
-    def few(self) -> "Batch":
-        """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
-        if self.size <= _FEW or self.has_lists:
-            return self
-        order = list(range(_FEW))
-        known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
-        return replace(self, inputs=self.of_samples(order), size=_FEW, maps=known, outputs=())
-
-    def exchanged(self) -> Any:
-        """Return the inputs with every sample replaced by another, and other means over the batch."""
-        return self.of_samples([1, *[0] * (self.size - 1)])
-
-    def copied(self, samples: Sequence[int]) -> Any:
-        """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind.
-
-        Lengths in decreasing order stay in that order, as packing them demands.
-
-        Args:
-            samples: One of ``replaced``.
-
-        Returns:
-            New tensors; those without B samples as they are.
-        """
-        return self.of_samples(self.copies(samples))
-
-    def copies(self, samples: Sequence[int]) -> list[int]:
-        """Return which sample stands at each place where some are replaced.
-
-        Args:
-            samples: These.
-
-        Returns:
-            Sample numbers, one for each place of the batch.
-        """
-        kept = self.others(samples)
-        held = set(kept)
-        latest = accumulate(range(self.size), lambda last, sample: sample if sample in held else last, initial=kept[0])
-        return list(latest)[1:]
-
-    def with_lists(self, samples: Sequence[int]) -> Any:
-        """Return the inputs of some samples, lists of one value for each of them taken along.
-
-        Args:
-            samples: Sample numbers.
-
-        Returns:
-            As for `copied`.
-        """
-        return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
-
-    def of_samples(self, samples: Sequence[int]) -> Any:
-        """Return the inputs of some samples, those without B samples as they are."""
-        return self._mapped(lambda leaf, place: of_samples(leaf, samples, place))
-
-    def zeros(self) -> Any:
-        """Return the inputs with zeros for all samples."""
-        return self._mapped(lambda leaf, place: of_samples(leaf, range(self.size), place) * 0)
-
-    def _mapped(self, change: Callable[[Any, int], Any]) -> Any:
-        def changed(leaf: Any) -> Any:
-            place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
-            return leaf if place is None else change(leaf, place)
-
-        return _tree.mapped(changed, self.inputs)
 
 
 def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:

@@ -29,7 +29,8 @@ from ghostclip.capture.ranks import on_any
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.evidence.independence import FEWER_TOLERANCE, Batch, coarsest_dtype
+from ghostclip.evidence.batches import Batch
+from ghostclip.evidence.independence import FEWER_TOLERANCE, coarsest_dtype
 from ghostclip.evidence.loss_graph import Unheard, above_outputs, keeps_apart, proved_outputs
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at

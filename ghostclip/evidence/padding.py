@@ -29,8 +29,9 @@ from ghostclip.capture.inputs import packed_inputs
 from ghostclip.capture.nodes import Edge
 from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of, first_apart
-from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Batch, Run, plainly, tried
+from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
 from ghostclip.evidence.linear_paths import Path, ReducedAxes, looks_plain
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import PADDING, Unchecked

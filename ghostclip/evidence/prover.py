@@ -25,13 +25,13 @@ from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of
-from ghostclip.capture.ranks import on_any
+from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError
+from ghostclip.evidence.batches import Batch, resized
 from ghostclip.evidence.dependence import where_dependence_starts
-from ghostclip.evidence.exchanges import Exchanges, refuse_split_positions
-from ghostclip.evidence.independence import Batch, Run, refuse_dependence, refuse_memory
+from ghostclip.evidence.independence import Run, refuse_dependence, refuse_memory
 from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import (
     Sizes,
@@ -53,7 +53,6 @@ from ghostclip.evidence.own_backwards import (
 from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.evidence.resized import resized
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip.errors import SampleMixingError
+from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import same_randomness
-from ghostclip.evidence.independence import Batch
 from ghostclip.evidence.module_state import restored
 
 # Elements of all parameters up to which a proof copies them, to see what is written past autograd's counter.

@@ -1,0 +1,259 @@
+"""Other batches than the one that a model was called with: some of its samples, in other places, or copies of others.
+
+The forward with another number of samples shows which axes hold samples: see `ghostclip.capture.sizes`.
+
+Shape letter: B samples.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ghostclip import _tree
+from ghostclip.capture.rewrite import inside_of
+from ghostclip.capture.row_maps import RowMap
+from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
+from ghostclip.evidence.module_state import restored
+from ghostclip.evidence.randomness import WithoutDropout, unnoticed
+from ghostclip.rules.registry import operation_name
+
+# So many samples show what lies behind a gate.
+_FEW: Final = 4
+# Row maps that know no sample by its number.
+_BY_SIZE: Final = frozenset({"axis", "major", "minor"})
+# So many samples of a larger batch show which axes hold them.
+_SHOW_AXES: Final = 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a forward was called with.
+
+    Attributes:
+        inputs: Its positional and its keyword inputs.
+        size: B, at least 2.
+        axis: The expected batch axis.
+        gathered: Whether rows were selected in it, so that data decides which random number a row meets.
+        maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
+        outputs: What the forward returned, where it drew no random numbers; else empty.
+        seed: Another one for every proof.
+        again: Whether the same way of the model was proved before.
+        by_place: Whether a list among the inputs may hold one value for each sample.
+    """
+
+    inputs: Any
+    size: int
+    axis: int
+    gathered: bool = False
+    maps: Sequence[RowMap | None] = ()
+    outputs: Sequence[Tensor] = ()
+
+    seed: int = 0
+    again: bool = False
+    by_place: bool = False
+
+    @property
+    def drawn(self) -> list[int]:
+        """One of every two neighbours, and the last sample if it has none; not the first, so that all change places."""
+        numbers = random.Random(self.seed)
+        pairs = range(2, self.size - 1, 2)
+        return [1, *(first + numbers.randrange(2) for first in pairs), *([self.size - 1] if self.size % 2 else [])]
+
+    @property
+    def replaced(self) -> list[list[int]]:
+        """The sets of samples to replace, one after the other."""
+        if self.again:
+            return [self.drawn, self.others(self.drawn)]
+        middle = (self.size + 1) // 2
+        # Of two samples each is a half, and the second one is drawn.
+        second = [list(range(middle, self.size))] if middle > 1 else []
+        return [self.drawn, list(range(middle)), *second]
+
+    @property
+    def apart(self) -> list[int]:
+        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well.
+
+        Beside lists that go by places, and stay whole, the first ones.
+        """
+        middle = (self.size + 1) // 2
+        if self.by_place:
+            return list(range(middle))
+        return list(range(middle, self.size)) if self.again else list(range(1, middle + 1))
+
+    @property
+    def left(self) -> list[int]:
+        """A few samples, which are also run by themselves where those of `apart` come out otherwise."""
+        return self.apart if self.by_place or self.again else self.drawn[: max(_FEW // 2, self.size // 4)]
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a list among the inputs has as many values as there are samples, and may hold one for each."""
+        return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
+
+    def others(self, samples: Sequence[int]) -> list[int]:
+        """Return all samples but some.
+
+        Args:
+            samples: These.
+
+        Returns:
+            The others, in order.
+        """
+        return sorted(set(range(self.size)).difference(samples))
+
+    def maps_of(self, outputs: Sequence[Tensor]) -> Sequence[RowMap | None]:
+        """Return how the rows of outputs map to samples.
+
+        Args:
+            outputs: Of a run.
+
+        Returns:
+            One for each, None where it is not known.
+        """
+        return self.maps if len(self.maps) == len(outputs) else [None] * len(outputs)
+
+    def own_map(self, output: Tensor) -> RowMap | None:
+        """Return how the rows of an output map to samples by its shape alone.
+
+        Args:
+            output: Of a run on the batch.
+
+        Returns:
+            None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
+            layers as samples.
+        """
+        place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
+        return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
+
+    def few(self) -> "Batch":
+        """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
+        if self.size <= _FEW or self.has_lists:
+            return self
+        order = list(range(_FEW))
+        known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
+        return replace(self, inputs=self.of_samples(order), size=_FEW, maps=known, outputs=())
+
+    def exchanged(self) -> Any:
+        """Return the inputs with every sample replaced by another, and other means over the batch."""
+        return self.of_samples([1, *[0] * (self.size - 1)])
+
+    def copied(self, samples: Sequence[int]) -> Any:
+        """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind.
+
+        Lengths in decreasing order stay in that order, as packing them demands.
+
+        Args:
+            samples: One of ``replaced``.
+
+        Returns:
+            New tensors; those without B samples as they are.
+        """
+        return self.of_samples(self.copies(samples))
+
+    def copies(self, samples: Sequence[int]) -> list[int]:
+        """Return which sample stands at each place where some are replaced.
+
+        Args:
+            samples: These.
+
+        Returns:
+            Sample numbers, one for each place of the batch.
+        """
+        kept = self.others(samples)
+        held = set(kept)
+        latest = accumulate(range(self.size), lambda last, sample: sample if sample in held else last, initial=kept[0])
+        return list(latest)[1:]
+
+    def with_lists(self, samples: Sequence[int]) -> Any:
+        """Return the inputs of some samples, lists of one value for each of them taken along.
+
+        Args:
+            samples: Sample numbers.
+
+        Returns:
+            As for `copied`.
+        """
+        return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
+
+    def of_samples(self, samples: Sequence[int]) -> Any:
+        """Return the inputs of some samples, those without B samples as they are."""
+        return self._mapped(lambda leaf, place: of_samples(leaf, samples, place))
+
+    def zeros(self) -> Any:
+        """Return the inputs with zeros for all samples."""
+        return self._mapped(lambda leaf, place: of_samples(leaf, range(self.size), place) * 0)
+
+    def _mapped(self, change: Callable[[Any, int], Any]) -> Any:
+        def changed(leaf: Any) -> Any:
+            place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
+            return leaf if place is None else change(leaf, place)
+
+        return _tree.mapped(changed, self.inputs)
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes the shapes of every call's tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.found = Calls(), dict[Key, tuple[Shapes, Shapes]]()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key, before = self.calls.key(func), shapes_of((args, kwargs))
+        around = key[0]
+        inside = None if around and around[1] is func else inside_of(func, operation_name(func))
+        if inside is None:
+            result = func(*args, **kwargs)
+        else:
+            # Layers written out refuse parameters whose gradient nobody would take.
+            args, kwargs = _tree.mapped(
+                lambda item: item.detach() if isinstance(item, Tensor) else item, (args, kwargs)
+            )
+            with self.calls.inside(key), self:
+                result = inside(*args, **kwargs)
+        self.found[key] = before, shapes_of(result)
+        return result
+
+
+def resized(
+    model: nn.Module, run: Callable[[Any], Sequence[Tensor]], inputs: Any, *, batch_size: int, axis: int
+) -> Resized | None:
+    """Run a model on a few samples of a batch, or on one more: the last one repeated.
+
+    Args:
+        model: The model; its buffers and all random states are put back.
+        run: Runs it on inputs and returns its output tensors.
+        inputs: What it is called with.
+        batch_size: B.
+        axis: The expected batch axis.
+
+    Returns:
+        What it did; None where it runs with no other number of them.
+    """
+    one_more = [*range(batch_size), batch_size - 1]
+    orders = [one_more] if batch_size <= _SHOW_AXES else [list(range(_SHOW_AXES)), one_more]
+    # Lists of as many values as samples may have one for each.
+    batch = Batch(inputs, batch_size, axis)
+    listed = (True, False) if batch.has_lists else (False,)
+    used = [*model.parameters(), *model.buffers(), *_tree.tensors(inputs)]
+    # With gradients where it raises without: it may differentiate within its forward.
+    for gradients, order, with_values in product((False, True), orders, listed):
+        given, recorder = batch.with_lists(order) if with_values else batch.of_samples(order), _Recorder()
+        try:
+            with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
+                with WithoutDropout(), recorder:
+                    outputs = run(given)
+            return Resized(recorder.found, shapes_of(list(outputs)), batch_size, len(order))
+        except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
+            continue
+    return None
