@@ -25,7 +25,6 @@ from ghostclip.clipping.loss import (
     in_chunks,
     plain_losses,
     refuse_lost_gradients,
-    refuse_on_mesh,
 )
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
@@ -454,8 +453,6 @@ class GhostClipper:
     ) -> None:
         if not self._one_pass.loss_elsewhere:
             if any(forward.ends_on_mesh for forward in forwards):
-                for root in roots:
-                    refuse_on_mesh(root)
                 refuse_lost_gradients(roots)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return

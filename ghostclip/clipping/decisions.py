@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.clipping.bounds import Grouping
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.policies import ClipPolicy, Grouping, Layout, finite_samples, relation_factor
+from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, relation_factor
 from ghostclip.clipping.together import Joint
 from ghostclip.factors import Factor
 

@@ -6,7 +6,7 @@ alone; whatever else it would leave out is refused here.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -94,11 +94,11 @@ def plain_losses(loss: Tensor) -> Tensor:
     if _torch.is_sharded_tensor(loss):
         placed: Any = loss
         if loss.dim() == 0 or not all(one.is_replicate() for one in placed.placements):
-            refuse_on_mesh(loss)
+            _refuse_on_mesh(loss)
     return _torch.part_of(loss)
 
 
-def refuse_on_mesh(root: Any) -> None:
+def _refuse_on_mesh(root: Any) -> None:
     """Refuse a backward that starts at a DTensor: whose rows are summed there is not proved."""
     if _torch.is_sharded_tensor(root):
         raise LossReductionError(
@@ -109,9 +109,11 @@ def refuse_on_mesh(root: Any) -> None:
         )
 
 
-def refuse_lost_gradients(roots: Iterable[Any]) -> None:
-    """Refuse a loss of divided logits whose gradient torch would leave out."""
+def refuse_lost_gradients(roots: Sequence[Any]) -> None:
+    """Refuse a loss on a mesh, or one of divided logits whose gradient torch would leave out."""
     # The backward is outside of `loss_parallel`, or a log-softmax inside enters something else than a cross-entropy.
+    for root in roots:
+        _refuse_on_mesh(root)
     within = _torch.in_loss_parallel()
     fused: set[Any] = set()
     for node, inputs in above_outputs(map(edge_of, roots)):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from ghostclip.capture import backward_entry
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.clipping.bounds import Whole
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.held_factors import Repeats, Verdict
 from ghostclip.clipping.passes import Pass, Sequences
-from ghostclip.clipping.policies import Whole
 from ghostclip.clipping.store import GradientStore, Sharded
 
 

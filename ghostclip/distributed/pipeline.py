@@ -22,8 +22,9 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _torch
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipping.bounds import Whole
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.policies import ClipPolicy, Whole, policy_of
+from ghostclip.clipping.policies import ClipPolicy, policy_of
 from ghostclip.clipping.strategies import Held
 from ghostclip.distributed.agreement import (
     Group,

@@ -10,9 +10,10 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import together
+from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.held_factors import Repeats
 from ghostclip.clipping.passes import BookKeeping, NormPass
-from ghostclip.clipping.policies import ClipPolicy, PerParameter
+from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.together import SmallGradients
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ghostclip.clipping import policies
+from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised, clip_coefficients
 from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.norms import GroupNorms, NormSum
-from ghostclip.clipping.policies import PerParameter
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Outer, SquaredNorm
 

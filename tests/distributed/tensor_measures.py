@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.clipping.policies import ClipPolicy, PerParameter
+from ghostclip.clipping.bounds import PerParameter
+from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import ShardedModel, SharedNoise
 from ghostclip.distributed.agreement import share_noise
 from ghostclip.distributed.release import noisy_parts_

@@ -138,7 +138,8 @@ def test_losses_of_another_shape_are_refused():
 
 
 def test_adaptive_bounds_stay_eager():
-    from ghostclip.clipping.policies import QuantileAdaptation, adaptive
+    from ghostclip.clipping.bounds import QuantileAdaptation
+    from ghostclip.clipping.policies import adaptive
 
     model = net()
     policy = adaptive(0.3, QuantileAdaptation(unclipped_num_std=1.0))

@@ -26,7 +26,7 @@ from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
 from ghostclip.capture.ranks import sums_meet_elsewhere
 from ghostclip.clipping import policies
-from ghostclip.clipping.policies import PerParameter, QuantileAdaptation
+from ghostclip.clipping.bounds import PerParameter, QuantileAdaptation
 from ghostclip.compat.opacus.signatures import defaults, options_of
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
