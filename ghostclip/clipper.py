@@ -24,7 +24,7 @@ from ghostclip.clipping.loss import (
     check_shape,
     in_chunks,
     plain_losses,
-    refuse_lost_gradients,
+    refuse_lost_gradient,
 )
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
@@ -209,7 +209,7 @@ class GhostClipper:
     def _backward(self, loss: Tensor) -> None:
         loss, forward = plain_losses(loss), self._capture.forward
         if forward.ends_on_mesh:
-            refuse_lost_gradients([loss])
+            refuse_lost_gradient([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
         with self._capture.doubted_if_refused():
@@ -453,7 +453,7 @@ class GhostClipper:
     ) -> None:
         if not self._one_pass.loss_elsewhere:
             if any(forward.ends_on_mesh for forward in forwards):
-                refuse_lost_gradients(roots)
+                refuse_lost_gradient(roots)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
         given = list(grads) or [None]

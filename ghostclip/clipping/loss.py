@@ -109,7 +109,7 @@ def _refuse_on_mesh(root: Any) -> None:
         )
 
 
-def refuse_lost_gradients(roots: Sequence[Any]) -> None:
+def refuse_lost_gradient(roots: Sequence[Any]) -> None:
     """Refuse a loss on a mesh, or one of divided logits whose gradient torch would leave out."""
     # The backward is outside of `loss_parallel`, or a log-softmax inside enters something else than a cross-entropy.
     for root in roots:
