@@ -34,7 +34,7 @@ from benchmarks.harness import head, machine_line, parser, table, write
 from ghostclip import GraphStep, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.graph import takeover
-from ghostclip.graph.record import Compiled, CompiledRecord
+from ghostclip.graph.takeover import Compiled, CompiledRecord
 from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.graph.at_once import at_once

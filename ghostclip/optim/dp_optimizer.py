@@ -23,7 +23,7 @@ from ghostclip.distributed.agreement import Share, noting
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
-from ghostclip.graph.record import CompiledRecord
+from ghostclip.graph.takeover import CompiledRecord
 from ghostclip.noise import ExactRelease, make_noise_source
 from ghostclip.optim import checks
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
