@@ -1,7 +1,7 @@
 """The private step as one compiled graph: traced, every sum over samples replaced by its factors, compiled again."""
 
 from ghostclip.graph.options import GraphOptions
-from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.step import GraphStep
+from ghostclip.graph.trace import NoGraphError
 
 __all__ = ["GraphOptions", "GraphStep", "NoGraphError"]

@@ -19,8 +19,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, fx
 
 from ghostclip import _torch
-from ghostclip.graph.refusal import NoGraphError
-from ghostclip.graph.trace import Inputs, Traced, operation, outputs_of
+from ghostclip.graph.trace import Inputs, NoGraphError, Traced, operation, outputs_of
 
 
 class SampleLayout(NamedTuple):

@@ -18,13 +18,13 @@ from ghostclip.graph.axes import Axes, analysed
 from ghostclip.graph.guards import Watched, surroundings
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import repeated
-from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.regions import Regions
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
 from ghostclip.graph.store import place_of
 from ghostclip.graph.trace import (
     Inputs,
     LossFunction,
+    NoGraphError,
     Traced,
     draws,
     first_line,

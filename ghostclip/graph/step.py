@@ -26,10 +26,9 @@ from ghostclip.graph.compiled import CompiledStep, Outcome
 from ghostclip.graph.guards import form_of, surroundings
 from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.parts import Part, Sizes, part_of
-from ghostclip.graph.refusal import NoGraphError
 from ghostclip.graph.rewrite import Clipping
 from ghostclip.graph.takeover import Takeover
-from ghostclip.graph.trace import LossFunction, first_line
+from ghostclip.graph.trace import LossFunction, NoGraphError, first_line
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from ghostclip import _torch
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
 from ghostclip.factors.convolution import Geometry
 from ghostclip.graph.axes import SampleLayout
-from ghostclip.graph.refusal import NoGraphError
-from ghostclip.graph.trace import name_of
+from ghostclip.graph.trace import NoGraphError, name_of
 
 
 class Sum:

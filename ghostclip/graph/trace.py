@@ -21,9 +21,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.graph.refusal import NoGraphError
+
+
+class NoGraphError(UnsupportedModelError):
+    """A step cannot be traced into one graph whose per-sample gradients are known to be exact."""
+
 
 LossFunction = Callable[..., Any]
 """From the model and a batch to the losses of its samples, ``(B,)``, or to a pair of these and anything else."""

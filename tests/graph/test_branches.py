@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.graph.refusal import NoGraphError
-from ghostclip.graph.trace import inputs_of, trace
+from ghostclip.graph.trace import NoGraphError, inputs_of, trace
 from tests.graph.at_once import at_once
 from tests.graph.steps import batch, eager_sums, losses, net, step_of, sums
 
