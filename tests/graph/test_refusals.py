@@ -13,7 +13,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import Dense
 from ghostclip.graph import GraphOptions, NoGraphError
 from ghostclip.graph.axes import analysed
-from ghostclip.graph.parts import repeated
+from ghostclip.graph.compiled import repeated
 from ghostclip.graph.sums import Sum, linear
 from ghostclip.graph.trace import inputs_of, trace
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import ghostclip
 from ghostclip.graph import GraphOptions
-from ghostclip.graph.parts import Sizes
+from ghostclip.graph.compiled import Sizes
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums, warmed
 
 
