@@ -21,8 +21,8 @@ from ghostclip import _torch, _tree
 from ghostclip.graph.axes import Axes, analysed
 from ghostclip.graph.guards import Watched, surroundings
 from ghostclip.graph.options import GraphOptions
-from ghostclip.graph.regions import Regions
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
+from ghostclip.graph.simplify import Regions
 from ghostclip.graph.store import place_of
 from ghostclip.graph.trace import (
     Inputs,

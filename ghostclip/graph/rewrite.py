@@ -22,8 +22,7 @@ from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor, Outer, Permuted, SquaredNorm
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
 from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held, side_by_side
-from ghostclip.graph.regions import Regions
-from ghostclip.graph.simplify import simplified
+from ghostclip.graph.simplify import Regions, simplified
 from ghostclip.graph.sums import SampleSum, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, NoGraphError, Traced, first_line, operation
 from ghostclip.kernels import runtime
