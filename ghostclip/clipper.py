@@ -18,14 +18,7 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.held_factors import Keeper
-from ghostclip.clipping.loss import (
-    LossesOf,
-    back_propagate,
-    check_shape,
-    in_chunks,
-    plain_losses,
-    refuse_lost_gradient,
-)
+from ghostclip.clipping.loss import LossesOf, back_propagate, check_shape, in_chunks, plain_losses, refuse_lost_gradient
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
 from ghostclip.clipping.passes import Sequences

@@ -22,9 +22,8 @@ from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import Randomness
-from ghostclip.graph.compiled import CompiledStep, Outcome, Part, Sizes, part_of
+from ghostclip.graph.compiled import CompiledStep, GraphOptions, Outcome, Part, Sizes, part_of
 from ghostclip.graph.guards import form_of, surroundings
-from ghostclip.graph.options import GraphOptions
 from ghostclip.graph.rewrite import Clipping
 from ghostclip.graph.takeover import Takeover
 from ghostclip.graph.trace import LossFunction, NoGraphError, first_line

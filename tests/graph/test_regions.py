@@ -8,7 +8,7 @@ from torch.nn import functional
 import ghostclip
 from ghostclip import _torch
 from ghostclip.graph import rewrite
-from ghostclip.graph.options import GraphOptions
+from ghostclip.graph.compiled import GraphOptions
 from tests.graph.steps import eager_sums, sums
 
 CALL = _torch.region_call()
