@@ -34,30 +34,19 @@ _SHOW_AXES: Final = 3
 
 @dataclass(frozen=True)
 class Batch:
-    """What a forward was called with.
+    """What a forward was called with."""
 
-    Attributes:
-        inputs: Its positional and its keyword inputs.
-        size: B, at least 2.
-        axis: The expected batch axis.
-        gathered: Whether rows were selected in it, so that data decides which random number a row meets.
-        maps: How the rows of each output map to samples, None where that is not known; empty where nothing is.
-        outputs: What the forward returned, where it drew no random numbers; else empty.
-        seed: Another one for every proof.
-        again: Whether the same way of the model was proved before.
-        by_place: Whether a list among the inputs may hold one value for each sample.
-    """
-
-    inputs: Any
-    size: int
-    axis: int
-    gathered: bool = False
+    inputs: Any  # its positional and its keyword inputs
+    size: int  # B, at least 2
+    axis: int  # the expected batch axis
+    gathered: bool = False  # whether rows were selected in it, so that data decides which random number a row meets
+    # how the rows of each output map to samples, None where that is not known; empty where nothing is
     maps: Sequence[RowMap | None] = ()
-    outputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()  # what the forward returned, where it drew no random numbers; else empty
 
-    seed: int = 0
-    again: bool = False
-    by_place: bool = False
+    seed: int = 0  # another one for every proof
+    again: bool = False  # whether the same way of the model was proved before
+    by_place: bool = False  # whether a list among the inputs may hold one value for each sample
 
     @property
     def drawn(self) -> list[int]:
@@ -78,10 +67,8 @@ class Batch:
 
     @property
     def apart(self) -> list[int]:
-        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well.
-
-        Beside lists that go by places, and stay whole, the first ones.
-        """
+        """About half of the samples, to run by themselves, each in another place, as a share of the batch as well."""
+        # Beside lists that go by places, and stay whole, the first ones.
         middle = (self.size + 1) // 2
         if self.by_place:
             return list(range(middle))
@@ -98,37 +85,17 @@ class Batch:
         return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
 
     def others(self, samples: Sequence[int]) -> list[int]:
-        """Return all samples but some.
-
-        Args:
-            samples: These.
-
-        Returns:
-            The others, in order.
-        """
+        """Return all other samples, in order."""
         return sorted(set(range(self.size)).difference(samples))
 
     def maps_of(self, outputs: Sequence[Tensor]) -> Sequence[RowMap | None]:
-        """Return how the rows of outputs map to samples.
-
-        Args:
-            outputs: Of a run.
-
-        Returns:
-            One for each, None where it is not known.
-        """
+        """Return how the rows of each output map to samples, None where it is not known."""
         return self.maps if len(self.maps) == len(outputs) else [None] * len(outputs)
 
     def own_map(self, output: Tensor) -> RowMap | None:
-        """Return how the rows of an output map to samples by its shape alone.
-
-        Args:
-            output: Of a run on the batch.
-
-        Returns:
-            None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
-            layers as samples.
-        """
+        """Return how the rows of an output map to samples by its shape alone."""
+        # None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
+        # layers as samples.
         place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
         return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
 
@@ -145,41 +112,19 @@ class Batch:
         return self.of_samples([1, *[0] * (self.size - 1)])
 
     def copied(self, samples: Sequence[int]) -> Any:
-        """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind.
-
-        Lengths in decreasing order stay in that order, as packing them demands.
-
-        Args:
-            samples: One of ``replaced``.
-
-        Returns:
-            New tensors; those without B samples as they are.
-        """
+        """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind."""
+        # Lengths in decreasing order stay in that order, as packing them demands.
         return self.of_samples(self.copies(samples))
 
     def copies(self, samples: Sequence[int]) -> list[int]:
-        """Return which sample stands at each place where some are replaced.
-
-        Args:
-            samples: These.
-
-        Returns:
-            Sample numbers, one for each place of the batch.
-        """
+        """Return which sample stands at each place where some are replaced."""
         kept = self.others(samples)
         held = set(kept)
         latest = accumulate(range(self.size), lambda last, sample: sample if sample in held else last, initial=kept[0])
         return list(latest)[1:]
 
     def with_lists(self, samples: Sequence[int]) -> Any:
-        """Return the inputs of some samples, lists of one value for each of them taken along.
-
-        Args:
-            samples: Sample numbers.
-
-        Returns:
-            As for `copied`.
-        """
+        """Return the inputs of some samples, lists of one value for each of them taken along."""
         return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
 
     def of_samples(self, samples: Sequence[int]) -> Any:
@@ -228,18 +173,9 @@ class _Recorder(TorchFunctionMode):
 def resized(
     model: nn.Module, run: Callable[[Any], Sequence[Tensor]], inputs: Any, *, batch_size: int, axis: int
 ) -> Resized | None:
-    """Run a model on a few samples of a batch, or on one more: the last one repeated.
-
-    Args:
-        model: The model; its buffers and all random states are put back.
-        run: Runs it on inputs and returns its output tensors.
-        inputs: What it is called with.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        What it did; None where it runs with no other number of them.
-    """
+    """Run a model on a few samples of a batch, or on one more: the last one repeated."""
+    # Buffers and random states are put back. `run` runs the model on inputs and returns its output tensors. None where
+    # it runs with no other number of samples.
     one_more = [*range(batch_size), batch_size - 1]
     orders = [one_more] if batch_size <= _SHOW_AXES else [list(range(_SHOW_AXES)), one_more]
     # Lists of as many values as samples may have one for each.

@@ -28,23 +28,14 @@ _SEED: Final = 20240
 
 @dataclass(frozen=True)
 class DependenceStart:
-    """Where samples start to mix.
+    """Where samples start to mix."""
 
-    Attributes:
-        path: Path of the module (empty for the model itself).
-        module: The module.
-        before: Set where its own code mixes between two of its children: path of the child that is handed mixed rows.
-        shape: Shape of the first mixed tensor.
-        batch_size: B.
-        sample: The sample that was replaced, and whose replacement others follow.
-    """
-
-    path: str
+    path: str  # path of the module (empty for the model itself)
     module: nn.Module
-    before: str
-    shape: tuple[int, ...]
-    batch_size: int
-    sample: int
+    before: str  # set where its own code mixes between two of its children: path of the child that is handed mixed rows
+    shape: tuple[int, ...]  # shape of the first mixed tensor
+    batch_size: int  # B
+    sample: int  # the sample that was replaced, and whose replacement others follow
 
     @property
     def place(self) -> str:
@@ -102,18 +93,9 @@ class _Replaced:
 def dependence_start(
     model: nn.Module, run: Callable[[Any], object], batch: Any, *, batch_size: int, axis: int
 ) -> DependenceStart | None:
-    """Find where samples start to mix.
-
-    Args:
-        model: The model; hooks are on it only while this runs. Its buffers may be updated: restore them if need be.
-        run: Runs the model on a batch; called with the global random state at the same place each time.
-        batch: Nested tuples, lists and dicts of tensors.
-        batch_size: B.
-        axis: The expected batch axis of the model's inputs and outputs.
-
-    Returns:
-        The place, or None where no sample follows another, or where that cannot be told.
-    """
+    """Find where samples start to mix."""
+    # Hooks are on the model only while this runs; its buffers may be updated. `run` is called with the global random
+    # state at the same place each time. None also where that cannot be told.
     if batch_size < 2:
         return None
     base = _trace(model, run, batch)
@@ -127,17 +109,8 @@ def dependence_start(
 
 
 def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
-    """Return a batch in which one sample is a copy of the next one.
-
-    Args:
-        batch: Nested tuples, lists and dicts of tensors.
-        sample: The sample.
-        batch_size: B.
-        axis: The expected batch axis; axis 0 serves where a tensor has no B samples there.
-
-    Returns:
-        New tensors; those without B samples as they are.
-    """
+    """Return a batch in which one sample is a copy of the next one."""
+    # Tensors without B samples stay as they are; axis 0 serves where there are no B samples at `axis`.
 
     def replace(leaf: Any) -> Any:
         place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
@@ -151,16 +124,7 @@ def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
-    """Find the batch axis of an input.
-
-    Args:
-        leaf: A leaf of a batch; tensors and arrays have axes.
-        batch_size: B.
-        axis: Where it is expected.
-
-    Returns:
-        The expected axis if it has B entries, else axis 0 if that has, else None.
-    """
+    """Return the batch axis of an input: the expected one if it has B entries, else axis 0 if that has, else None."""
     if not isinstance(leaf, (Tensor, np.ndarray)):
         return None
     for place in (axis, 0):
@@ -170,16 +134,7 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
 
 
 def of_samples(leaf: Any, samples: Sequence[int], place: int) -> Any:
-    """Return the rows of some samples.
-
-    Args:
-        leaf: A tensor or an array.
-        samples: Which, in what order; repetitions are copies.
-        place: The axis that holds samples.
-
-    Returns:
-        A new one, outside the graph.
-    """
+    """Return the rows of some samples of a tensor or an array, outside the graph; repetitions are copies."""
     if isinstance(leaf, np.ndarray):
         return leaf.take(samples, place)
     if leaf.is_nested:
@@ -191,17 +146,9 @@ def of_samples(leaf: Any, samples: Sequence[int], place: int) -> Any:
 
 
 def with_lists(tree: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> Any:
-    """Return inputs with every list of as many values as there are samples read as one value for each.
-
-    Args:
-        tree: Nested tuples, lists and dicts.
-        samples: The samples that are left, in what order.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        New containers; lists of containers, and of tensors that have an axis for samples themselves, as they are.
-    """
+    """Return inputs with every list of as many values as there are samples read as one value for each."""
+    # `samples`: those that are left, in what order. Lists of containers, and of tensors that have an axis for samples
+    # themselves, stay as they are.
     if isinstance(tree, dict):
         return type(tree)((k, with_lists(v, samples, batch_size=batch_size, axis=axis)) for k, v in tree.items())
     if type(tree) not in (list, tuple):
@@ -212,16 +159,7 @@ def with_lists(tree: Any, samples: Sequence[int], *, batch_size: int, axis: int)
 
 
 def has_lists(tree: Any, *, batch_size: int, axis: int) -> bool:
-    """Return whether `with_lists` would find any.
-
-    Args:
-        tree: As there.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        True where there is a list that may hold one value for each sample.
-    """
+    """Return whether `with_lists` would find any."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     elif type(tree) in (list, tuple) and is_of_samples(tree, batch_size=batch_size, axis=axis):
@@ -230,30 +168,16 @@ def has_lists(tree: Any, *, batch_size: int, axis: int) -> bool:
 
 
 def is_of_samples(values: Sequence[Any], *, batch_size: int, axis: int) -> bool:
-    """Return whether a list may hold one value for each sample: a number, a string, a tensor or an array of its own.
-
-    Args:
-        values: The list.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        False for another number of values, and for values that are containers or hold samples along an axis.
-    """
+    """Return whether a list may hold one value for each sample: a number, a string, a tensor or an array of its own."""
+    # Not where values are containers, or hold samples along an axis.
     plain = len(values) == batch_size and not any(isinstance(value, (list, tuple, Mapping)) for value in values)
     return plain and any(batch_axis_of(value, batch_size=batch_size, axis=axis) is None for value in values)
 
 
 @contextmanager
 def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Start the global generators at a fixed place, and put them back afterwards.
-
-    Args:
-        device_tensors: Tensors on whose devices the generators matter as well.
-
-    Yields:
-        Nothing.
-    """
+    """Start the global generators at a fixed place, and put them back afterwards."""
+    # `device_tensors`: on their devices the generators matter as well.
     places = {tensor.device for tensor in device_tensors}
     devices = sorted(place.index or 0 for place in places if place.type == "cuda")
     with torch.random.fork_rng(devices=devices):
@@ -326,17 +250,9 @@ def first_apart(
     batches: tuple[Any, Any],
     apart: Callable[[Tensor, Tensor], bool | None],
 ) -> str:
-    """Say where runs on two batches come apart first, as what they hold is compared.
-
-    Args:
-        model: As for `dependence_start`.
-        run: As there.
-        batches: The two.
-        apart: Compares a value of the first run with that of the second one.
-
-    Returns:
-        For the middle of a sentence; '' where no module shows it.
-    """
+    """Say where runs on two batches come apart first, as what they hold is compared."""
+    # `model`, `run`: as for `dependence_start`. `apart` compares a value of the first run with that of the second one.
+    # Returns text for the middle of a sentence; '' where no module shows it.
     base, other = (_trace(model, run, batch) for batch in batches)
     # What is run is the model's forward, whose own hooks tell nothing.
     base.setdefault(("", False, 0), _Event("", model, False, []))
@@ -411,18 +327,8 @@ def _differs(first: Tensor, second: Tensor) -> Tensor:
 
 
 def where_dependence_starts(model: nn.Module, module: nn.Module, inputs: Any, *, batch_size: int, axis: int) -> str:
-    """Say where a forward that was found to mix samples starts to do so, and what to do.
-
-    Args:
-        model: The model.
-        module: The module of it that was called.
-        inputs: Its positional and its keyword inputs.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        Sentences for an error message; where the place is not known, none is guessed.
-    """
+    """Say where a forward that was found to mix samples starts to do so, and what to do."""
+    # Returns sentences for an error message; where the place is not known, none is guessed.
     with torch.no_grad(), restored(model):
         try:
             start = dependence_start(model, lambda i: module(*i[0], **i[1]), inputs, batch_size=batch_size, axis=axis)

@@ -36,11 +36,7 @@ class OpenGates(_torch.DispatchMode):
     """While it is entered, the gates of a model are open: see the module's docstring."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Open nothing yet.
-
-        Args:
-            model: The model; what it holds is put back at the end, without a trace in its tensors' versions.
-        """
+        # What the model holds is put back at the end, without a trace in its tensors' versions.
         super().__init__()
         self._model = model
         self._closed: list[tuple[Tensor, Tensor, float, int]] = []
@@ -63,11 +59,7 @@ class OpenGates(_torch.DispatchMode):
         self._close(self._closed)
 
     def leave_written(self) -> bool:
-        """Close those that the forward itself writes to, which another run would find as they were.
-
-        Returns:
-            Whether there are any.
-        """
+        """Close gates that the forward writes to, and which another run would find as they were; return whether any."""
         written = [gate for gate in self._closed if _torch.version(gate[0]) != gate[-1]]
         self._closed = [gate for gate in self._closed if _torch.version(gate[0]) == gate[-1]]
         self._close(written)
@@ -121,11 +113,9 @@ def _only_value(tensor: Tensor) -> float | None:
 
 
 def _others(like: Tensor, value: float, *, seed: int) -> Tensor:
-    """Return values that differ from one and, of a vector, lie on one side of it: a variance stays positive.
-
-    A product of numbers for each place along every axis, so that next to nothing is drawn. A matrix adds up as many
-    as it has columns: its entries have both signs, and are smaller the more there are.
-    """
+    """Return values that differ from one and, of a vector, lie on one side of it: a variance stays positive."""
+    # A product of numbers for each place along every axis, so that next to nothing is drawn. A matrix adds up as many
+    # as it has columns: its entries have both signs, and are smaller the more there are.
     generator = torch.Generator().manual_seed(seed)
     off = torch.full((), 0.5 * max(1.0, abs(value)))
     for axis, size in enumerate(like.shape):

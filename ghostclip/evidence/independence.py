@@ -72,17 +72,8 @@ T = TypeVar("T")
 
 
 def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
-    """Refuse a model whose outputs for one sample change with the others.
-
-    Args:
-        model: The model, for its buffers and dtypes.
-        run: Runs it on inputs and returns its output tensors.
-        batch: What the forward was called with.
-        unchecked: Told what could not run, and why.
-
-    Raises:
-        SampleMixingError: They do.
-    """
+    """Refuse a model whose outputs for one sample change with the others."""
+    # `run` runs the model on inputs and returns its output tensors. `unchecked` is told what could not run, and why.
     plain = plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> str:
@@ -117,19 +108,10 @@ def tried(
     look: Callable[[Randomness, torch.dtype], T],
     passing: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> tuple[T | None, str]:
-    """Look at a model in runs that leave nothing behind, with gradients where it raises without.
-
-    It may differentiate within its forward.
-
-    Args:
-        model: The model.
-        batch: What its forward was called with.
-        look: Given the states of the generators and the dtype with the fewest digits in use.
-        passing: Errors that are handed on.
-
-    Returns:
-        What was found, and the empty string; or None, and the name of the error that the model raised both times.
-    """
+    """Look at a model in runs that leave nothing behind, with gradients where it raises without."""
+    # It may differentiate within its forward. `look` is given the states of the generators and the dtype with the
+    # fewest digits in use. Returns what was found and the empty string; or None and the name of the error that the
+    # model raised both times. Errors in `passing` are handed on.
     tensors, raised = [*model.parameters(), *model.buffers()], ""
     used = [*tensors, *(leaf for leaf in _tree.leaves(batch.inputs) if isinstance(leaf, Tensor))]
     for gradients in (False, True):
@@ -145,18 +127,8 @@ def tried(
 
 
 def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, unchecked: Unchecked) -> None:
-    """Refuse a model whose outputs follow the samples of the forward before.
-
-    Args:
-        model: As for `refuse_dependence`.
-        state: What the model held before a forward.
-        run: Runs it on inputs, with what it holds from the run before, and returns its output tensors.
-        batch: As for `refuse_dependence`.
-        unchecked: Told what could not run, and why.
-
-    Raises:
-        SampleMixingError: They do.
-    """
+    """Refuse a model whose outputs follow the samples of the forward before."""
+    # `state`: what the model held before a forward. `run` runs it with what it holds from the run before.
     every, plain = range(batch.size), plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
@@ -242,10 +214,8 @@ def plainly(run: Run) -> Run:
 def _changed(
     run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
 ) -> str:
-    """Return what was done to the batch when other samples' outputs changed; empty if they never did.
-
-    What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
-    """
+    """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
+    # What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
     fewer, differ = None, list[bool | None]()
 
     def moved(samples: Sequence[int]) -> bool:
@@ -277,24 +247,10 @@ def _changed(
 
 
 def _go_by_place(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
-    """Return whether a list of as many values as there are samples may hold one for each of them.
-
-    It does if the values of replaced samples move no other sample's output. Then all samples are put in another order,
-    with their values. It does not if they do: lists are then what all samples share.
-
-    Args:
-        model: The model.
-        run: Runs it without dropout.
-        batch: What it was called with.
-        before: The states of the generators.
-        coarsest: The dtype with the fewest digits in use.
-
-    Returns:
-        False where such values are all the same, too: then nothing goes by them.
-
-    Raises:
-        SampleMixingError: Outputs follow the samples' places.
-    """
+    """Return whether a list of as many values as there are samples may hold one for each of them."""
+    # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
+    # order, with their values. It does not if they do: lists are then what all samples share. False where such values
+    # are all the same, too: then nothing goes by them. Outputs that follow the samples' places are refused.
     sets = [samples for samples in (batch.drawn, batch.others(batch.drawn)) if _shows(batch, batch.copies(samples))]
     before.restore()
     base = run(batch.inputs)
@@ -359,14 +315,7 @@ def _refusal(model: nn.Module, what: str) -> str:
 
 
 def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype with the fewest digits among those of a model and of autocast, where it is on.
-
-    Args:
-        tensors: The model's parameters and buffers.
-
-    Returns:
-        A key of the tolerances.
-    """
+    """Return the dtype with the fewest digits among those of a model and of autocast, where it is on."""
     devices = {tensor.device.type for tensor in tensors}
     used = {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCE}
     used |= {torch.get_autocast_dtype(kind) for kind in devices if kind != "meta" and torch.is_autocast_enabled(kind)}
@@ -375,23 +324,14 @@ def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Outputs for some samples of a batch, to be held against those for all.
-
-    Attributes:
-        batch: The batch.
-        size: How many samples the others are for.
-        kept: Which samples of the batch must come out as they did.
-        places: Where these are among the others.
-        tolerances: Relative differences that are rounding, by dtype.
-        coarsest: The dtype with the fewest digits on the way to them.
-    """
+    """Outputs for some samples of a batch, to be held against those for all."""
 
     batch: Batch
-    size: int
-    kept: Sequence[int]
-    places: Sequence[int]
-    tolerances: dict[torch.dtype, float]
-    coarsest: torch.dtype
+    size: int  # how many samples the others are for
+    kept: Sequence[int]  # which samples of the batch must come out as they did
+    places: Sequence[int]  # where these are among the others
+    tolerances: dict[torch.dtype, float]  # relative differences that are rounding, by dtype
+    coarsest: torch.dtype  # the dtype with the fewest digits on the way to them
 
     def differ(self, base: list[Tensor], outputs: list[Tensor]) -> bool | None:
         """Return whether rows differ beyond rounding; None where none can be compared."""
@@ -424,17 +364,7 @@ class _Outputs:
 def _pieces(
     first: Tensor, second: Tensor, kept: Sequence[int], places: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Go through rows of two tensors, a piece at a time: logits may be the largest tensors of a step.
-
-    Args:
-        first: One of them, samples first.
-        second: The other one.
-        kept: The rows of the first.
-        places: Those of the other one.
-
-    Yields:
-        A piece of each, of one size.
-    """
+    """Go through rows of two tensors, a piece at a time: logits may be the largest tensors of a step."""
     rows = max(1, _COMPARED // max(1, first[:1].numel()))
     for start in range(0, len(kept), rows):
         taken = [

@@ -54,32 +54,19 @@ _MAX_STEPS: Final = 20_000
 
 @dataclass(frozen=True)
 class Number:
-    """A constant that a loss is multiplied with.
+    """A constant that a loss is multiplied with."""
 
-    Attributes:
-        factor: Its value; of a divisor, the reciprocal.
-        given: As it stands in the code: the multiplier or the divisor.
-        divides: Whether it is a divisor.
-        plain: Whether it is a number of Python; a tensor may have been computed from the data.
-        per_feature: Whether it is a tensor along axes behind the samples', which have one entry here.
-        has_axes: Whether it is a tensor with axes, which of a batch of one sample may be that sample's own weight.
-        chosen: Whether it stands for a condition, by which all values are taken or others in their place.
-    """
-
-    factor: float
-    given: float
-    divides: bool
-    plain: bool
-    per_feature: bool = False
+    factor: float  # its value; of a divisor, the reciprocal
+    given: float  # as it stands in the code: the multiplier or the divisor
+    divides: bool  # whether it is a divisor
+    plain: bool  # whether it is a number of Python; a tensor may have been computed from the data
+    per_feature: bool = False  # whether it is a tensor along axes behind the samples', which have one entry here
+    # whether it is a tensor with axes, which of a batch of one sample may be that sample's own weight
     has_axes: bool = False
-    chosen: bool = False
+    chosen: bool = False  # whether it stands for a condition, by which all values are taken or others in their place
 
     def describe(self) -> str:
-        """Say what was done with it.
-
-        Returns:
-            Words for an error.
-        """
+        """Return in words what was done with it."""
         if self.chosen:
             return "chosen by a condition without axes (torch.where, masked_fill)"
         what = f"{self.given:g}" if self.plain else f"a tensor without axes ({self.given:g})"
@@ -88,18 +75,13 @@ class Number:
 
 @dataclass(frozen=True)
 class ReducedAxes:
-    """Axes that were reduced (or, of a value that was spread, those along which it was repeated).
+    """Axes that were reduced (or, of a value that was spread, those along which it was repeated)."""
 
-    Attributes:
-        kind: ``"mean"``, ``"sum"``, ``"spread"``, ``"joined"`` (several values became one tensor) or ``"picked"``
-            (some of the values were left out, or may have been).
-        sizes: The sizes before (of what was spread or joined, after).
-        axes: Which of them.
-    """
-
+    # ``"mean"``, ``"sum"``, ``"spread"``, ``"joined"`` (several values became one tensor) or ``"picked"`` (some of the
+    # values were left out, or may have been)
     kind: str
-    sizes: tuple[int, ...] = ()
-    axes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # the sizes before (of what was spread or joined, after)
+    axes: tuple[int, ...] = ()  # which of them
 
     @property
     def count(self) -> int:
@@ -109,41 +91,24 @@ class ReducedAxes:
 
 @dataclass(frozen=True)
 class Path:
-    """One way from a scalar to values that it is linear in.
+    """One way from a scalar to values that it is linear in."""
 
-    Attributes:
-        ends: These values; several where an elementwise loss of torch compares two of them.
-        name: The operation that made them, or torch's loss that they went into.
-        numbers: Constant factors, nearest to the scalar first.
-        reduced: Reductions, nearest to the scalar first.
-        picked: Where values were picked on the way.
-        loss: The node of torch's own loss at its end, if it reduces.
-        key: Tells the same way in the next step, whatever its constant factors.
-        way: The value before, how many picks led to it, and how it was reached in turn.
-    """
-
-    ends: tuple[Edge, ...] = ()
-    name: str = ""
-    numbers: tuple[Number, ...] = ()
-    reduced: tuple[ReducedAxes, ...] = ()
-    picked: tuple[ReducedAxes, ...] = ()
-    loss: Any = None
-    key: tuple[Any, ...] = ()
-    way: Any = None
+    ends: tuple[Edge, ...] = ()  # these values; several where an elementwise loss of torch compares two of them
+    name: str = ""  # the operation that made them, or torch's loss that they went into
+    numbers: tuple[Number, ...] = ()  # constant factors, nearest to the scalar first
+    reduced: tuple[ReducedAxes, ...] = ()  # reductions, nearest to the scalar first
+    picked: tuple[ReducedAxes, ...] = ()  # where values were picked on the way
+    loss: Any = None  # the node of torch's own loss at its end, if it reduces
+    key: tuple[Any, ...] = ()  # tells the same way in the next step, whatever its constant factors
+    way: Any = None  # the value before, how many picks led to it, and how it was reached in turn
 
     def passed(self) -> list[Edge]:
         """Return the values on the way, from the scalar on."""
         return [edge for edge, _ in self._way()]
 
     def cut(self, place: int) -> "Path":
-        """Return the way to one of the values on it, with the factors of the whole.
-
-        Args:
-            place: The value's number, from the scalar on.
-
-        Returns:
-            A path that ends there.
-        """
+        """Return the way to one of the values on it, with the factors of the whole."""
+        # `place`: the value's number, from the scalar on.
         edge, picks = self._way()[place]
         return replace(self, ends=(edge,), picked=self.picked[:picks])
 
@@ -156,18 +121,10 @@ class Path:
 
 
 def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool]) -> Iterator[Path]:
-    """Follow a loss down to the values that it is linear in.
-
-    Args:
-        roots: Where a backward starts, and what its gradient there amounts to.
-        is_output: Tells a model's output, beyond which nothing is followed.
-
-    Yields:
-        Every way, in an order that does not depend on the data.
-
-    Raises:
-        RecursionError: There are too many.
-    """
+    """Follow a loss down to the values that it is linear in."""
+    # `roots`: where a backward starts, and what its gradient there amounts to. `is_output` tells a model's output,
+    # beyond which nothing is followed. The order does not depend on the data. A `RecursionError` says that there are
+    # too many.
     pending = list(reversed(roots))
     steps = 0
     while pending:
@@ -189,15 +146,9 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
 
 
 def grouped(found: Iterable[Path], parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
-    """Put the ways of one form to the same values together, whose factors add up; those to no forward are nobody's.
-
-    Args:
-        found: Ways through one loss.
-        parameters: Names of those that the forward used: a loss of another head is another loss.
-
-    Returns:
-        The ways, by what tells them again in the next step: their form, and which of its values they lead to.
-    """
+    """Put the ways of one form to the same values together, whose factors add up; those to no forward are nobody's."""
+    # `parameters`: names of those that the forward used: a loss of another head is another loss. Keys tell ways again
+    # in the next step: their form, and which of its values they lead to.
     ways: dict[tuple[Any, ...], list[Path]] = {}
     counts: dict[tuple[Any, ...], dict[tuple[Edge, ...], int]] = {}
     for path in found:
@@ -209,15 +160,8 @@ def grouped(found: Iterable[Path], parameters: frozenset[str]) -> dict[tuple[Any
 
 
 def linear_ends(roots: Iterable[Edge], is_output: Callable[[Edge], bool]) -> Iterator[Edge]:
-    """Follow a loss down to the values that it is linear in, without looking at any factor.
-
-    Args:
-        roots: Where a backward starts.
-        is_output: Tells a model's output, beyond which nothing is followed.
-
-    Yields:
-        Each of them once.
-    """
+    """Yield each value that a loss is linear in, once, without looking at any factor."""
+    # `is_output` tells a model's output, beyond which nothing is followed.
     pending, visited = list(roots), set[Edge]()
     while pending:
         edge = pending.pop()
@@ -407,14 +351,8 @@ def _is_python_number(constant: Tensor) -> bool:
 
 
 def looks_plain(factor: float) -> bool:
-    """Return whether a factor is one that people write: of few digits, or one over a small integer.
-
-    Args:
-        factor: The factor, at least 0.
-
-    Returns:
-        Whether it has at most three significant decimal digits or is the reciprocal of an integer up to 64.
-    """
+    """Return whether a factor is one that people write: of few digits, or one over a small integer."""
+    # It has at most three significant decimal digits, or is the reciprocal of an integer up to 64.
     if factor == float(f"{factor:.3g}"):
         return True
     fraction = Fraction(factor).limit_denominator(64)

@@ -73,26 +73,15 @@ def refuse_beyond_outputs(
 ) -> None:
     """Refuse trainable parameters of the loss itself, and a loss that compares samples with other samples' targets.
 
-    A term of parameters alone, and one that is added to outputs of which the loss is a sum, has a gradient that does
-    not depend on the data.
-
-    ``mse_loss`` of outputs (B, 1) and targets (B,) is the usual case of the other: it compares all outputs with all
-    targets. What gives it away is a second axis as long as the samples' own, which the values it was made from do not
-    have. An axis that had another length for another number of samples is no such axis.
-
-    Args:
-        roots: Where the backward starts.
-        forward: Whose outputs the loss is made of.
-        seen: What was seen of earlier losses; noted in it.
-        is_own: Tells the model's parameters, which are guarded otherwise.
-
-    Raises:
-        UncoveredParameterError: A trainable parameter that is no part of the model decides on gradients of outputs.
-        SampleMixingError: The loss pairs each sample with as many rows of something else as there are samples.
-
     Cost:
         One look at each node of the loss, none of the model's.
     """
+    # A term of parameters alone, and one that is added to outputs of which the loss is a sum, has a gradient that does
+    # not depend on the data. ``mse_loss`` of outputs (B, 1) and targets (B,) is the usual case of the other: it
+    # compares all outputs with all targets. What gives it away is a second axis as long as the samples' own, which the
+    # values it was made from do not have. An axis that had another length for another number of samples is no such
+    # axis. `seen`: what was seen of earlier losses; noted in it. `is_own` tells the model's parameters, which are
+    # guarded otherwise.
     nodes = list(above_outputs(map(edge_of, roots)))
     if any(_foreign(node, inputs, is_own) for node, inputs in nodes):
         _refuse_foreign(roots, is_own)
@@ -106,16 +95,8 @@ def refuse_beyond_outputs(
 
 
 def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: bool = False) -> bool:
-    """Return whether there are hooks between a loss and a model's outputs, or were set on these after the forward.
-
-    Args:
-        roots: Where the backward starts.
-        forward: Whose outputs the loss is made of.
-        outputs_alone: Whether only those on outputs count.
-
-    Returns:
-        False where no hook was set since the forward began, which costs no look at the graph.
-    """
+    """Return whether there are hooks between a loss and a model's outputs, or were set on these after the forward."""
+    # Where no hook was set since the forward began, the graph is not looked at.
     if hooks_of_others() == forward.hooks_before:
         return False
     nodes = list(above_outputs(map(edge_of, roots)))
@@ -126,15 +107,8 @@ def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: b
 
 
 def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
-    """Return the hooks between a loss and a model's outputs, and on these.
-
-    Args:
-        roots: Where the backward starts.
-        forward: Whose outputs the loss is made of.
-
-    Returns:
-        Empty where no hook was set since the forward began, which costs no look at the graph.
-    """
+    """Return the hooks between a loss and a model's outputs, and on these."""
+    # Where no hook was set since the forward began, the graph is not looked at.
     if hooks_of_others() == forward.hooks_before:
         return []
     nodes = list(above_outputs(map(edge_of, roots)))
@@ -148,15 +122,8 @@ def _outputs_below(roots: Sequence[Any], nodes: Sequence[tuple[Any, list[Edge]]]
 
 
 def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> None:
-    """Refuse hooks between a scalar loss and a model's outputs that change gradients, now or in the backward.
-
-    Args:
-        roots: Where the backward starts.
-        forward: Whose outputs the loss is made of.
-
-    Raises:
-        LossReductionError: A hook stands on a node. One on a tensor raises it once it has changed a gradient.
-    """
+    """Refuse hooks between a scalar loss and a model's outputs that change gradients, now or in the backward."""
+    # A hook on a node is refused now, one on a tensor once it has changed a gradient.
     hooked = hooks_of_others() != forward.hooks_before
     for node, inputs in above_outputs(map(edge_of, roots)):
         # A leaf's node is whose it is: a gradient ends there.
@@ -173,13 +140,6 @@ def _refuse_hook(name: str) -> None:
 def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> None:
     """Refuse hooks on the nodes of layers, where no layer's parameters can follow what they do to gradients.
 
-    Args:
-        roots: Where the backward starts.
-        forward: The forward that it goes through.
-
-    Raises:
-        UnsupportedModelError: There is one.
-
     Cost:
         A look at every node of the graph.
     """
@@ -191,14 +151,8 @@ def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> Non
 
 
 def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
-    """Go through the graph from values of a loss to a model's outputs, in an order that does not depend on the data.
-
-    Args:
-        begun: The values.
-
-    Yields:
-        Each node once, with the values that it was computed from.
-    """
+    """Go through the graph from values of a loss to a model's outputs, in an order that does not depend on the data."""
+    # Yields each node once, with the values that it was computed from.
     pending = list(begun)[::-1]
     visited: set[Any] = set()
     while pending and len(visited) < MAX_NODES:
@@ -258,20 +212,12 @@ class Unheard:
     """Lets the layer go unheard whose output is the model's own: its hooks run where a gradient is taken."""
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Do nothing.
-
-        Args:
-            use: The layer's use of its parameters.
-            grad: Gradient of what it made.
-        """
+        """Do nothing."""
 
 
 def note_proved(begun: Sequence[Start]) -> None:
-    """Note the outputs of a forward that was proved.
-
-    Args:
-        begun: Where the backwards of its proof began.
-    """
+    """Note the outputs of a forward that was proved."""
+    # `begun`: where the backwards of its proof began.
     for start in begun:
         if start.edge.tensor is not None and start.edge.tensor.grad_fn is not None:
             node, number = edge_of(start.edge.tensor)
@@ -279,14 +225,8 @@ def note_proved(begun: Sequence[Start]) -> None:
 
 
 def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
-    """Find the proved outputs, and the layers beside them, that some values of a loss were computed from.
-
-    Args:
-        begun: The values.
-
-    Returns:
-        Each with its row map: an output's as it was noted, a layer's as its rows were read.
-    """
+    """Find the proved outputs, and the layers beside them, that some values of a loss were computed from."""
+    # An output's row map is as it was noted, a layer's as its rows were read.
     pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, _Rows]()
     while pending:
         edge = pending.pop()
@@ -308,20 +248,11 @@ def keeps_apart(
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows of proved outputs, and move none of these.
 
-    Args:
-        begun: Values of a loss, and how their rows map to samples.
-        ends: The outputs, as `proved_outputs` finds them.
-        weights: What samples are multiplied by in each backward.
-        batch_size: B.
-        linear: Whether all of the backward is torch's.
-
-    Returns:
-        False where some sample's values touch another sample's row, or another one's gradient changes with them; hooks
-        between, and on the outputs, have run.
-
     Cost:
         For each of them a backward from the values to the outputs; three where gradients differ.
     """
+    # `linear`: all of the backward is torch's. False where some sample's values touch another sample's row, or another
+    # one's gradient changes with them; hooks between, and on the outputs, have run.
     company = Company(linear=linear)
     # What leads to no layer, such as a parameter that is used outside the forward, is refused where it arrives.
     if ends and not all(_keeps_apart(begun, ends, chosen, company, batch_size) for chosen in weights):

@@ -39,32 +39,16 @@ _NO_SUM: Final = (
 
 @dataclass(frozen=True)
 class Ends:
-    """Values that a loss is linear in, of one shape, whose rows belong together.
+    """Values that a loss is linear in, of one shape, whose rows belong together."""
 
-    Attributes:
-        edges: Their places in the graph.
-        name: The operation that made them or consumed them.
-        classes: Axes that cannot be samples.
-        passed: The values between the scalar and these.
-    """
-
-    edges: tuple[Edge, ...]
-    name: str
-    classes: tuple[int, ...] = ()
-    passed: Sequence[Edge] = ()
+    edges: tuple[Edge, ...]  # their places in the graph
+    name: str  # the operation that made them or consumed them
+    classes: tuple[int, ...] = ()  # axes that cannot be samples
+    passed: Sequence[Edge] = ()  # the values between the scalar and these
 
 
 def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) -> None:
-    """Prove that one sample's loss touches that sample's rows only.
-
-    Args:
-        evidence: Told that it was proved.
-        capture: Whose latest forward the losses come from.
-        losses: Per-sample losses, shape ``(B,)``.
-
-    Raises:
-        SampleMixingError: It touches others' (a loss that compares samples, or one normalised over the batch).
-    """
+    """Prove that one sample's loss touches that sample's rows only."""
     size = capture.forward.batch_size
     begun = [Start(GradientSource.of(losses), RowMap("axis", 0))]
     # A backward function that follows the batch (g / g.norm()) shows in company alone; torch's own follow no batch.
@@ -78,17 +62,10 @@ def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) ->
 def prove_rows(evidence: Evidence, losses_B: Tensor, rows: Tensor) -> None:
     """Prove that one sample's loss touches that sample's rows of a tensor only, whatever lies between the two.
 
-    Args:
-        evidence: Says whether proofs are asked for, and is told that it was proved.
-        losses_B: Per-sample losses, shape ``(B,)``.
-        rows: A leaf that they were computed from, shape ``(B, ...)``.
-
-    Raises:
-        SampleMixingError: It touches others'.
-
     Cost:
         About log2(B) backwards from the losses to the tensor.
     """
+    # `rows`: a leaf that the losses were computed from, shape ``(B, ...)``.
     if not evidence.probes or len(losses_B) < 2:
         return
     for samples in sample_sets(len(losses_B)):
@@ -107,32 +84,14 @@ class LossRows:
     """Proves of the values that a loss is linear in that each belongs to one sample."""
 
     def __init__(self, evidence: Evidence, capture: CaptureContext, forward: ForwardContext, *, advice: str) -> None:
-        """Look at the loss of one forward.
-
-        Args:
-            evidence: Says whether proofs are asked for, and is told that one was given.
-            capture: Whose forward the loss comes from.
-            forward: The forward.
-            advice: What to do about a loss that is refused.
-        """
+        # `advice`: what to do about a loss that is refused.
         self._evidence, self._capture, self._forward, self._advice = evidence, capture, forward, advice
 
     def of(self, ends: Sequence[Ends]) -> list[tuple[RowMap, int | None]]:
-        """Prove that each of some values belongs to one sample, and tell to which.
-
-        Any assignment of the values to samples will do, if no sample's values touch another sample's rows; so will one
-        of values nearer to the scalar.
-
-        Args:
-            ends: The values.
-
-        Returns:
-            For each of them how its rows map to samples, or those of which value before it (None for its own).
-
-        Raises:
-            LossReductionError: Some value has no rows of samples: the loss is no sum over them.
-            SampleMixingError: There is no such assignment.
-        """
+        """Prove that each of some values belongs to one sample, and tell to which."""
+        # Any assignment of the values to samples will do, if no sample's values touch another sample's rows; so will
+        # one of values nearer to the scalar. Returns how each value's rows map to samples, or those of which value
+        # before it (None for its own). A value without rows of samples is refused: the loss is no sum over them.
         maps_of = [_maps_of(end, self._forward) for end in ends]
         first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
         if self._evidence.probes and self._forward.proves:
@@ -186,17 +145,8 @@ class LossRows:
 def _keeps_apart(
     capture: CaptureContext, begun: list[Start], weights: Sequence[Weights] | None, batch_size: int
 ) -> bool:
-    """Return whether gradients from samples leave zeros in all other samples' rows, and move none.
-
-    Args:
-        capture: Whose forward the loss comes from.
-        begun: Values of the loss.
-        weights: What samples are multiplied by in each backward; None for what tells any two apart.
-        batch_size: B.
-
-    Returns:
-        False where some sample's values touch another's row, or another one's gradient changes with them.
-    """
+    """Return whether gradients from samples leave zeros in all other samples' rows, and move none."""
+    # `weights`: what samples are multiplied by in each backward; None for what tells any two apart.
     forward = capture.forward
     linear = weights is None and is_linear([start.edge.source for start in begun], capture, forward)
     asked = weightings(batch_size, linear=linear) if weights is None else weights
@@ -227,40 +177,20 @@ def _maps_of(ends: Ends, forward: ForwardContext) -> list[RowMap]:
 
 
 def is_picked(edge: Edge) -> bool:
-    """Return whether a value was picked from a model's output by an index or a mask.
-
-    Args:
-        edge: Its place in the graph.
-
-    Returns:
-        True also where that cannot be told.
-    """
+    """Return whether a value was picked from a model's output by an index or a mask."""
+    # True also where that cannot be told.
     names = [node.name() for node, _ in above_outputs([edge])]
     return len(names) >= MAX_NODES or not PICKED.isdisjoint(names)
 
 
 def gathered_at(edge: Edge, forward: ForwardContext) -> Tensor | None:
-    """Return the sample of every row of a value that was put together from picked rows.
-
-    Args:
-        edge: Its place in the graph.
-        forward: The forward.
-
-    Returns:
-        Shape ``(n,)``, int64; None where rows lie as they come.
-    """
+    """Return the sample of every row of a value that was put together from picked rows."""
+    # Shape ``(n,)``, int64; None where rows lie as they come.
     shape, size = shape_at(edge), forward.batch_size
     return samples_at(*edge, shape[0], size, forward.batch_axis) if shape and shape[0] != size else None
 
 
 def in_words(name: str) -> str:
-    """Return the name of a node as its operation is called.
-
-    Args:
-        name: The node's name, as ``TopkBackward0``.
-
-    Returns:
-        As ``topk``.
-    """
+    """Return the name of a node, ``TopkBackward0``, as its operation is called: ``topk``."""
     plain = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()

@@ -61,13 +61,8 @@ class Reachable:
     """The state of everything mutable that some objects reach, at one moment."""
 
     def __init__(self, roots: Iterable[Any], *, arguments: Iterable[Any] = (), known: Iterable[Any] = ()) -> None:
-        """Note it.
-
-        Args:
-            roots: Functions, classes and objects that are looked into as far as they are the user's.
-            arguments: Objects that are looked into, whoever has written their classes.
-            known: Objects that somebody else looks after.
-        """
+        # `roots`: functions, classes and objects that are looked into as far as they are the user's; `arguments`:
+        # whoever has written their classes. `known`: somebody else looks after them.
         self._noted: list[_Noted] = []
         self._names: set[tuple[int, str]] = set()
         self._elements = 0
@@ -256,13 +251,8 @@ class ModuleState:
     """The buffers and attributes of a model's modules at one moment, and what their code reaches outside of them."""
 
     def __init__(self, model: nn.Module, *, arguments: Iterable[Any] = (), outside: bool = True) -> None:
-        """Keep them.
-
-        Args:
-            model: The model.
-            arguments: Objects that its forward is called with; tensors are kept by whoever hands out copies of them.
-            outside: Whether what lies outside the modules counts.
-        """
+        # `arguments`: objects that its forward is called with; tensors are kept by whoever hands out copies of them.
+        # `outside`: what lies outside the modules counts.
         self._model, self._hooks = model, _hooks_of(model)
         modules = list(model.modules())
         self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules)]
@@ -317,14 +307,7 @@ class ModuleState:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers and attributes back afterwards.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Put a model's buffers and attributes back afterwards."""
     state = ModuleState(model)
     try:
         yield

@@ -59,33 +59,19 @@ _FOLLOWS_BATCH: Final = (
 def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     """Return whether a backward goes through code that is not torch's: a custom autograd function, or a hook.
 
-    Args:
-        roots: Outputs of a forward that is about to end.
-        forward: The forward.
-
-    Returns:
-        True also where a hook was set on another value since the forward began.
-
     Cost:
         A look at every node of the graph.
     """
+    # True also where a hook was set on another value since the forward began.
     if hooks_of_others() != forward.hooks_before:
         return True
     return any(_is_own(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
 
 
 def is_linear(roots: Sequence[Any], capture: CaptureContext, forward: ForwardContext) -> bool:
-    """Return whether gradients of a forward's layers follow the scale of what they come from, to the bit.
-
-    Args:
-        roots: Where backwards start.
-        capture: Whose forward it is.
-        forward: The forward.
-
-    Returns:
-        False where a backward goes through code that is not torch's, on any rank that runs it together with this one;
-        and where there are numbers of float16, which end too soon.
-    """
+    """Return whether gradients of a forward's layers follow the scale of what they come from, to the bit."""
+    # False where a backward goes through code that is not torch's, on any rank that runs it together with this one; and
+    # where there are numbers of float16, which end too soon.
     own = forward.has_float16 or has_own_backwards(roots, forward)
     return not on_any(capture.gathering, own)
 
@@ -93,32 +79,20 @@ def is_linear(roots: Sequence[Any], capture: CaptureContext, forward: ForwardCon
 def loss_has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     """Return the same of the backward from a loss to a model's outputs.
 
-    Args:
-        roots: Where it starts.
-        forward: Whose outputs the loss is made of.
-
-    Returns:
-        True also where a hook was set on any value since the forward ended.
-
     Cost:
         A look at every node between the two.
     """
+    # True also where a hook was set on any value since the forward ended.
     return _hooked_since(forward) or any(_is_own(node) for node, _ in above_outputs(map(edge_of, roots)))
 
 
 def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
     """Look for a layer of the latest forward to which gradients of the outputs come, and do not follow their scale.
 
-    Args:
-        capture: Whose forward it is.
-        begun: Its outputs.
-
-    Returns:
-        The refusal of means, for `refuse_means_without_scale`; empty where there is no such layer.
-
     Cost:
         Three backwards; more where something differs.
     """
+    # Returns the refusal of means, for `refuse_means_without_scale`; empty where there is no such layer.
     probe = probed(capture, begun, _scales(capture), linear=False)
     if not probe.unsteady:
         return ""
@@ -129,17 +103,8 @@ def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
 
 
 def probed(capture: CaptureContext, begun: Sequence[Start], weights: Sequence[Weights], *, linear: bool) -> Probe:
-    """Run backwards to the layers of the latest forward, whose rows were decided before.
-
-    Args:
-        capture: Whose forward it is.
-        begun: Where they start.
-        weights: What samples are multiplied by in each of them.
-        linear: Whether all of it is torch's.
-
-    Returns:
-        What they show.
-    """
+    """Run backwards to the layers of the latest forward, whose rows were decided before."""
+    # `linear`: all of it is torch's.
     probe, states = Probe({}, capture.describe_module, linear), capture.sites.states()
     size, anywhere = capture.forward.batch_size, partial(on_any, capture.gathering)
     with capture.listening(probe):
@@ -157,19 +122,10 @@ def _scales(capture: CaptureContext) -> list[Weights]:
 def refuse_means_without_scale(capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
     """Refuse the backward of a mean whose gradients do not follow their scale on their way to the model's outputs.
 
-    Hooks that were set since the forward ended may stand inside the model: then all of the backward is looked at.
-
-    Args:
-        capture: Whose forward the loss comes from.
-        roots: Where its backward starts.
-        forward: The forward.
-
-    Raises:
-        LossReductionError: They do not.
-
     Cost:
         A look at the graph of the loss where all of its backward is torch's; else as for `without_scale`.
     """
+    # Hooks that were set since the forward ended may stand inside the model: then all of the backward is looked at.
     if not on_any(capture.gathering, loss_has_own_backwards(roots, forward)):
         return
     sources = [GradientSource.of(root) if isinstance(root, Tensor) else source_at(*edge_of(root)) for root in roots]
@@ -195,20 +151,12 @@ def refuse_backwards_of_the_batch(
 ) -> None:
     """Refuse a model whose gradients of some samples' outputs change with the other samples, or with their number.
 
-    Args:
-        capture: Whose latest forward it is.
-        run: Runs that forward once more on other inputs, not captured, and returns its output tensors.
-        batch: What the forward was called with.
-        unchecked: Told what could not run, and why.
-        alone: Whether samples are looked at alone as well: their number may be followed, and not their values only. A
-            smaller batch rounds otherwise, so that what stands at a kink may have another gradient there.
-
-    Raises:
-        SampleMixingError: They do.
-
     Cost:
         Two forwards, each with a backward; four if samples are looked at alone. Where something differs, four more.
     """
+    # `run` runs that forward once more on other inputs, not captured, and returns its output tensors. `alone`: samples
+    # are looked at alone as well: their number may be followed, and not their values only. A smaller batch rounds
+    # otherwise, so that what stands at a kink may have another gradient there.
     model, rest, left = capture.model, batch.others(batch.drawn), batch.apart
     tensors = [*capture.substitution.present.values(), *model.buffers()]
     wants = any(tensor.requires_grad for tensor in _tree.tensors(batch.inputs))

@@ -78,23 +78,14 @@ _DIVIDED: Final = (
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of a batch along which a collate function pads.
+    """An axis of a batch along which a collate function pads."""
 
-    Attributes:
-        name: The key, or the place, of the tensor in the batch.
-        dims: How many axes it has.
-        axis: The one.
-        value: The number that fills it up; None where it is not one.
-        leading: Whether in front of a record; None where that is not known.
-        is_float: Whether it holds floating-point numbers.
-    """
-
-    name: str
-    dims: int
-    axis: int
-    value: float | None
-    leading: bool | None
-    is_float: bool
+    name: str  # the key, or the place, of the tensor in the batch
+    dims: int  # how many axes it has
+    axis: int  # the one
+    value: float | None  # the number that fills it up; None where it is not one
+    leading: bool | None  # whether in front of a record; None where that is not known
+    is_float: bool  # whether it holds floating-point numbers
 
 
 class _Place(NamedTuple):
@@ -107,44 +98,26 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ends:
-    """Padding at one end of the records, along inputs of one length.
+    """Padding at one end of the records, along inputs of one length."""
 
-    Attributes:
-        places: The axes.
-        length: L.
-        leading: Whether records begin with it.
-        run_B: Padded positions of each record.
-    """
-
-    places: tuple[_Place, ...]
-    length: int
-    leading: bool
-    run_B: list[int]
+    places: tuple[_Place, ...]  # the axes
+    length: int  # L
+    leading: bool  # whether records begin with it
+    run_B: list[int]  # padded positions of each record
 
 
 @dataclass(frozen=True)
 class _Beyond:
-    """Positions of an output that records have only in company.
+    """Positions of an output that records have only in company."""
 
-    Attributes:
-        number: Which of the outputs.
-        row_map: How its rows map to samples.
-        axis: The axis of positions, with samples first.
-        count: How many positions.
-        length: Of how many.
-        leading: Whether the first ones.
-        samples: The records.
-        edge: The output's place in the graph, once it is at hand.
-    """
-
-    number: int
-    row_map: RowMap
-    axis: int
-    count: int
-    length: int
-    leading: bool
-    samples: Sequence[int]
-    edge: Edge | None = None
+    number: int  # which of the outputs
+    row_map: RowMap  # how its rows map to samples
+    axis: int  # the axis of positions, with samples first
+    count: int  # how many positions
+    length: int  # of how many
+    leading: bool  # whether the first ones
+    samples: Sequence[int]  # the records
+    edge: Edge | None = None  # the output's place in the graph, once it is at hand
 
     def reached_by(self, grad: Tensor, batch_size: int) -> bool:
         """Return whether a gradient of the output is anything but zero there."""
@@ -175,12 +148,7 @@ class Padding:
         self._waited = 0
 
     def begin(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
-        """Note the lengths that a forward's inputs have.
-
-        Args:
-            inputs: The tensors among them.
-            forward: The forward.
-        """
+        """Note the lengths that a forward's inputs have."""
         size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
         self._inputs = list(map(weakref.ref, inputs))
         for number, tensor in enumerate(inputs):
@@ -198,12 +166,9 @@ class Padding:
         self._lengths = tuple(lengths)
 
     def counts(self) -> Iterator[int]:
-        """Yield numbers that a loss may have counted in the latest forward's inputs: of positions that are no padding.
-
-        Yields:
-            Of tensors with a value for each position, of floating-point ones those of zeros and ones; also without the
-            first position, which nothing predicts. As many for each sample are no count of the batch.
-        """
+        """Yield numbers that a loss may have counted in the latest forward's inputs: of positions without padding."""
+        # Of tensors with a value for each position, of floating-point ones those of zeros and ones; also without the
+        # first position, which nothing predicts. As many for each sample are no count of the batch.
         for tensor in [tensor for held in self._inputs if (tensor := held()) is not None]:
             if tensor.dim() != _WITH_POSITIONS or not tensor.numel():
                 continue
@@ -220,18 +185,7 @@ class Padding:
         return known and self._waited < _PATIENCE
 
     def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
-        """Refuse a model whose outputs for a record change when its padding is cut off.
-
-        Args:
-            model: The model, for its dtypes and to say where.
-            run: Runs it on inputs and returns its output tensors.
-            batch: What the forward was called with, and its outputs.
-            forward: The forward, in which the outputs' padded positions are noted.
-            unchecked: Told what could not run, and why.
-
-        Raises:
-            SampleMixingError: They do.
-        """
+        """Refuse a model whose outputs for a record change when its padding is cut off."""
         places = self._places(batch)
         if not places or next(iter(packed_inputs(batch.inputs)), None) is not None:
             return
@@ -380,17 +334,10 @@ class Padding:
     ) -> None:
         """Refuse a loss that takes padded positions in, or divides by a length that follows the batch.
 
-        Args:
-            found: The ways through it.
-            forward: Whose outputs it is made of.
-            gradients: Returns the loss's gradients at edges.
-
-        Raises:
-            LossReductionError: It does.
-
         Cost:
             Where nothing follows the batch, a few numbers are kept of the first loss of each form.
         """
+        # `gradients` returns the loss's gradients at edges.
         beyond = [one for one in forward.padded if one.edge is not None]
         for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
             if grad is not None and one.reached_by(grad, forward.batch_size):
@@ -427,45 +374,31 @@ def _is_over(axes: Sequence[tuple[int, bool]], sizes: set[int]) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """What cutting padding off changed.
+    """What cutting padding off changed."""
 
-    Attributes:
-        drew: Random numbers were drawn: nothing can be told.
-        differ: Outputs changed.
-        lost: For each output along which axis, samples first, it lost how many positions of how many; None for none.
-    """
-
-    drew: bool = False
-    differ: bool = False
+    drew: bool = False  # random numbers were drawn: nothing can be told
+    differ: bool = False  # outputs changed
+    # for each output along which axis, samples first, it lost how many positions of how many; None for none
     lost: Sequence[tuple[int, int, int] | None] = ()
 
 
 class _Column:
-    """What stands at the end of the records in one input.
-
-    Attributes:
-        values: Those that are padding there.
-        is_flags: The input holds zeros and ones alone, as masks do.
-    """
+    """What stands at the end of the records in one input."""
 
     def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
-        """Look at records.
-
-        Args:
-            rows_BLF: The input; padding is looked for at the end.
-            known: Values that are known to be padding.
-        """
+        # `rows_BLF`: padding is looked for at the end. `known`: values that are known to be padding.
         self._rows_BLF, self._known = rows_BLF, known
         last_B1F = rows_BLF[:, -1:]
         self._same_B = (rows_BLF == last_B1F).all(2).flip(1).long().cumprod(1).sum(1)
         whole_B = self._same_B == rows_BLF.shape[1]
         value_B, single_B = last_B1F[:, 0, 0], (last_B1F == last_B1F[..., :1]).all(2).squeeze(1)
         self._is_float = rows_BLF.is_floating_point()
+        # the input holds zeros and ones alone, as masks do
         self.is_flags = not self._is_float and bool(((rows_BLF == 0) | (rows_BLF == 1)).all())
         # Columns that were made from padding, by an embedding outside of the model.
         padded_B = ~single_B & ~whole_B & (self._same_B > 1) & self._is_float
         inside_BLF = rows_BLF[~whole_B]
-        self.values: set[float] = set()
+        self.values: set[float] = set()  # those that are padding there
         for value in value_B[single_B].unique().tolist():
             ends_B = single_B & (value_B == value)
             run_N = self._same_B[ends_B & ~whole_B]
@@ -483,14 +416,8 @@ class _Column:
         return enough and at_ends >= _ELSEWHERE * (entries - at_ends)
 
     def runs(self, *, masked: bool) -> list[int] | None:
-        """Return how many positions at the end of each record may be padding; None where this input says nothing.
-
-        Args:
-            masked: Whether a mask decides which are.
-
-        Returns:
-            Numbers of positions.
-        """
+        """Return how many positions at the end of each record may be padding; None where this input says nothing."""
+        # `masked`: a mask decides which are.
         if not (self.values or self._known or self.is_flags) and self._counts_places():
             return None
         lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
@@ -585,10 +512,8 @@ def _is_apart(pair: _Pair, coarsest: torch.dtype) -> bool:
 
 
 def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, ReducedAxes, list[tuple[int, bool]]]]:
-    """Yield how many values of one sample each mean of a loss is over, with the sizes that it has and which it is over.
-
-    Means over picked samples are left out: they are each sample's own.
-    """
+    """Yield how many values of a sample each mean of a loss is over, with the sizes it has and which it is over."""
+    # Means over picked samples are left out: they are each sample's own.
     size, axis = forward.batch_size, forward.batch_axis
     for step in (*path.picked, *path.reduced):
         place = samples_axis(step.sizes, size, axis)

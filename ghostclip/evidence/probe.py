@@ -40,48 +40,24 @@ _MAX_NODES = 256
 
 @dataclass(frozen=True)
 class GradientSource:
-    """One value of the graph.
+    """One value of the graph."""
 
-    Attributes:
-        source: What autograd is told: a tensor, or an edge of the graph.
-        shape: The value's shape.
-        dtype: Its dtype.
-        device: Its device.
-        tensor: The value itself, where it is at hand.
-        axis: The axis that holds samples, `CONSTANT` or `UNKNOWN`.
-    """
-
-    source: Any
+    source: Any  # what autograd is told: a tensor, or an edge of the graph
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    tensor: Tensor | None = None
-    axis: int = UNKNOWN
+    tensor: Tensor | None = None  # the value itself, where it is at hand
+    axis: int = UNKNOWN  # the axis that holds samples, `CONSTANT` or `UNKNOWN`
 
     @classmethod
     def of(cls, tensor: Tensor, axis: int = UNKNOWN) -> "GradientSource":
-        """Return the place of a tensor in the graph.
-
-        Args:
-            tensor: The tensor.
-            axis: The axis that holds samples, if it is known.
-
-        Returns:
-            Its place.
-        """
+        """Return the place of a tensor in the graph."""
         return cls(tensor, tensor.shape, tensor.dtype, tensor.device, tensor, axis)
 
 
 def reduced_sources(scalars: Sequence[Tensor], has_rows: Callable[[GradientSource], bool]) -> list[GradientSource]:
-    """Walk back from scalars to the first values that have rows of samples.
-
-    Args:
-        scalars: Tensors of no axis, in the graph.
-        has_rows: Tells whether a value has an axis for the samples.
-
-    Returns:
-        The values where every path from the scalars first meets one; empty where the search was given up.
-    """
+    """Return the first values with rows of samples on every path back from scalars."""
+    # Empty where the search was given up.
     found: dict[tuple[Any, int], GradientSource] = {}
     pending: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in scalars]
     seen: set[tuple[Any, int]] = set()
@@ -101,15 +77,7 @@ def reduced_sources(scalars: Sequence[Tensor], has_rows: Callable[[GradientSourc
 
 
 def source_at(node: Any, number: int) -> GradientSource | None:
-    """Return the place of an output of a node.
-
-    Args:
-        node: The node.
-        number: Which of its outputs.
-
-    Returns:
-        The place; None for a leaf, or where it holds no floating values.
-    """
+    """Return the place of an output of a node; None for a leaf, or where it holds no floating values."""
     if number >= len(_torch.outputs_of(node)) or node.name().endswith("AccumulateGrad"):
         return None
     about = _torch.outputs_of(node)[number]
@@ -149,31 +117,20 @@ _DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class Start:
-    """Where a backward begins.
+    """Where a backward begins."""
 
-    Attributes:
-        edge: An output of the model, or what it was reduced from.
-        row_map: How its rows map to samples.
-    """
-
-    edge: GradientSource
-    row_map: RowMap
+    edge: GradientSource  # an output of the model, or what it was reduced from
+    row_map: RowMap  # how its rows map to samples
 
 
 class Company:
-    """Compares samples' gradients with those that they had when other samples' gradients came with them.
+    """Compares samples' gradients with those that they had when other samples' gradients came with them."""
 
-    A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero. Kernels that add
-    up in no fixed order, as attention's backward on a GPU, make of a gradient another one each time that they run. So
-    a difference counts only where it stands out of what the same backward differs by when it is run again.
-    """
-
+    # A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero. Kernels that add
+    # up in no fixed order, as attention's backward on a GPU, make of a gradient another one each time that they run. So
+    # a difference counts only where it stands out of what the same backward differs by when it is run again.
     def __init__(self, *, linear: bool = False) -> None:
-        """Compare nothing yet.
-
-        Args:
-            linear: Whether all backwards are torch's.
-        """
+        # `linear`: all backwards are torch's.
         self._linear = linear
         self._seen: dict[Any, tuple[Tensor, Tensor]] = {}
         self._once: dict[Any, Tensor] = {}
@@ -182,14 +139,9 @@ class Company:
         self._noise: dict[Any, Tensor] = {}
 
     def take(self, place: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
-        """Compare the extremes, the norm and the sum of each sample's rows with those that came before.
-
-        Args:
-            place: Where the gradient arrived.
-            row_map: How its rows map to samples; one that knows none says nothing.
-            rows_B: The gradient, split by samples.
-            weights: What each of the samples that it came from was multiplied by.
-        """
+        """Compare the extremes, the norm and the sum of each sample's rows with those that came before."""
+        # `row_map`: one that knows no samples says nothing. `rows_B`: the gradient, split by samples. `weights`: what
+        # each of the samples that it came from was multiplied by.
         if row_map.kind == "whole":
             return
         weight_B = torch.zeros(len(rows_B))
@@ -222,17 +174,8 @@ class Company:
 
 
 def noise_of(once_N4: Tensor, now_N4: Tensor) -> Tensor:
-    """Return how far values are from those of the same backward at another time, by columns.
-
-    A factor that all have in common is left out: it is no noise, but what a backward function counts or averages.
-
-    Args:
-        once_N4: The values.
-        now_N4: The same at another time.
-
-    Returns:
-        The largest distance in each column.
-    """
+    """Return the largest distance of values from those of the same backward at another time, by columns."""
+    # A factor that all have in common is left out: it is no noise, but what a backward function counts or averages.
     once_N4, now_N4 = (values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for values in (once_N4, now_N4))
     factor = torch.where(once_N4 == 0, torch.nan, now_N4 / once_N4).nanmedian().nan_to_num(nan=1.0)
     return (now_N4 - factor * once_N4).abs().amax(0)
@@ -249,23 +192,16 @@ def _norms(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class Probe:
-    """Receives the gradients of some samples' outputs and judges every call site, once for every set of samples.
+    """Receives the gradients of some samples' outputs and judges every call site, once for every set of samples."""
 
-    Attributes:
-        weights: What the samples of the backward that runs are multiplied by.
-        describe_module: Names the module that owns a parameter.
-        failures: What is wrong, in the order in which gradients arrived (nearest to the output first).
-        linear: Whether all backwards are torch's, so that gradients follow their scale.
-        begun: Where its backwards begin.
-        unsteady: Uses where a sample's gradient was another one in other company, by every row map, and shapes of their
-            rows; see `settle`.
-    """
-
-    weights: Weights
-    describe_module: Callable[[str], str]
-    linear: bool = False
+    weights: Weights  # what the samples of the backward that runs are multiplied by
+    describe_module: Callable[[str], str]  # names the module that owns a parameter
+    linear: bool = False  # whether all backwards are torch's, so that gradients follow their scale
+    # what is wrong, in the order in which gradients arrived (nearest to the output first)
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
-    begun: Sequence[Start] = ()
+    begun: Sequence[Start] = ()  # where its backwards begin
+    # uses where a sample's gradient was another one in other company, by every row map, and shapes of their rows; see
+    # `settle`
     unsteady: list[tuple[ParamUse, str]] = field(default_factory=list)
     _uses: dict[Any, tuple[ParamUse, str]] = field(default_factory=dict)
     _company: Company = field(init=False)
@@ -277,12 +213,7 @@ class Probe:
         self._company = Company(linear=self.linear)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Judge the row maps of one use.
-
-        Args:
-            use: The use.
-            grad: Gradient of its output from these samples alone.
-        """
+        """Judge the row maps of one use by a gradient of its output from these samples alone."""
         if use.node is not None:
             # Non-reentrant checkpointing keeps what it recomputed until it is read.
             _ = use.node.saved_tensors
@@ -314,11 +245,9 @@ class Probe:
         self._company.take(place, row_map, rows, self.weights)
 
     def settle(self) -> None:
-        """Compare what all backwards so far have brought.
-
-        Where backwards are linear, a row map that gives rows to other samples shows as other company does: another one
-        is chosen.
-        """
+        """Compare what all backwards so far have brought."""
+        # Where backwards are linear, a row map that gives rows to other samples shows as other company does: another
+        # one is chosen.
         differing, self.unsteady = set(self._company.differing()), []
         keys = dict[Any, list[Any]]()
         for forward, site, key in self._uses:
@@ -346,15 +275,9 @@ class Probe:
         return key in self._rejected
 
     def verdict(self, where: Callable[[], str]) -> None:
-        """Raise if a use could not be explained.
-
-        Args:
-            where: Finds the place where samples start to mix; returns sentences that name it and a remedy.
-
-        Raises:
-            SampleMixingError: Rows of other samples received a gradient under every row map.
-            BatchAxisError: The same where the sizes left only an uncertain row map.
-        """
+        """Raise if a use could not be explained."""
+        # `where` finds the place where samples start to mix, in sentences that name it and a remedy. A `BatchAxisError`
+        # where the sizes left only an uncertain row map.
         if self.unsteady and not (self.failures or self.linear):
             self._refuse_unsteady(self.unsteady[-1][0])
         if not (self.failures or self.unsteady):
@@ -405,18 +328,8 @@ def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: Collection[
 def touches_others(
     row_map: RowMap, grad: Tensor, num_batch_dims: int, samples: Collection[int], batch_size: int
 ) -> bool:
-    """Return whether a gradient of some samples' values has anything but zeros in rows of others.
-
-    Args:
-        row_map: How its rows map to samples.
-        grad: The gradient.
-        num_batch_dims: How many leading axes are rows.
-        samples: The samples.
-        batch_size: B.
-
-    Returns:
-        False for rows that are one sample's.
-    """
+    """Return whether a gradient of some samples' values has anything but zeros in rows of others."""
+    # False for rows that are one sample's.
     if row_map.kind == "whole":
         return False
     touched_B = nonzero_rows(row_map.split(grad, num_batch_dims, batch_size))
@@ -425,16 +338,8 @@ def touches_others(
 
 
 def nonzero_rows(rows: Tensor) -> Tensor:
-    """Return which rows hold anything but zeros, by their extremes: no copy of a gradient as large as the logits.
-
-    A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
-
-    Args:
-        rows: Shape ``(n, ...)``.
-
-    Returns:
-        Booleans, shape ``(n,)``.
-    """
+    """Return which rows hold anything but zeros, by their extremes: no copy of a gradient as large as the logits."""
+    # A zero gradient through a sample that is not finite gives NaN there: no evidence of anything.
     if not rows.numel():
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     rows = torch.view_as_real(rows) if rows.is_complex() else rows
@@ -461,16 +366,9 @@ def _shapes(grad: Tensor, use: ParamUse) -> str:
 
 
 def sample_sets(batch_size: int) -> list[set[int]]:
-    """Return the sets of samples to ask about: in as few sets as can be, each sample without each other.
-
-    Samples are given code words of equal weight (Sperner), so that of any two each has a digit that the other lacks.
-
-    Args:
-        batch_size: B, at least 2.
-
-    Returns:
-        Sets of sample numbers, about log2(B) of them: for any two samples, one holds the first without the second.
-    """
+    """Return the sets of samples to ask about: in as few sets as can be, each sample without each other."""
+    # Samples are given code words of equal weight (Sperner), so that of any two each has a digit that the other lacks.
+    # About log2(B) sets, B at least 2: for any two samples, one holds the first without the second.
     length = next(length for length in count(1) if comb(length, length // 2) >= batch_size)
     words = list(islice(combinations(range(length), length // 2), batch_size))
     digits = [{sample for sample, word in enumerate(words) if place in word} for place in range(length)]
@@ -478,17 +376,10 @@ def sample_sets(batch_size: int) -> list[set[int]]:
 
 
 def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
-    """Return what samples' gradients are multiplied by in backwards that show each sample in several companies.
-
-    Args:
-        batch_size: B, at least 2.
-        linear: Whether all backwards are torch's.
-
-    Returns:
-        Where backwards are linear all samples as they are, and then multiplied by numbers of which any two have
-        different ones in one of the backwards; some are left out. Elsewhere `sample_sets`; of two or three samples,
-        each of which is a set by itself, each as well in company that is louder.
-    """
+    """Return what samples' gradients are multiplied by in backwards that show each sample in several companies."""
+    # Where backwards are linear, all samples as they are, and then multiplied by numbers of which any two have
+    # different ones in one of the backwards; some are left out. Elsewhere `sample_sets`; of two or three samples, each
+    # of which is a set by itself, each as well in company that is louder.
     every = dict.fromkeys(range(batch_size), 1.0)
     if not linear:
         sets = sample_sets(batch_size)
@@ -506,22 +397,11 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
 
 
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
-    """List the ways in which a model's outputs may belong to the samples.
-
-    Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
-
-    Args:
-        outputs: The model's output tensors.
-        forward: The forward.
-        known: The axis of each that holds samples, `CONSTANT` or `UNKNOWN`; empty where nothing is known.
-
-    Returns:
-        Ways in order of preference, each with all outputs that have rows of samples; several only where all outputs are
-        folded, ``(B·T, ...)``. Empty where there is nothing to start from.
-
-    Raises:
-        BatchAxisError: There are outputs, and none has an axis that could hold the samples.
-    """
+    """List the ways in which a model's outputs may belong to the samples."""
+    # Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
+    # `known`: the axis of each output that holds samples, `CONSTANT` or `UNKNOWN`; empty where nothing is known. Ways
+    # are in order of preference; several only where all outputs are folded, ``(B·T, ...)``; none where there is nothing
+    # to start from. Outputs of which none has an axis that could hold the samples are refused.
     axes = list(known) if len(known) == len(outputs) else [UNKNOWN] * len(outputs)
     pairs = [pair for pair in zip(outputs, axes, strict=True) if pair[0].requires_grad and pair[0].is_floating_point()]
     usable = [output for output, _ in pairs]
@@ -595,19 +475,11 @@ class _Begin(torch.autograd.Function):
 
 
 def cotangent(start: Start, *, batch_size: int, weights: Weights, seed: int = 0) -> Tensor:
-    """Return the gradient that starts a backward from some samples' rows of an output.
-
-    Args:
-        start: The output and how its rows map to samples.
-        batch_size: B.
-        weights: What each of the samples is multiplied by.
-        seed: Another one for every output.
-
-    Returns:
-        Random in the samples' rows and zero elsewhere: a product of numbers for each place along every axis, so that
-        next to nothing is drawn or held beside it. Of 16-bit outputs each entry is drawn by itself: their few values
-        come again along an axis, and what enters at one place and leaves at another would cancel.
-    """
+    """Return the gradient that starts a backward from some samples' rows of an output."""
+    # Random in the samples' rows and zero elsewhere: a product of numbers for each place along every axis, so that next
+    # to nothing is drawn or held beside it. Of 16-bit outputs each entry is drawn by itself: their few values come
+    # again along an axis, and what enters at one place and leaves at another would cancel. `seed`: another one for
+    # every output.
     place, axis = start.edge, start.row_map.axis
     device = place.device if place.device.type in _DRAWING else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(seed)
@@ -643,16 +515,9 @@ def ask(
     weights: Sequence[Weights],
     on_any: Callable[[bool], bool] = bool,
 ) -> None:
-    """Run the backwards that bring a probe its evidence.
-
-    Args:
-        probe: The probe, listening already.
-        begun: The model's outputs and how their rows map to samples.
-        batch_size: B.
-        run: Runs one backward; says None when it must be called again.
-        weights: What samples are multiplied by in each of them.
-        on_any: Says whether something holds on any rank that runs the same backwards.
-    """
+    """Run the backwards that bring a probe its evidence."""
+    # The probe listens already. `run` says None when it must be called again. `on_any` says whether something holds on
+    # any rank that runs the same backwards.
     for chosen in weights:
         _ask(probe, begun, batch_size, run, chosen)
     probe.settle()
@@ -672,35 +537,18 @@ def _ask(
 
 
 def repeated(weights: Sequence[Weights], batch_size: int) -> list[Weights]:
-    """Return what to ask once more where gradients differed, of all samples as well.
-
-    Half of the samples beside another half may have as large a norm; all of them have a larger one.
-
-    Args:
-        weights: What was asked.
-        batch_size: B.
-
-    Returns:
-        Each of them `REPEATS` times, more often in a small batch.
-    """
+    """Return what to ask once more where gradients differed, of all samples as well."""
+    # Half of the samples beside another half may have as large a norm; all of them have a larger one. Each of them
+    # `REPEATS` times, more often in a small batch.
     every = dict.fromkeys(range(batch_size), 1.0)
     return [*(one for one in weights if one != every), every] * max(REPEATS, _ENOUGH // batch_size)
 
 
 def roots_of(begun: Sequence[Start], batch_size: int, weights: Weights) -> tuple[list[Any], list[Tensor | None]]:
-    """Return where a backward from some samples' rows begins, and the gradients that it is given there.
-
-    A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
-    is formed within the backward; that of an edge of the graph, to which nothing can be added, is given.
-
-    Args:
-        begun: Values of the graph and how their rows map to samples.
-        batch_size: B.
-        weights: What each of the samples is multiplied by.
-
-    Returns:
-        Tensors or edges of the graph, and a gradient for each of them, None where it is formed later.
-    """
+    """Return where a backward from some samples' rows begins, and the gradients that it is given there."""
+    # A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
+    # is formed within the backward; that of an edge of the graph, to which nothing can be added, is given. Tensors or
+    # edges of the graph, and a gradient for each of them, None where it is formed later.
     roots, grads = list[Any](), list[Tensor | None]()
     for seed, start in enumerate(begun):
         form = partial(cotangent, start, batch_size=batch_size, weights=weights, seed=seed)

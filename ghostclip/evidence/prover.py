@@ -60,33 +60,21 @@ _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind o
 
 
 class Evidence:
-    """Asks for evidence on the forwards of one model.
-
-    Attributes:
-        probes: Whether any is asked for.
-        unchecked: What could not be asked.
-        loss_sizes: What was seen of losses: see `ghostclip.evidence.loss_graph`.
-        padding: What is known of axes that are as long as the longest sample of a batch.
-        records_of: Returns how many of a forward's samples are no copies of others; None where none are.
-        hands_on: Whether outputs go to another part of the model, which takes their rows for samples as they lie.
-    """
+    """Asks for evidence on the forwards of one model."""
 
     def __init__(self, *, probes: bool, in_parts: bool = False, numbers: random.Random | None = None) -> None:
-        """Ask nothing yet.
-
-        Args:
-            probes: Whether to ask at all.
-            in_parts: Whether ranks have parts of the model, and may exchange what they compute with them.
-            numbers: Says in which forwards to ask again, of ranks that have positions of the same samples: they may
-                exchange them, and run the model equally often. None where there are no such ranks.
-        """
-        self.probes = probes
+        # `in_parts`: ranks have parts of the model, and may exchange what they compute with them. `numbers` say in
+        # which forwards to ask again, of ranks that have positions of the same samples: they may exchange them, and run
+        # the model equally often. None where there are no such ranks.
+        self.probes = probes  # whether any is asked for
         self._splits_sequences = numbers is not None
         self._may_exchange = in_parts or self._splits_sequences
-        self.unchecked = Unchecked(numbers)
-        self.loss_sizes: Sizes = {}
-        self.padding = Padding()
+        self.unchecked = Unchecked(numbers)  # what could not be asked
+        self.loss_sizes: Sizes = {}  # what was seen of losses: see `ghostclip.evidence.loss_graph`
+        self.padding = Padding()  # what is known of axes that are as long as the longest sample of a batch
+        # returns how many of a forward's samples are no copies of others; None where none are
         self.records_of: Callable[[int], int] | None = None
+        # whether outputs go to another part of the model, which takes their rows for samples as they lie
         self.hands_on = False
         self._loss_ways: set[Any] = set()
         # Why means are refused, whatever the loss is.
@@ -115,30 +103,14 @@ class Evidence:
             self._watch.renew()
 
     def asks(self, capture: CaptureContext) -> bool:
-        """Return whether the latest forward is one that evidence is asked for.
-
-        Args:
-            capture: Whose forward it is.
-
-        Returns:
-            False for a forward of one sample as well, which can prove nothing.
-        """
+        """Return whether the latest forward is one that evidence is asked for; one of one sample can prove nothing."""
         asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
         return asks and (capture.gathering is None or capture.gathering.may_ask())
 
     def asks_of_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
-        """Return whether a loss is one that evidence is asked for: that of a proved forward, or computed in a new way.
-
-        A hook on its way may do another thing in every step.
-
-        Args:
-            root: Where its backward starts.
-            forward: The forward that it comes from.
-            is_scalar: Whether hooks between it and the outputs can change nothing.
-
-        Returns:
-            False as well for a forward of one sample.
-        """
+        """Return whether evidence is asked for on a loss: that of a proved forward, or one computed in a new way."""
+        # A hook on its way may do another thing in every step. `is_scalar`: hooks between it and the outputs can change
+        # nothing. False as well for a forward of one sample.
         if forward.batch_size < 2 or not self.probes:
             return False
         way = self._loss_way(root, forward)
@@ -146,12 +118,7 @@ class Evidence:
         return forward.unproven or is_new or has_hooks([root], forward, outputs_alone=is_scalar)
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
-        """Note that a loss was proved, unless its forward proves nothing.
-
-        Args:
-            root: As for `asks_of_loss`.
-            forward: As for `asks_of_loss`.
-        """
+        """Note that a loss was proved, unless its forward proves nothing."""
         if forward.proves:
             self._loss_ways.add(self._loss_way(root, forward))
 
@@ -165,16 +132,7 @@ class Evidence:
         return number - own - (forward.latest or 0), type(node)
 
     def refuse_mean(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
-        """Refuse a mean over the batch whose gradients do not follow their scale, between it and the layers.
-
-        Args:
-            capture: Whose model it is.
-            roots: Where the backward starts.
-            forward: Whose outputs the loss is made of.
-
-        Raises:
-            LossReductionError: They do not.
-        """
+        """Refuse a mean over the batch whose gradients do not follow their scale, between it and the layers."""
         if not self.probes:
             return
         if self._without_scale:
@@ -183,16 +141,7 @@ class Evidence:
 
     @contextmanager
     def unseen(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
-        """Yield while a loss is proved by backwards of its own: what hooks and backward functions write is put back.
-
-        Args:
-            capture: Whose model it is.
-            roots: Where they start.
-            forward: Whose outputs the loss is made of.
-
-        Yields:
-            Nothing.
-        """
+        """Yield while a loss is proved by backwards of its own: what hooks and backward functions write is put back."""
         state = ModuleState(capture.model, arguments=hooks_below(roots, forward))
         try:
             yield
@@ -202,17 +151,7 @@ class Evidence:
     def refuse_padding(
         self, capture: CaptureContext, roots: Sequence[Any], found: Iterable[Path], forward: ForwardContext
     ) -> None:
-        """Refuse a loss that takes padding in, or divides by a length that follows the batch.
-
-        Args:
-            capture: Whose model it is.
-            roots: Where the backward starts.
-            found: The ways through the loss.
-            forward: Whose outputs it is made of.
-
-        Raises:
-            LossReductionError: It does.
-        """
+        """Refuse a loss that takes padding in, or divides by a length that follows the batch."""
 
         def gradients(edges: Sequence[Edge]) -> Sequence[Tensor | None]:
             given = [torch.ones_like(root) for root in roots]
@@ -225,18 +164,9 @@ class Evidence:
                 self.padding.refuse_losses(found, forward, gradients)
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
-        """Look for what has no place between a loss and a model's outputs.
-
-        Args:
-            capture: Whose model it is.
-            roots: Where the backward starts.
-            forward: Whose outputs the loss is made of.
-
-        Raises:
-            UncoveredParameterError: A trainable parameter that is no part of the model.
-            SampleMixingError: A comparison of samples with other samples' targets.
-            UnsupportedModelError: A hook on the node of a layer, in a forward that is proved.
-        """
+        """Look for what has no place between a loss and a model's outputs."""
+        # Trainable parameters that are no part of the model, comparisons of samples with other samples' targets and, in
+        # a forward that is proved, hooks on the nodes of layers are refused.
         if self.probes and not forward.is_dummy:
 
             def is_own(parameter: nn.Parameter) -> bool:
@@ -247,16 +177,8 @@ class Evidence:
                 refuse_hooks_of_layers(roots, forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall, inputs: Sequence[Tensor]) -> None:
-        """Decide whether to ask, and rehearse the forward if so.
-
-        Args:
-            capture: Whose latest forward it is.
-            call: What is about to run.
-            inputs: The tensors that it is called with.
-
-        Raises:
-            UnsupportedModelError: torch splits sequences over ranks, and nobody says over which.
-        """
+        """Decide whether to ask, and rehearse the forward if so."""
+        # Refused where torch splits sequences over ranks, and nobody says over which.
         if not self._splits_sequences:
             refuse_split_positions(capture.model)
         forward = capture.forward
@@ -297,10 +219,8 @@ class Evidence:
                 watch.settle()
 
     def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
-        """Weigh the evidence on a forward before it runs, on a run of its own.
-
-        One that raises is left to the user's own run, which raises as well, or is looked at afterwards.
-        """
+        """Weigh the evidence on a forward before it runs, on a run of its own."""
+        # One that raises is left to the user's own run, which raises as well, or is looked at afterwards.
         forward = capture.forward
 
         def read() -> Any:
@@ -325,16 +245,7 @@ class Evidence:
             forward.begin_anew()
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
-        """Weigh the evidence on a forward, unless a rehearsal has.
-
-        Args:
-            capture: Whose latest forward it is.
-            call: What ran.
-            output: What it returned.
-
-        Returns:
-            The output of the last reading.
-        """
+        """Weigh the evidence on a forward, unless a rehearsal has; return the output of the last reading."""
         rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
         writes = self._written(capture)
         if rehearsed is not None and not (capture.forward.met or writes):
@@ -365,19 +276,11 @@ class Evidence:
         writes: frozenset[StateWrite] | None = None,
         aside: bool = False,
     ) -> tuple[Any, dict[int, RowMap]]:
-        """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong.
-
-        Args:
-            capture: Whose latest forward it is.
-            call: What ran.
-            read: Returns what it returned.
-            again: Returns what is to be called to read it once more.
-            writes: What it wrote of the model's state, if that is to be proved; None where nobody has looked yet.
-            aside: Whether nobody but this takes the output: its graph is let go as soon as it is not needed.
-
-        Returns:
-            The output of the last reading, and how the rows of which of its tensors map to samples.
-        """
+        """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong."""
+        # `read` returns what the call returned; `again` what is to be called to read it once more. `writes`: what it
+        # wrote of the model's state, if that is to be proved; None where nobody has looked yet. `aside`: nobody but
+        # this takes the output: its graph is let go as soon as it is not needed. Returns the output of the last
+        # reading, and how the rows of which of its tensors map to samples.
         output = read()
         writes = self._written(capture) if writes is None else writes
         randomness, state, self._randomness, self._state = self._randomness, self._state, None, None
@@ -471,14 +374,7 @@ class Evidence:
             watch.prove(writes, runs)
 
     def watching_backward(self, capture: CaptureContext) -> AbstractContextManager[None]:
-        """Return a context for a backward that trains, in which nothing may write state.
-
-        Args:
-            capture: Whose backward it is.
-
-        Returns:
-            The context.
-        """
+        """Return a context for a backward that trains, in which nothing may write state."""
         watch, forward = self._watched(capture), capture.forward
         if watch is None:
             return nullcontext()
@@ -655,16 +551,8 @@ class Evidence:
 
 @contextmanager
 def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None = None) -> Iterator[None]:
-    """Yield while a model is run to be looked at: nobody can tell afterwards, whatever the runs wrote and drew.
-
-    Args:
-        capture: Whose model it is.
-        call: The user's call of it.
-        state: What it is to be put back to; None for what it is now.
-
-    Yields:
-        Nothing.
-    """
+    """Yield while a model is run to be looked at: nobody can tell afterwards, whatever the runs wrote and drew."""
+    # `state`: what the model is put back to; None for what it is now.
     state = state or _state_of(capture, call)
     randomness = Randomness(_used(capture, call))
     try:
@@ -688,15 +576,8 @@ def _copied_call(call: ModuleCall) -> ModuleCall:
 
 
 def _copied(inputs: Any, *, of: Any = None) -> Any:
-    """Return inputs whose tensors and arrays are copies, which a forward may change in place.
-
-    Args:
-        inputs: The inputs.
-        of: The user's, where some are copies already.
-
-    Returns:
-        New containers.
-    """
+    """Return inputs whose tensors and arrays are copies, which a forward may change in place."""
+    # `of`: the user's, where some are copies already.
     copies: dict[int, Any] = {}
     given = None if of is None else {id(leaf) for leaf in _tree.leaves(of)}
 
@@ -725,15 +606,10 @@ class _UsersError(Exception):
 
 @dataclass(frozen=True)
 class _Rehearsed:
-    """What was shown of a forward, for its outputs.
+    """What was shown of a forward, for its outputs."""
 
-    Attributes:
-        rows: How the rows of which of its output tensors map to samples.
-        padded: Positions of which of them samples have only because others are longer.
-    """
-
-    rows: Mapping[int, RowMap]
-    padded: Sequence[Any]
+    rows: Mapping[int, RowMap]  # how the rows of which of its output tensors map to samples
+    padded: Sequence[Any]  # positions of which of them samples have only because others are longer
 
     def hand_on(self, output: Any, forward: ForwardContext) -> None:
         """Note it at the outputs."""
@@ -797,18 +673,9 @@ def _has_packed(inputs: Any) -> bool:
 
 
 def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | None:
-    """Probe the latest forward from the model's outputs.
-
-    Args:
-        capture: Whose forward it was.
-        outputs: The model's output tensors.
-
-    Returns:
-        The probe with what it found; None where there was no output to start from.
-
-    Raises:
-        BatchAxisError: No output has an axis that could hold the samples.
-    """
+    """Probe the latest forward from the model's outputs."""
+    # None where there was no output to start from. Outputs of which none has an axis that could hold the samples are
+    # refused.
     forward, sites = capture.forward, capture.sites
     first: Probe | None = None
     states = sites.states()

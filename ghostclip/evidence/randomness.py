@@ -65,16 +65,8 @@ class WithoutDropout(TorchFunctionMode):
 
     @contextmanager
     def behind(self, roots: Sequence[Tensor]) -> Iterator[None]:
-        """Turn dropout off in a backward too: activation checkpointing runs parts of the forward again there.
-
-        Autograd runs every node of the graph without the modes of the code that called it.
-
-        Args:
-            roots: Where the backward starts.
-
-        Yields:
-            Nothing.
-        """
+        """Turn dropout off in a backward too: activation checkpointing runs parts of the forward again there."""
+        # Autograd runs every node of the graph without the modes of the code that called it.
 
         def enter(_: Any) -> None:
             self.__enter__()
@@ -101,12 +93,8 @@ class Randomness:
     """The states of all global generators at one moment: torch's (CPU and devices in use), Python's and NumPy's."""
 
     def __init__(self, tensors: Iterable[Tensor], *, only_torch: bool = False) -> None:
-        """Keep the states.
-
-        Args:
-            tensors: Tensors on the devices in use.
-            only_torch: Leave out Python's and NumPy's, which take far longer to read and to write.
-        """
+        # `tensors`: on the devices in use. `only_torch` leaves out Python's and NumPy's, which take far longer to read
+        # and to write.
         devices = {tensor.device for tensor in tensors if tensor.device.type not in _WITHOUT}
         self._generators = [_generator_of(device) for device in sorted(devices, key=str)]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
@@ -146,14 +134,8 @@ def _same(one: Any, two: Any) -> bool:
 
 @contextmanager
 def unnoticed(tensors: Iterable[Tensor]) -> Iterator[Randomness]:
-    """Run a model for a look at it: afterwards every generator is where it was, and nothing was said.
-
-    Args:
-        tensors: Tensors on the devices in use.
-
-    Yields:
-        The states of the generators before.
-    """
+    """Run a model for a look at it: afterwards every generator is where it was, and nothing was said."""
+    # Yields the states of the generators before.
     before = Randomness(tensors)
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -166,16 +148,12 @@ def unnoticed(tensors: Iterable[Tensor]) -> Iterator[Randomness]:
 
 
 class Draws(_torch.DispatchMode):
-    """Notes which random tensors are drawn, in order.
-
-    Attributes:
-        seen: The operation and the shapes of what it returned.
-    """
+    """Notes which random tensors are drawn, in order."""
 
     def __init__(self) -> None:
         """Start with none."""
         super().__init__()
-        self.seen: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []  # the operation and the shapes of what it returned
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

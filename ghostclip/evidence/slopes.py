@@ -56,17 +56,8 @@ def _kind(node: Any) -> str:
 
 
 def apart_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
-    """Return whether gradients of some samples' values leave zeros in all other samples' outputs, whatever slopes are.
-
-    Args:
-        begun: Where they start.
-        sets: The sets of samples.
-        batch_size: B.
-        axis: The expected batch axis.
-
-    Returns:
-        True also where that cannot be told, and where they do not even with slopes as they are.
-    """
+    """Return whether gradients of some samples' values leave zeros in all others' outputs, whatever slopes are."""
+    # True also where that cannot be told, and where they do not even with slopes as they are.
     if not any(_is_steep(node) for node, _ in above_outputs(edge_of(start.edge.source) for start in begun)):
         return True
     with torch.no_grad():
@@ -109,10 +100,8 @@ def _maps_of(grad: Any, batch_size: int, *, axis: int) -> list[RowMap]:
 
 
 def _untouched(maps: Sequence[RowMap], grad: Any, samples: set[int], *, batch_size: int) -> list[RowMap]:
-    """Return the row maps by which a gradient of some samples' values is zero in rows of others, on every rank.
-
-    Each rank looks at its part alone: what would be gathered of a mesh is as large as all logits.
-    """
+    """Return the row maps by which a gradient of some samples' values is zero in rows of others, on every rank."""
+    # Each rank looks at its part alone: what would be gathered of a mesh is as large as all logits.
     part = _torch.part_of(grad)
     touched = [touches_others(one, part, part.dim(), samples, batch_size) for one in maps]
     if _torch.is_sharded_tensor(grad):

@@ -47,19 +47,12 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True)
 class StateWrite:
-    """What became of one entry of the state.
+    """What became of one entry of the state."""
 
-    Attributes:
-        name: The entry, as `state_dict` names it.
-        times: How often it was changed in place; -1 where it was exchanged, made or deleted, 0 where nobody counted.
-        shape: Its shape now; None where it is gone, or no tensor.
-        step: By what a small integer entry was moved, or whether another one has changed; None where nobody knows.
-    """
-
-    name: str
-    times: int
-    shape: tuple[int, ...] | None
-    step: Any
+    name: str  # the entry, as `state_dict` names it
+    times: int  # how often it was changed in place; -1 where it was exchanged, made or deleted, 0 where nobody counted
+    shape: tuple[int, ...] | None  # its shape now; None where it is gone, or no tensor
+    step: Any  # by what a small integer entry was moved, or whether another one has changed; None where nobody knows
 
 
 _NO_WRITES: Final = frozenset[StateWrite]()
@@ -128,13 +121,8 @@ class StateWatch:
     """Watches the state of one model around its forwards and backwards."""
 
     def __init__(self, model: nn.Module, *, parameters: bool = True, sparing: bool = False) -> None:
-        """Watch a model.
-
-        Args:
-            model: The model.
-            parameters: Whether its parameters are there between forwards as well: not where ranks gather them.
-            sparing: Whether memory is too dear for copies of parameters, by which writes that nobody counts are found.
-        """
+        # `parameters`: they are there between forwards as well: not where ranks gather them. `sparing`: memory is too
+        # dear for copies of parameters, by which writes that nobody counts are found.
         self._model, self._parameters, self._sparing = model, parameters, sparing
         self._tables: _Tables | None = None
         self._before: _StateMarks | None = None
@@ -167,19 +155,14 @@ class StateWatch:
     # -- a forward ------------------------------------------------------------------------------------------------
 
     def begin(self, *, proves: bool) -> None:
-        """Note the state before a forward.
-
-        Args:
-            proves: Whether it is asked about, so that what it will be compared with is copied.
-        """
+        """Note the state before a forward."""
+        # `proves`: the forward is asked about, so that what it will be compared with is copied.
         self._before, self._kept = self._marks(), []
         self._copies = self._copied(proves=proves)
 
     def _copied(self, *, proves: bool) -> dict[str, Tensor]:
-        """Return copies of small buffers, and of what forwards write; for a proof of all that is not too large.
-
-        Those that are still right are kept.
-        """
+        """Return copies of small buffers, and of what forwards write; for a proof of all that is not too large."""
+        # Those that are still right are kept.
         tables = self._tables
         assert tables is not None, "the state was marked"
         if not (proves or self._known or tables.small):
@@ -271,14 +254,8 @@ class StateWatch:
         return tuple((entry.detach().long() - before.long()).flatten().tolist())
 
     def is_new(self, writes: frozenset[StateWrite]) -> bool:
-        """Return whether a forward wrote in a way that nothing is proved of.
-
-        Args:
-            writes: Of `written`.
-
-        Returns:
-            False where it wrote nothing.
-        """
+        """Return whether a forward wrote in a way that nothing is proved of."""
+        # False where it wrote nothing.
         return bool(writes) and self._way(writes) not in self._proved
 
     def _way(self, writes: frozenset[StateWrite]) -> frozenset[StateWrite]:
@@ -287,11 +264,7 @@ class StateWatch:
         return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
 
     def keep(self, writes: frozenset[StateWrite]) -> None:
-        """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too.
-
-        Args:
-            writes: Of `written`.
-        """
+        """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too."""
         entries, parameters = self._current().entries, self._current().parameters
         uncounted = {write.name for write in writes if write.times == 0}
         names = {write.name for write in writes} | self._known
@@ -307,27 +280,13 @@ class StateWatch:
                 _torch.write_uncounted_(entry, value, version)
 
     def refuse_unshown(self, writes: frozenset[StateWrite]) -> None:
-        """Refuse writes of a forward that cannot be run again.
-
-        Args:
-            writes: Of `written`.
-
-        Raises:
-            SampleMixingError: There are any.
-        """
+        """Refuse writes of a forward that cannot be run again."""
         for write in _in_order(writes):
             raise SampleMixingError(_unshown(self._model, write.name))
 
     def prove(self, writes: frozenset[StateWrite], runs: "Runs") -> None:
-        """Refuse writes that follow the samples: run the forward on others, from the state that it began with.
-
-        Args:
-            writes: Of `written`.
-            runs: Runs it.
-
-        Raises:
-            SampleMixingError: An entry comes out differently, or the forward does not write it again.
-        """
+        """Refuse writes that follow the samples: run the forward on others, from the state that it began with."""
+        # Refused where an entry comes out differently, or the forward does not write it again.
         entries = self._current().entries
         missing = [write.name for write in writes if write.name in entries and write.name not in self._copies]
         self._left = {name: entries[name].detach().clone() for name in missing}
@@ -410,18 +369,9 @@ class StateWatch:
 
     @contextmanager
     def backward(self, *, proves: bool, again: bool) -> Iterator[None]:
-        """Yield while a backward runs, in which nothing may write state: no other samples show what it follows.
-
-        Args:
-            proves: Whether its forward was one that is asked about.
-            again: Whether parts of the forward run again in it, and write what they wrote.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            SampleMixingError: A hook or a backward function has written some.
-        """
+        """Yield while a backward runs, in which nothing may write state: no other samples show what it follows."""
+        # `proves`: its forward was one that is asked about. `again`: parts of the forward run again in it, and write
+        # what they wrote.
         if self._in_backward:
             yield
             return
@@ -439,28 +389,18 @@ class StateWatch:
 
 @dataclass(frozen=True)
 class Runs:
-    """How a forward is run once more.
+    """How a forward is run once more."""
 
-    Attributes:
-        batch: What it was called with.
-        run: Runs it.
-        begin: Puts back what modules held beside the state.
-        drew: Whether it drew random numbers, which go to other places where there are fewer samples.
-        proves: Whether what is found may be taken for proved.
-    """
-
-    batch: Batch
-    run: Callable[[Any], object]
-    begin: Callable[[], None]
-    drew: bool
-    proves: bool
+    batch: Batch  # what it was called with
+    run: Callable[[Any], object]  # runs it
+    begin: Callable[[], None]  # puts back what modules held beside the state
+    drew: bool  # whether it drew random numbers, which go to other places where there are fewer samples
+    proves: bool  # whether what is found may be taken for proved
 
     @property
     def altered(self) -> Iterator[tuple[Any, bool]]:
-        """Other batches, and whether they have fewer samples: copies of the last and the first one, all but the first.
-
-        Of a batch of one sample there is one of zeros.
-        """
+        """Other batches, and whether they are smaller: copies of the last and the first sample, all but the first."""
+        # Of a batch of one sample there is one of zeros.
         size, take = self.batch.size, self.batch.with_lists
         if size == 1:
             yield self.batch.zeros(), False

@@ -31,56 +31,30 @@ _RARELY: Final = 600
 
 
 def forwards_between(number: int, numbers: random.Random) -> int:
-    """Return after how many forwards evidence is asked for again.
-
-    Args:
-        number: That of the forward that was asked about, from 1.
-        numbers: Says what nobody can predict.
-
-    Returns:
-        Up to five times as many as there were at first; from the hundredth forward on 100 to 700.
-    """
+    """Return after how many forwards evidence is asked for again."""
+    # Up to five times as many as there were at first (`number` counts from 1); from the hundredth forward on 100 to
+    # 700. `numbers` say what nobody can predict.
     return numbers.randint(number, 5 * number) if number < _SETTLED else _SETTLED + numbers.randint(0, _RARELY)
 
 
 class CheckSchedule:
-    """Which forwards are asked about: the first one, and later ones that nobody can predict.
+    """Which forwards are asked about: the first one, and later ones that nobody can predict."""
 
-    A model that remembers a batch, takes another branch in every fifth forward, or orders its rows by what is in them
-    may look right in one forward and not in another. Its numbers are drawn from the system, or from a seed that ranks
-    have in common; no generator of the program is touched.
-    """
-
+    # A model that remembers a batch, takes another branch in every fifth forward, or orders its rows by what is in them
+    # may look right in one forward and not in another. Its numbers are drawn from the system, or from a seed that ranks
+    # have in common; no generator of the program is touched.
     def __init__(self, numbers: random.Random | None = None, *, asked: int = 0) -> None:
-        """Ask about the first forward, or go on.
-
-        Args:
-            numbers: Says what nobody can predict; None for the system.
-            asked: The number of the forward that was asked about last; 0 for none.
-        """
+        # `numbers`: None for the system's. `asked`: the number of the forward that was asked about last, from 1; 0 for
+        # none.
         self._numbers = numbers or random.Random(secrets.randbits(_SEED_BITS))
         self._next = asked + (forwards_between(asked, self._numbers) if asked else 1)
 
     def is_due(self, number: int) -> bool:
-        """Return whether a forward is one to ask about.
-
-        Args:
-            number: The forward's number, from 1.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether a forward is one to ask about."""
         return number >= self._next
 
     def take(self, number: int) -> bool:
-        """Return whether a forward is one to ask about, and choose the next one if so.
-
-        Args:
-            number: The forward's number.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether a forward is one to ask about, and choose the next one if so."""
         due = self.is_due(number)
         if due:
             self._next = number + forwards_between(number, self._numbers)
@@ -91,12 +65,8 @@ class Unchecked:
     """Which checks have not run yet, with the latest reason."""
 
     def __init__(self, numbers: random.Random | None = None) -> None:
-        """Start with nothing asked for.
-
-        Args:
-            numbers: Says when to ask again: of ranks that exchange something in a forward, in common. None for the
-                system.
-        """
+        # `numbers` say when to ask again: of ranks that exchange something in a forward, in common. None for the
+        # system's.
         self._numbers = numbers
         self._why: dict[str, str] = {}
         self._done: set[str] = set()
@@ -105,17 +75,10 @@ class Unchecked:
         self._schedule, self._is_again = CheckSchedule(numbers), False
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
-        """Count a forward and decide whether it is one to ask for evidence.
-
-        Args:
-            batch_size: B; one sample alone can prove nothing.
-            probes: Whether evidence is asked for at all.
-            records: How many of the samples are no copies of others: fewer than two prove nothing, and are not counted.
-                None for all.
-
-        Returns:
-            Whether to ask, by `CheckSchedule`; of forwards of copies, those before one that is due.
-        """
+        """Count a forward and decide whether it is one to ask for evidence."""
+        # One sample alone can prove nothing. `records`: how many of the samples are no copies of others; fewer than two
+        # prove nothing, and are not counted. None for all. Of forwards of copies, those before one that is due are
+        # asked about.
         if not probes:
             self.missed("probe=False", *_ALL)
             self.tell()
@@ -150,22 +113,14 @@ class Unchecked:
         self._forwards, self._schedule = 0, CheckSchedule(self._numbers)
 
     def ran(self, *checks: str) -> None:
-        """Note checks that ran and found nothing wrong.
-
-        Args:
-            *checks: Which.
-        """
+        """Note checks that ran and found nothing wrong."""
         self._done.update(checks)
         for check in checks:
             self._why.pop(check, None)
 
     def missed(self, why: str, *checks: str) -> None:
-        """Note checks that could not run; what ran once counts as run.
-
-        Args:
-            why: The reason, for a parenthesis.
-            *checks: Which.
-        """
+        """Note checks that could not run; what ran once counts as run."""
+        # `why` is for a parenthesis.
         self._why.update((check, why) for check in checks if check not in self._done)
 
     def tell(self) -> None:
