@@ -85,12 +85,7 @@ def forget(forward: ForwardContext) -> None:
 
 
 def wait_again(examiner: Examiner, forward: ForwardContext) -> None:
-    """Look out for another backward of a forward, of whose first nothing is left; its loss is examined as any.
-
-    Args:
-        examiner: Whose forward it is.
-        forward: The forward.
-    """
+    """Look out for another backward of a forward, of whose first nothing is left; its loss is examined as any."""
     forward.consumed = forward.examined = False
     _waiting[forward] = ref(examiner)
 

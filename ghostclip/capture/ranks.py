@@ -456,16 +456,12 @@ _EXCHANGES: Final = {
 
 
 class Exchanges(_torch.DispatchMode):
-    """Notes what a model's forward exchanges with other ranks.
-
-    Attributes:
-        found: What it does, in order, each once.
-    """
+    """Notes what a model's forward exchanges with other ranks."""
 
     def __init__(self) -> None:
         """Note nothing yet."""
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.found: dict[str, None] = {}  # what it does, in order, each once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a collective, and run whatever was called."""
@@ -475,14 +471,8 @@ class Exchanges(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def refuse(self, model: nn.Module) -> None:
-        """Refuse what was noted, where nothing says what it is for.
-
-        Args:
-            model: The model. One whose parameters ranks hold in parts (DTensor) gathers what is its own.
-
-        Raises:
-            UnsupportedModelError: Tensors of other ranks came in.
-        """
+        """Refuse what was noted, where nothing says what it is for."""
+        # A model whose parameters ranks hold in parts (DTensor) gathers what is its own.
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         if not self.found or any(isinstance(parameter, dtensor) for parameter in model.parameters()):
             return
@@ -495,14 +485,8 @@ class Exchanges(_torch.DispatchMode):
 
 
 def refuse_split_positions(model: nn.Module) -> None:
-    """Refuse a forward inside ``context_parallel``, where nothing says which ranks have the same samples.
-
-    Args:
-        model: What is about to run.
-
-    Raises:
-        UnsupportedModelError: Each rank has some positions of a sample, and squares of parts do not add up.
-    """
+    """Refuse a forward inside ``context_parallel``, where nothing says which ranks have the same samples."""
+    # Each rank has some positions of a sample, and squares of parts do not add up.
     if _torch.in_context_parallel():
         raise UnsupportedModelError(
             f"{type(model).__name__} was called inside context_parallel: ranks have parts of a sample's positions, and "

@@ -321,11 +321,9 @@ class GraphStep:
         )
 
     def _compared(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:
-        """Compute a physical batch by its graph and by the eager engine, and compare them.
-
-        Where an optimizer owns the sums, a graph that agrees is used at once: it may be the one that computed this
-        release before a crash.
-        """
+        """Compute a physical batch by its graph and by the eager engine, and compare them."""
+        # Where an optimizer owns the sums, a graph that agrees is used at once: it may be the one that computed this
+        # release before a crash.
         states = Randomness(self.clipper.model.parameters())
         try:
             found = step.run(_tree.tensors(padded), count)

@@ -266,10 +266,8 @@ def draws(graph: fx.GraphModule) -> bool:
 
 
 def _without_strides(graph: fx.GraphModule) -> None:
-    """Replace views, and what is said by strides of all of a contiguous tensor, by reshapes.
-
-    When the graph runs again, values need not lie as they did: convolutions choose.
-    """
+    """Replace views, and what is said by strides of all of a contiguous tensor, by reshapes."""
+    # When the graph runs again, values need not lie as they did: convolutions choose.
     for node in list(graph.graph.nodes):
         name = operation(node)
         if node.target is torch.ops.aten.view.default:

@@ -31,28 +31,15 @@ _SECONDS, _LEAST, _MOST = 0.5, 3, 20
 
 @dataclass(frozen=True)
 class StepCost:
-    """Forward and backward of one batch.
+    """Forward and backward of one batch."""
 
-    Attributes:
-        seconds: Median time.
-        peak: Bytes of tensors above what existed before; None where the device offers no measure.
-    """
-
-    seconds: float
-    peak: int | None
+    seconds: float  # median time
+    peak: int | None  # bytes of tensors above what existed before; None where the device offers no measure
 
 
 def ordinary_cost(model: nn.Module, batch: Any, loss_fn: LossFn) -> StepCost:
-    """Measure ordinary forwards and backwards.
-
-    Args:
-        model: The model, without a clipper; its gradients are left empty.
-        batch: The batch.
-        loss_fn: Its loss.
-
-    Returns:
-        The cost.
-    """
+    """Measure ordinary forwards and backwards."""
+    # The model has no clipper; its gradients are left empty.
 
     def step() -> None:
         loss_fn(model, batch).mean().backward()
@@ -64,19 +51,8 @@ def ordinary_cost(model: nn.Module, batch: Any, loss_fn: LossFn) -> StepCost:
 def private_cost(
     model: nn.Module, batch: Any, loss_fn: LossFn, *, strategy: Strategy, reduction: Reduction, batch_first: bool
 ) -> StepCost:
-    """Measure forwards and backwards that end in a clipped sum.
-
-    Args:
-        model: The model, without a clipper; it has none afterwards.
-        batch: The batch.
-        loss_fn: Its loss.
-        strategy: How gradients are clipped.
-        reduction: How a scalar loss is reduced.
-        batch_first: Whether samples lie along axis 0 of the model's inputs.
-
-    Returns:
-        The cost.
-    """
+    """Measure forwards and backwards that end in a clipped sum."""
+    # The model has no clipper, before and afterwards.
     with GhostClipper(
         model, max_grad_norm=1.0, strategy=strategy, loss_reduction=reduction, batch_first=batch_first
     ) as clipper:
@@ -116,19 +92,12 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Gradients:
-    """Which trainable parameters a batch has gradients for.
+    """Which trainable parameters a batch has gradients for."""
 
-    Attributes:
-        trainable: How many there are.
-        numbers: How many numbers they hold.
-        unused: Names of those that the loss does not depend on.
-        still: Names of those whose gradient is exactly zero, also after the others have moved.
-    """
-
-    trainable: int
-    numbers: int
-    unused: Sequence[str]
-    still: Sequence[str]
+    trainable: int  # how many there are
+    numbers: int  # how many numbers they hold
+    unused: Sequence[str]  # names of those that the loss does not depend on
+    still: Sequence[str]  # names of those whose gradient is exactly zero, also after the others have moved
 
 
 @dataclass(frozen=True)
@@ -257,19 +226,8 @@ def check(  # noqa: PLR0913 - the public function names every choice
 
 
 def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Module, Any, str]:
-    """Return a copy of a model in float64 with a batch to match, or the copy as it is where it takes no such numbers.
-
-    Args:
-        model: The model.
-        batch: The batch.
-        loss_fn: Its loss.
-
-    Returns:
-        The copy, the batch and the precision's name.
-
-    Raises:
-        InvalidOptionError: The loss is no tensor.
-    """
+    """Return a copy of a model in float64 with a batch to match, or the copy as it is where it takes no such number."""
+    # With the precision's name.
     own = str(next(p.dtype for p in model.parameters() if p.requires_grad)).removeprefix("torch.")
     moved = _torch.tree_map(
         lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch
@@ -291,16 +249,8 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
 
 
 def _gradients(subject: nn.Module, batch: Any, loss_fn: LossFn) -> Gradients | None:
-    """Find the parameters without a gradient, before and after a step that moves all others.
-
-    Args:
-        subject: A copy of the model, which is moved.
-        batch: The batch.
-        loss_fn: Its loss.
-
-    Returns:
-        What was found; None where the model refuses to run.
-    """
+    """Find the parameters without a gradient, before and after a step that moves all others."""
+    # `subject`: a copy of the model, which is moved. None where the model refuses to run.
     trainable = {name: p for name, p in subject.named_parameters() if p.requires_grad}
     unused, zero = set(trainable), set(trainable)
     with without_dropout(subject):

@@ -294,27 +294,15 @@ class GroupNormThen(nn.GroupNorm):
     """Group norm, then its children in their order: what a batch norm with an activation inside becomes."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's signature
-        """Normalise, then call the children.
-
-        Args:
-            input: Shape ``(N, C, ...)``.
-
-        Returns:
-            The same shape, unless a child changes it.
-        """
+        """Normalise, then call the children."""
+        # Shape ``(N, C, ...)``.
         return _then(self, super().forward(input))
 
 
 @register_module_validator(_BATCH_NORMS)
 def validate_batch_norm(module: _torch.AnyBatchNorm) -> list[UnsupportedModuleError]:
-    """Refuse a batch norm in training mode.
-
-    Args:
-        module: The batch norm.
-
-    Returns:
-        One error, or none in evaluation mode, where samples do not depend on each other.
-    """
+    """Refuse a batch norm in training mode."""
+    # In evaluation mode samples do not depend on each other.
     if not module.training:
         return []
     # A lazy one that has seen no input yet.
@@ -342,21 +330,11 @@ def fix_batch_norm(
     """Replace a batch norm that is in training mode.
 
     Reference: group norm, Wu and He 2018 (arXiv 1803.08494).
-
-    Args:
-        module: The batch norm.
-        replace_bn_with_in: By instance norm instead of group norm.
-        num_groups: Groups; must divide the channels. By default gcd(32, channels), as Opacus has it, but of at least 8
-            channels each for ``BatchNorm1d``: a group of one channel without positions is normalised to zero.
-
-    Returns:
-        A group norm with as many parameters and the modules inside the batch norm, or an instance norm; ``module``
-        itself in evaluation mode, and where its forward is its own and more than that.
-
-    Raises:
-        InvalidOptionError: ``num_groups`` does not divide the channels.
-        UnsupportableModuleError: There is no instance norm of its kind.
     """
+    # `num_groups` must divide the channels; by default gcd(32, channels), as Opacus has it, but of at least 8 channels
+    # each for ``BatchNorm1d``: a group of one channel without positions is normalised to zero. A group norm has as many
+    # parameters and the modules inside the batch norm; `module` itself is returned in evaluation mode, and where its
+    # forward is its own and more than that.
     plain = _is_plain(module)
     if not module.training or not (plain or _is_norm_then_children(module)):
         return module
@@ -399,10 +377,8 @@ def _is_plain(module: _torch.AnyBatchNorm) -> bool:
 
 
 def _is_norm_then_children(module: _torch.AnyBatchNorm) -> bool:
-    """Return whether a batch norm with a forward of its own computes a batch norm, then what its children make of it.
-
-    A copy is tried on random numbers with fixed statistics, its children in training mode, so that dropout counts.
-    """
+    """Return whether a batch norm with its own forward computes a batch norm, then what its children make of it."""
+    # A copy is tried on random numbers with fixed statistics, its children in training mode, so that dropout counts.
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return False
     trial = copy.deepcopy(module).cpu().double().train()
@@ -439,14 +415,7 @@ _ANY_INSTANCE_NORMS: Final = (_torch.AnyInstanceNorm, nn.InstanceNorm1d, nn.Inst
 
 @register_module_validator(_ANY_INSTANCE_NORMS)
 def validate_instance_norm(module: _torch.AnyInstanceNorm) -> list[UnsupportedModuleError]:
-    """Refuse an instance norm that updates running statistics.
-
-    Args:
-        module: The instance norm.
-
-    Returns:
-        One error, or none.
-    """
+    """Refuse an instance norm that updates running statistics."""
     if not (module.track_running_stats and module.training):
         return []
     message = (
@@ -458,14 +427,8 @@ def validate_instance_norm(module: _torch.AnyInstanceNorm) -> list[UnsupportedMo
 
 @register_module_fixer(_ANY_INSTANCE_NORMS)
 def fix_instance_norm(module: _torch.AnyInstanceNorm) -> nn.Module:
-    """Replace an instance norm by one without running statistics.
-
-    Args:
-        module: The instance norm.
-
-    Returns:
-        Another one with the same weights; ``module`` itself where nothing is wrong.
-    """
+    """Replace an instance norm by one without running statistics."""
+    # `module` itself where nothing is wrong.
     if not validate_instance_norm(module):
         return module
     kind = type(module)
@@ -474,14 +437,7 @@ def fix_instance_norm(module: _torch.AnyInstanceNorm) -> nn.Module:
 
 @register_module_validator([nn.Embedding, nn.EmbeddingBag])
 def validate_embedding(module: nn.Embedding | nn.EmbeddingBag) -> list[UnsupportedModuleError]:
-    """Refuse an embedding whose gradients are divided by counts over the batch, or that changes the rows it looks up.
-
-    Args:
-        module: The embedding.
-
-    Returns:
-        One error for each.
-    """
+    """Refuse an embedding whose gradients are divided by counts over the batch, or that changes rows it looks up."""
     found: list[UnsupportedModuleError] = []
     if module.max_norm is not None:
         message = (
@@ -502,13 +458,6 @@ def validate_embedding(module: nn.Embedding | nn.EmbeddingBag) -> list[Unsupport
 
 @register_module_fixer([nn.Embedding, nn.EmbeddingBag])
 def fix_embedding(module: nn.Embedding | nn.EmbeddingBag) -> nn.Module:
-    """Switch both off.
-
-    Args:
-        module: The embedding, of a copy of the model.
-
-    Returns:
-        The same module.
-    """
+    """Switch both off, in place."""
     module.scale_grad_by_freq, module.max_norm = False, None
     return module

@@ -71,34 +71,21 @@ _UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
 
 @dataclass
 class BlockCost:
-    """What one block of a model takes of a step without privacy.
+    """What one block of a model takes of a step without privacy."""
 
-    Attributes:
-        forward: FLOPs of the products of its forward.
-        saved: Bytes that its forward keeps for the backward.
-        entering: Bytes of its first argument, which activation checkpointing keeps in the place of these.
-    """
-
-    forward: int = 0
-    saved: int = 0
-    entering: int = 0
+    forward: int = 0  # FLOPs of the products of its forward
+    saved: int = 0  # bytes that its forward keeps for the backward
+    entering: int = 0  # bytes of its first argument, which activation checkpointing keeps in the place of these
 
 
 @dataclass(frozen=True)
 class OrdinaryStep:
-    """A step without privacy.
+    """A step without privacy."""
 
-    Attributes:
-        forward: FLOPs of the products of its forward.
-        backward: FLOPs of the products of its backward.
-        saved: Bytes that the forward keeps for the backward, parameters left out.
-        blocks: What the blocks that were named take of forward and saved bytes.
-    """
-
-    forward: int
-    backward: int
-    saved: int
-    blocks: tuple[BlockCost, ...] = ()
+    forward: int  # FLOPs of the products of its forward
+    backward: int  # FLOPs of the products of its backward
+    saved: int  # bytes that the forward keeps for the backward, parameters left out
+    blocks: tuple[BlockCost, ...] = ()  # what the blocks that were named take of forward and saved bytes
 
     @property
     def flops(self) -> int:
@@ -107,19 +94,8 @@ class OrdinaryStep:
 
 
 def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
-    """Return a loss for every sample: the mean square of the first output that has a batch axis.
-
-    Args:
-        output: Whatever a model returned.
-        batch_size: B.
-        axis: The batch axis.
-
-    Returns:
-        Losses, shape ``(B,)``.
-
-    Raises:
-        UnsupportedModelError: No output has a batch axis and requires grad.
-    """
+    """Return a loss for every sample: the mean square of the first output that has a batch axis."""
+    # Shape ``(B,)``; refused where no output has a batch axis and requires grad.
     logits = getattr(output, "logits", None)
     for leaf in [logits, *_tree.leaves(output)]:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
@@ -134,16 +110,9 @@ def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
 
 
 def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequence[nn.Module] = ()) -> OrdinaryStep:
-    """Count a step without privacy.
-
-    Args:
-        model: The model; its gradients are None afterwards.
-        losses: Runs the forward.
-        blocks: Parts of the model, none inside another, that are counted by themselves as well.
-
-    Returns:
-        What it takes.
-    """
+    """Count a step without privacy."""
+    # `losses` runs the forward; gradients are None afterwards. `blocks`: parts of the model, none inside another, that
+    # are counted by themselves as well.
     own = {_torch.memory_key(parameter) for parameter in model.parameters()}
     saved: set[int] = set()
     # The last is whatever runs in none of them.
@@ -199,16 +168,8 @@ class _Sizes:
 
 
 def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> list[CallSite]:
-    """Run one step on shapes, and return where parameters met samples, with the sizes of both.
-
-    Args:
-        model: The model, on any device.
-        losses: Runs the forward.
-        axis: The batch axis.
-
-    Returns:
-        The call sites; they hold no tensor of the step.
-    """
+    """Run one step on shapes, and return where parameters met samples, with the sizes of both."""
+    # `losses` runs the forward. The sites hold no tensor of the step.
     capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
     try:
         loss = losses().sum()
@@ -220,17 +181,8 @@ def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> 
 
 
 def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, axis: int) -> Coverage:
-    """Plan one step from shapes alone.
-
-    Args:
-        model: The model, on any device.
-        losses: Runs the forward.
-        strategy: What the plan is for.
-        axis: The batch axis.
-
-    Returns:
-        The table.
-    """
+    """Plan one step from shapes alone."""
+    # `losses` runs the forward.
     return coverage_of(model, call_sites(model, losses, axis=axis), strategy=strategy)
 
 
@@ -247,23 +199,14 @@ USABLE: Final = 0.9
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a private step; those of a device are counted in GB of 1000 MB.
+    """Bytes of a private step; those of a device are counted in GB of 1000 MB."""
 
-    Attributes:
-        parameters: All weights.
-        gradients: The clipped sum, and its noisy release in its place.
-        optimizer: State of the optimizer.
-        activations: What the forward keeps for the backward, of the whole batch.
-        clipping: What clipping keeps besides, of the whole batch, at most.
-        batch_size: B.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    clipping: int
-    batch_size: int
+    parameters: int  # all weights
+    gradients: int  # the clipped sum, and its noisy release in its place
+    optimizer: int  # state of the optimizer
+    activations: int  # what the forward keeps for the backward, of the whole batch
+    clipping: int  # what clipping keeps besides, of the whole batch, at most
+    batch_size: int  # B
 
     @property
     def fixed(self) -> int:
@@ -276,26 +219,14 @@ class StepMemory:
         return self.fixed + self.activations + self.clipping
 
     def physical_batch(self, device_bytes: int) -> int:
-        """Return the largest physical batch that fits, if every sample takes as much as these; 0 where not one does.
-
-        Args:
-            device_bytes: Memory of the device, of which a tenth is left.
-
-        Returns:
-            Samples.
-        """
+        """Return the largest physical batch that fits, if every sample takes as much as these; 0 where not one does."""
+        # A tenth of the device's memory is left.
         a_sample = max(1.0, (self.activations + self.clipping) / self.batch_size)
         return max(0, int((USABLE * device_bytes - self.fixed) / a_sample))
 
     def as_dict(self, devices: Sequence[int]) -> dict[str, object]:
-        """Return everything as plain numbers, for JSON.
-
-        Args:
-            devices: Memory of the devices in question.
-
-        Returns:
-            Bytes by part, and physical batches by bytes of a device.
-        """
+        """Return everything as plain numbers, for JSON."""
+        # `devices`: their memory in bytes.
         return {
             **asdict(self),
             "total": self.total,
@@ -303,15 +234,8 @@ class StepMemory:
         }
 
     def text(self, optimizer: str, devices: Sequence[int]) -> list[str]:
-        """Return two lines for people.
-
-        Args:
-            optimizer: Its name.
-            devices: Memory of the devices in question.
-
-        Returns:
-            The parts, and what fits where.
-        """
+        """Return two lines for people."""
+        # `devices`: their memory in bytes.
         parts = [("parameters", self.parameters), ("gradients", self.gradients)]
         parts += [(f"state of {optimizer}", self.optimizer)] if self.optimizer else []
         parts += [("activations", self.activations), ("clipping", self.clipping)]
@@ -329,18 +253,9 @@ class StepMemory:
 
 
 def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_size: int) -> StepMemory:
-    """Add up a private step.
-
-    Args:
-        model: The model.
-        optimizer: One of `OPTIMIZERS`.
-        saved: Bytes that the forward keeps for the backward.
-        held: Bytes that clipping keeps besides.
-        batch_size: B.
-
-    Returns:
-        The memory.
-    """
+    """Add up a private step."""
+    # `optimizer`: one of `OPTIMIZERS`. `saved`: bytes that the forward keeps for the backward; `held`: that clipping
+    # keeps besides.
     trained = [p for p in model.parameters() if p.requires_grad]
     # Sums are kept in float32 at least.
     sums = sum(p.numel() * max(4, p.element_size()) for p in trained)
@@ -589,15 +504,8 @@ def _losses(source: Source) -> Callable[[], Tensor]:
 
 
 def train_only(model: nn.Module, pattern: str) -> None:
-    """Freeze all parameters but those whose name a regular expression is found in; empty leaves them as they are.
-
-    Args:
-        model: The model.
-        pattern: The expression.
-
-    Raises:
-        InvalidOptionError: It is none, or matches nothing.
-    """
+    """Freeze all parameters but those whose name a regular expression is found in; empty leaves them as they are."""
+    # Refused where it is no expression, or matches nothing.
     if not pattern:
         return
     try:
@@ -622,15 +530,7 @@ def _alike(problems: list[Problem]) -> list[tuple[Problem, list[str]]]:
 
 
 def layers_table(coverage: Coverage, *, priced: bool) -> str:
-    """Lay out the rows of a coverage, those alike in everything but the numbers in their path as one.
-
-    Args:
-        coverage: The rows.
-        priced: Whether to show what they cost.
-
-    Returns:
-        Lines of text.
-    """
+    """Lay out the rows of a coverage, those alike in everything but the numbers in their path as one."""
     alike: dict[tuple[object, ...], list[CoverageRow]] = {}
     for row in coverage:
         key = (re.sub(r"\d+", "*", row.name), row.module_type, row.shape, row.handled, row.plan, row.cost)

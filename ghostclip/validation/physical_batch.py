@@ -88,19 +88,8 @@ def find_physical_batch(
 
 @contextmanager
 def _clipper(model: nn.Module, trainable: list[nn.Parameter], *, batch_first: bool) -> Iterator[GhostClipper]:
-    """Yield the clipper of a private model, or one for the time being.
-
-    Args:
-        model: The model.
-        trainable: Its trainable parameters.
-        batch_first: Where samples lie.
-
-    Yields:
-        The clipper, without sums.
-
-    Raises:
-        InvalidOptionError: The model's own has sums that a step has not released.
-    """
+    """Yield the clipper of a private model, or one for the time being."""
+    # Refused where the model's own has sums that a step has not released.
     try:
         clipper = clipper_of(trainable)
     except InvalidOptionError:

@@ -53,17 +53,8 @@ _AUTO_CLASSES: Final = (
 
 
 def named_config(name: str) -> "PretrainedConfig":
-    """Return the configuration of an architecture, or of a local folder.
-
-    Args:
-        name: As transformers calls it (``"gpt2"``), or a folder with a ``config.json``.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        InvalidOptionError: Neither, or transformers is not installed.
-    """
+    """Return the configuration of an architecture, or of a local folder."""
+    # `name`: as transformers calls it (``"gpt2"``), or a folder with a ``config.json``.
     try:
         import transformers
     except ImportError:
@@ -85,15 +76,8 @@ def named_config(name: str) -> "PretrainedConfig":
 
 
 def small_config(config: "PretrainedConfig", *, positions: int) -> "PretrainedConfig":
-    """Return the configuration of a stand-in: the same architecture with two layers of width 32.
-
-    Args:
-        config: The configuration.
-        positions: Tokens that it must hold.
-
-    Returns:
-        Another configuration.
-    """
+    """Return the configuration of a stand-in: the same architecture with two layers of width 32."""
+    # `positions`: tokens that it must hold.
     return type(config)(**_overrides(config, positions=positions))
 
 
@@ -120,15 +104,8 @@ def _overrides(config: "PretrainedConfig", *, positions: int) -> dict[str, Any]:
 
 
 def build(config: "PretrainedConfig", *, device: str) -> nn.Module:
-    """Build the model that is usually trained of an architecture: with a head where transformers has one.
-
-    Args:
-        config: Its configuration.
-        device: ``"cpu"``, or ``"meta"`` for shapes without memory.
-
-    Returns:
-        The model in training mode, with random weights.
-    """
+    """Build the model that is usually trained of an architecture: with a head where transformers has one."""
+    # In training mode, with random weights; on the device "meta" shapes without memory.
     import transformers
 
     if hasattr(config, "use_cache"):
@@ -144,20 +121,8 @@ def build(config: "PretrainedConfig", *, device: str) -> nn.Module:
 
 
 def example_batch(model: nn.Module, *, batch_size: int, sequence_length: int, device: str) -> dict[str, Tensor]:
-    """Make inputs for a model of transformers.
-
-    Args:
-        model: The model.
-        batch_size: B.
-        sequence_length: T, for models of tokens.
-        device: As for ``build``.
-
-    Returns:
-        Keyword arguments of its forward.
-
-    Raises:
-        UnsupportedModelError: It takes neither tokens nor images.
-    """
+    """Make inputs for a model of transformers."""
+    # Returns keyword arguments of its forward; a model that takes neither tokens nor images is refused.
     config: Any = model.config
     text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
     name = getattr(model, "main_input_name", "input_ids")
@@ -182,25 +147,16 @@ def example_batch(model: nn.Module, *, batch_size: int, sequence_length: int, de
 
 @dataclass(frozen=True)
 class InspectionRequest:
-    """Model and batch that an inspection was asked for.
+    """Model and batch that an inspection was asked for."""
 
-    Attributes:
-        model: An architecture, a folder, ``file.py:factory`` or ``module:factory``.
-        batch_size: B.
-        sequence_length: T.
-        full: Real sizes, as shapes without memory.
-        batch: Name of the function in the same module that makes a batch; empty for ``example_batch`` if there is one.
-        input_shape: Shape of one sample; empty to go by the first layer.
-        batch_axis: Where the batch axis lies (0 or 1).
-    """
-
-    model: str
-    batch_size: int
-    sequence_length: int
-    full: bool = False
+    model: str  # an architecture, a folder, ``file.py:factory`` or ``module:factory``
+    batch_size: int  # B
+    sequence_length: int  # T
+    full: bool = False  # real sizes, as shapes without memory
+    # name of the function in the same module that makes a batch; empty for ``example_batch`` if there is one
     batch: str = ""
-    input_shape: tuple[int, ...] = ()
-    batch_axis: int = 0
+    input_shape: tuple[int, ...] = ()  # shape of one sample; empty to go by the first layer
+    batch_axis: int = 0  # where the batch axis lies (0 or 1)
 
 
 @dataclass(frozen=True)
@@ -231,17 +187,8 @@ class Source:
 
 
 def load_source(request: InspectionRequest) -> Source:
-    """Find and build what was asked for.
-
-    Args:
-        request: What was asked for. With ``full``, the model lies on the meta device.
-
-    Returns:
-        The model with a batch. What cannot be found or run raises an error of one line.
-
-    Raises:
-        InvalidOptionError: An option would be ignored.
-    """
+    """Find and build what was asked for."""
+    # With `full`, the model lies on the meta device. What cannot be found or run raises an error of one line.
     if ":" in request.model and not Path(request.model).is_dir():
         return _from_factory(request)
     if request.batch or request.input_shape or request.batch_axis:
@@ -263,15 +210,7 @@ def load_source(request: InspectionRequest) -> Source:
 
 
 def require_positions(config: Any, request: InspectionRequest) -> None:
-    """Refuse a sequence that is longer than an architecture holds.
-
-    Args:
-        config: The architecture's configuration.
-        request: What was asked for.
-
-    Raises:
-        InvalidOptionError: It is.
-    """
+    """Refuse a sequence that is longer than an architecture holds."""
     text = getattr(config, "text_config", config)
     held = getattr(text, "max_position_embeddings", None)
     if isinstance(held, int) and 0 < held < request.sequence_length:

@@ -25,14 +25,7 @@ from ghostclip.evidence.module_state import restored
 
 
 def plain_batch(batch: Any) -> Any:
-    """Return a batch with other mappings (such as those of tokenizers) made dictionaries, inside others as well.
-
-    Args:
-        batch: A tensor, or nested tuples, lists and mappings of tensors.
-
-    Returns:
-        The same tensors.
-    """
+    """Return a batch with other mappings (such as those of tokenizers) made dictionaries, inside others as well."""
     if isinstance(batch, Mapping):
         return {key: plain_batch(value) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
@@ -41,18 +34,8 @@ def plain_batch(batch: Any) -> Any:
 
 
 def count_samples(batch: Any, *, axis: int) -> int:
-    """Return the number of samples of a batch, which its first tensor with a batch axis tells.
-
-    Args:
-        batch: Nested tuples, lists and dictionaries of tensors.
-        axis: The batch axis (0, or 1 with ``batch_first=False``).
-
-    Returns:
-        B, at least 2.
-
-    Raises:
-        DataError: There is no such tensor, or there are fewer than two samples, or all samples are the same.
-    """
+    """Return the number of samples of a batch, which its first tensor with a batch axis tells."""
+    # At least 2. Refused where no tensor tells, and where all samples are the same.
     tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         raise DataError(
@@ -78,17 +61,8 @@ def _are_all_alike(tensor: Tensor, *, size: int, axis: int) -> bool:
 
 
 def take(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> Any:
-    """Return some samples of a batch, the batch axis kept.
-
-    Args:
-        batch: Nested tuples, lists and dictionaries of tensors.
-        samples: Their numbers.
-        batch_size: B.
-        axis: The batch axis.
-
-    Returns:
-        New tensors; those without B samples as they are.
-    """
+    """Return some samples of a batch, the batch axis kept."""
+    # New tensors; those without B samples as they are.
 
     def pick(leaf: Any) -> Any:
         place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
@@ -103,19 +77,9 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 
 def as_loss_fn(loss: nn.Module | Callable[..., Tensor] | None, batch: Any) -> LossFn:
-    """Return the function that computes the loss of a batch.
-
-    Args:
-        loss: A criterion (a module, or a function of torch.nn.functional) for batches of inputs and targets; a function
-            that is called as it is, ``loss(model, batch)``; None for models that compute their own loss.
-        batch: A batch, which tells whether the other two are possible.
-
-    Returns:
-        Called with the model and a batch.
-
-    Raises:
-        InvalidOptionError: The loss is none of these, or does not go with the batch.
-    """
+    """Return the function that computes the loss of a batch."""
+    # `loss`: a criterion (a module, or a function of torch.nn.functional) for batches of inputs and targets; a function
+    # that is called as it is, ``loss(model, batch)``; None for models that compute their own loss.
     if loss is None:
         if not isinstance(batch, Mapping):
             raise InvalidOptionError(
@@ -139,18 +103,8 @@ def as_loss_fn(loss: nn.Module | Callable[..., Tensor] | None, batch: Any) -> Lo
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss that a model computes itself, as those of transformers do.
-
-    Args:
-        model: The model.
-        batch: Its arguments, labels among them.
-
-    Returns:
-        The loss.
-
-    Raises:
-        InvalidOptionError: The model returns none.
-    """
+    """Return the loss that a model computes itself, as those of transformers do."""
+    # `batch`: its arguments, labels among them.
     output = model(**batch)
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, Tensor):
@@ -163,14 +117,8 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Put everything about a model, and the global generators, back as they were.
-
-    Args:
-        model: The model. Its ``.grad`` are None inside.
-
-    Yields:
-        Nothing.
-    """
+    """Put everything about a model, and the global generators, back as they were."""
+    # Gradients are None inside.
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -201,14 +149,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set every dropout rate that modules keep as a number to 0: dropout layers, attention, recurrent layers, paths.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Set every dropout rate that modules keep as a number to 0: dropout layers, attention, recurrent layers, paths."""
     changed: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -229,31 +170,17 @@ Flat = Tensor
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
-
-    Attributes:
-        model: The model.
-        loss_fn: Called with the model and a batch.
-        batch_size: B of the whole batch.
-        axis: The batch axis.
-        tolerance: Relative error up to which gradients count as the same; None for what the precision explains.
-    """
+    """What is checked."""
 
     model: nn.Module
-    loss_fn: Callable[[nn.Module, Any], Tensor]
-    batch_size: int
-    axis: int
+    loss_fn: Callable[[nn.Module, Any], Tensor]  # called with the model and a batch
+    batch_size: int  # B of the whole batch
+    axis: int  # the batch axis
+    # relative error up to which gradients count as the same; None for what the precision explains
     tolerance: float | None = None
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch, with the generators at the same place each time.
-
-        Args:
-            batch: The batch, or some of its samples.
-
-        Returns:
-            Whatever the loss function returns.
-        """
+        """Return the loss of a batch, with the generators at the same place each time."""
         with same_randomness(self.model.parameters()):
             return self.loss_fn(self.model, batch)
 
@@ -281,13 +208,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Reference:
-    """Gradients of all samples, each of its own loss alone.
+    """Gradients of all samples, each of its own loss alone."""
 
-    Attributes:
-        grads: One for each sample.
-    """
-
-    grads: Sequence[Flat]
+    grads: Sequence[Flat]  # one for each sample
 
     @property
     def norms_B(self) -> Tensor:
@@ -313,14 +236,7 @@ class Reference:
 
 
 def relative_error(got: Flat, want: Flat) -> float:
-    """Return the relative distance of two gradients.
-
-    Args:
-        got: One.
-        want: The other, whose norm is the unit; where both are zero the error is 0.
-
-    Returns:
-        A number of at least 0.
-    """
+    """Return the relative distance of two gradients."""
+    # The norm of `want` is the unit; where both are zero the error is 0.
     distance, unit = float((got - want).norm()), float(want.norm())
     return distance / unit if unit else (0.0 if distance == 0 else float("inf"))

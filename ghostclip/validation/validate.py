@@ -33,29 +33,16 @@ from ghostclip.validation.subject import (
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that has to change before the model can be trained privately.
+    """Something that has to change before the model can be trained privately."""
 
-    Attributes:
-        place: Where it is: a module's path and type, ``"loss_fn"`` or a strategy.
-        found: What was found there.
-        remedy: What can be done.
-    """
-
-    place: str
-    found: str
-    remedy: str
+    place: str  # where it is: a module's path and type, ``"loss_fn"`` or a strategy
+    found: str  # what was found there
+    remedy: str  # what can be done
 
     @classmethod
     def from_error(cls, error: Exception, *, place: str) -> "Problem":
-        """Take an error's text apart: the place before the first colon, the remedy in the last sentence.
-
-        Args:
-            error: An error of this library, or whatever the model or the loss raised.
-            place: Where it was raised, for a text that names no module.
-
-        Returns:
-            The problem.
-        """
+        """Take an error's text apart: the place before the first colon, the remedy in the last sentence."""
+        # `place`: where it was raised, for a text that names no module.
         text = " ".join(str(error).split()) or type(error).__name__
         head, colon, rest = text.partition(": ")
         if colon and head.endswith(")") and " (" in head and len(head.split()) == 2:
@@ -177,30 +164,13 @@ def left_out(subject: Subject) -> list[int]:
 
 
 def without(subject: Subject, batch: Any, sample: int) -> Any:
-    """Return the batch without one sample.
-
-    Args:
-        subject: What is checked.
-        batch: The batch.
-        sample: The sample.
-
-    Returns:
-        A batch of B - 1 samples.
-    """
+    """Return the batch without one sample."""
     others = [other for other in range(subject.batch_size) if other != sample]
     return take(batch, others, batch_size=subject.batch_size, axis=subject.axis)
 
 
 def find_mixing(subject: Subject, batch: Any) -> DependenceStart | None:
-    """Find where the model starts to mix samples, from its modules' outputs.
-
-    Args:
-        subject: What is checked.
-        batch: The batch.
-
-    Returns:
-        The place, or None.
-    """
+    """Find where the model starts to mix samples, from its modules' outputs."""
     with torch.no_grad():
         return dependence_start(
             subject.model,
@@ -212,30 +182,15 @@ def find_mixing(subject: Subject, batch: Any) -> DependenceStart | None:
 
 
 def is_random(subject: Subject, batch: Any) -> bool:
-    """Say whether the loss changes from call to call although everything else is the same.
-
-    Args:
-        subject: What is checked.
-        batch: The batch.
-
-    Returns:
-        True where random numbers enter it.
-    """
+    """Say whether the loss changes from call to call although everything else is the same."""
     with torch.no_grad(), same_randomness(subject.model.parameters()):
         values = [subject.loss_fn(subject.model, batch).detach().double() for _ in range(3)]
     return not all(torch.allclose(value, values[0], rtol=1e-6, equal_nan=True) for value in values)
 
 
 def in_one_graph(subject: Subject, batch: Any) -> Reference:
-    """Differentiate every sample's loss of one forward, for models that draw random numbers.
-
-    Args:
-        subject: What is checked; its loss has shape ``(B,)``.
-        batch: The batch.
-
-    Returns:
-        Gradients for the random numbers of that forward.
-    """
+    """Differentiate every sample's loss of one forward, for models that draw random numbers."""
+    # The loss has shape ``(B,)``; gradients are for the random numbers of that forward.
     grads = []
     for sample in range(subject.batch_size):
         subject.loss(batch)[sample].backward()
@@ -244,15 +199,7 @@ def in_one_graph(subject: Subject, batch: Any) -> Reference:
 
 
 def one_by_one(subject: Subject, batch: Any) -> Reference:
-    """Differentiate the loss of every sample alone, given to the model as a batch of one.
-
-    Args:
-        subject: What is checked.
-        batch: The batch.
-
-    Returns:
-        The gradients.
-    """
+    """Differentiate the loss of every sample alone, given to the model as a batch of one."""
     singles = (
         take(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
     )
@@ -260,17 +207,9 @@ def one_by_one(subject: Subject, batch: Any) -> Reference:
 
 
 def loss_problem(subject: Subject, batch: Any, reference: Reference, *, reduction: str) -> Problem | None:
-    """Check that the loss of a batch, and of its parts, is the sum (or mean) of its samples' own losses.
-
-    Args:
-        subject: What is checked.
-        batch: The batch.
-        reference: The samples' own gradients.
-        reduction: What was declared for a scalar: ``"mean"`` or ``"sum"``; ``"none"`` for losses of shape (B,).
-
-    Returns:
-        What is wrong; None where all gradients add up.
-    """
+    """Check that the loss of a batch, and of its parts, is the sum (or mean) of its samples' own losses."""
+    # `reduction`: what was declared for a scalar, "mean" or "sum"; "none" for losses of shape (B,). None where all
+    # gradients add up.
     tolerance = tolerance_of(subject)
     total = torch.stack(list(reference.grads)).sum(0)
     scale = subject.batch_size if reduction == "mean" else 1
@@ -306,14 +245,6 @@ class EngineRun:
     """A clipper at work on a subject."""
 
     def __init__(self, subject: Subject, *, strategy: Strategy, reduction: Reduction, max_grad_norm: float) -> None:
-        """Attach nothing yet.
-
-        Args:
-            subject: What is checked.
-            strategy: Which way to clip.
-            reduction: How a scalar loss is reduced.
-            max_grad_norm: C.
-        """
         self._subject = subject
         self._max_grad_norm = max_grad_norm
         self._make: Callable[[], GhostClipper] = lambda: GhostClipper(
@@ -326,14 +257,8 @@ class EngineRun:
         self.strategy: str = strategy
 
     def attempt(self, batch: Any) -> tuple[Coverage, GhostClipError | None]:
-        """Run forward and backward once.
-
-        Args:
-            batch: The batch.
-
-        Returns:
-            How parameters were handled as far as it came, and why it was refused if it was.
-        """
+        """Run forward and backward once."""
+        # Returns how parameters were handled as far as it came, and why it was refused if it was.
         with self._make() as clipper:
             try:
                 self._step(clipper, batch)
@@ -344,16 +269,8 @@ class EngineRun:
             return clipper.coverage(), None
 
     def compare(self, batch: Any, reference: Reference, parts: Sequence[tuple[int, Any]]) -> StrategyResult:
-        """Compare the clipped sum with the reference, and leave samples out.
-
-        Args:
-            batch: The batch.
-            reference: Every sample's own gradient.
-            parts: Samples and the batch without each of them.
-
-        Returns:
-            How it did.
-        """
+        """Compare the clipped sum with the reference, and leave samples out."""
+        # `parts`: samples, and the batch without each of them.
         bound = self._max_grad_norm
         with self._make() as clipper:
             # What a clipper asks of its first forward may draw random numbers.
