@@ -1,4 +1,7 @@
-"""The model's own ``zero_grad()``, which must discard clipped sums although they are not in ``.grad``."""
+"""The model's own ``zero_grad()``, which must discard clipped sums although they are not in ``.grad``.
+
+Pickles of models name `_own_zero_grad` by this module.
+"""
 
 from __future__ import annotations
 
