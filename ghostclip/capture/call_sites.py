@@ -21,6 +21,17 @@ from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, R
 GENERAL_FORM: Final = "one gradient per sample"
 # The same where all samples could be taken at once.
 AT_ONCE_FORM: Final = "dense, sample by sample at once"
+# A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
+MAX_ATTEMPTS: Final = 3
+# How a forward comes from one place to the next: over how many nodes of the graph, by which kind of node at last, and
+# outside the graph over how many calls. Whatever puts rows into another order on the way makes another one.
+Way: TypeAlias = tuple[int, type, int]
+# Of a place that is come to in more ways than these no further one is asked about by itself.
+MAX_WAYS: Final = 16
+# How often an operation was called in a forward, and how often it was a use.
+Visits: TypeAlias = tuple[int, int]
+NEVER: Final[Visits] = (0, 0)
+FIRST: Final[Visits] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -155,15 +166,6 @@ def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[MatrixProduct,
     return (MatrixProduct(samples, positions, weight.shape[-1], weight.numel() // max(1, weight.shape[-1])),)
 
 
-# A call site that no gradient reaches (zero-initialised layers) is asked again in this many forwards.
-MAX_ATTEMPTS: Final = 3
-# How a forward comes from one place to the next: over how many nodes of the graph, by which kind of node at last, and
-# outside the graph over how many calls. Whatever puts rows into another order on the way makes another one.
-Way: TypeAlias = tuple[int, type, int]
-# Of a place that is come to in more ways than these no further one is asked about by itself.
-MAX_WAYS: Final = 16
-
-
 @dataclass(eq=False, slots=True)
 class CallSite:
     """A place in the model's code where parameters are consumed, identified by parameters and operation."""
@@ -253,12 +255,6 @@ class CallSites:
 def key_of(tracked: Iterable[TrackedTensor], name: str) -> tuple[Any, ...]:
     """Return the key of an operation on parameters: their names, and its own."""
     return tuple(t.origin.names for t in tracked), name
-
-
-# How often an operation was called in a forward, and how often it was a use.
-Visits: TypeAlias = tuple[int, int]
-NEVER: Final[Visits] = (0, 0)
-FIRST: Final[Visits] = (1, 1)
 
 
 def counted_as(key: tuple[Any, ...]) -> str:

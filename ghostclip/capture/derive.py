@@ -26,6 +26,8 @@ _VIEWS = {
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "unsqueeze_", "squeeze_", "ravel",
 }  # fmt: skip
 _BROADCASTS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+# They change the form of the tensor object itself.
+_RESHAPING = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"}
 
 
 def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,10 +244,6 @@ def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor
         unpadded = (ids != padding % parent.shape[0]).unsqueeze(-1)
         factor = Dense(factor.materialize().where(unpadded, 0.0))
     return of_constant(Pick(ids.long(), parent.shape, parent.shape[1]), factor)
-
-
-# They change the form of the tensor object itself.
-_RESHAPING = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"}
 
 
 def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:

@@ -32,6 +32,7 @@ from ghostclip.factors import Dense, Factor
 _FOLDED: Final = ("axis", "major", "minor")
 # Relative differences beyond rounding, by dtype; sums over a batch in another order are within.
 _TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +139,6 @@ def _adds_up(region: Rerun, arrived: Sequence[Arrived], found: Sequence[Tensor])
     outputs, grads = [item.output for item in arrived], [item.grad for item in arrived]
     whole = torch.autograd.grad(outputs, list(region.inputs), grads, retain_graph=True, materialize_grads=True)
     return all(_close(mine.sum(0), total) for mine, total in zip(found, whole, strict=True))
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)

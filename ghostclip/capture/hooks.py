@@ -29,6 +29,15 @@ from ghostclip import _torch
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 
 _UNTRACED: list[CodeType] = []
+# Called with a module and its positional and keyword inputs; returns what to run it on, None to keep them.
+Enter = Callable[[nn.Module, Any, Any], Any]
+# Called with these and the output, None where it raised; returns what to return in its place, None to keep it.
+Leave = Callable[[nn.Module, Any, Any, Any], Any]
+# Returns a gradient to go on with, None for the one it was given.
+GradientHook = Callable[[Tensor], Tensor | None]
+_NOTES: Final = "ghostclip_hooks"  # in the metadata of a node
+_NOTING: Final = "_ghostclip_hooks"  # attribute of the method in the place of torch's
+_by_others = [0]
 
 
 def suspend_compiler() -> Any:
@@ -46,12 +55,6 @@ def untraced(function: Any) -> Any:
     _UNTRACED.append(function.__code__)
     _torch.mark_untraced(function, reason="it substitutes parameters in a forward, which cannot be compiled")
     return function
-
-
-# Called with a module and its positional and keyword inputs; returns what to run it on, None to keep them.
-Enter = Callable[[nn.Module, Any, Any], Any]
-# Called with these and the output, None where it raised; returns what to return in its place, None to keep it.
-Leave = Callable[[nn.Module, Any, Any, Any], Any]
 
 
 class _Hook:
@@ -258,13 +261,6 @@ def _calls_of(module: Any) -> int:
         count += _torch.is_call_of(frame, module)
         frame = frame.f_back
     return count
-
-
-# Returns a gradient to go on with, None for the one it was given.
-GradientHook = Callable[[Tensor], Tensor | None]
-_NOTES: Final = "ghostclip_hooks"
-_NOTING: Final = "_ghostclip_hooks"
-_by_others = [0]
 
 
 def note_tensor_hooks() -> None:

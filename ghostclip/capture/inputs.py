@@ -21,6 +21,8 @@ from ghostclip._tree import leaves as leaves_of
 from ghostclip.errors import BatchAxisError
 
 PACK, PAD = _torch.PACK, _torch.PAD
+# Where keyword inputs begin: their order says nothing.
+_MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 
 
 def positions(batch_sizes: Tensor) -> Tensor:
@@ -52,10 +54,6 @@ def is_packed(item: Any) -> bool:
 def with_a_step(lengths: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Return arguments of the packing function in which a dummy sample is not of length 0, which it refuses."""
     return lengths.clamp(min=1), *rest
-
-
-# Where keyword inputs begin: their order says nothing.
-_MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:

@@ -14,6 +14,12 @@ from ghostclip import _torch
 from ghostclip.capture.tracked import TrackedTensor
 
 _HALF = (torch.float16, torch.bfloat16)
+# A value of the graph: the node that made it, and which of its outputs it is.
+Edge = tuple[Any, int]
+_CHANGED: Final = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: the input of a "
+    "layer whose parameters are clipped. Change a copy of it."
+)
 
 
 class Casts:
@@ -64,10 +70,6 @@ def may_cast(tensor: Tensor) -> bool:
     # The type of a device is a string that is made anew each time.
     kind = "cpu" if tensor.is_cpu else tensor.device.type
     return _torch.autocast_is_on(kind) and tensor.dtype == torch.float32 and not tensor.is_inference()
-
-
-# A value of the graph: the node that made it, and which of its outputs it is.
-Edge = tuple[Any, int]
 
 
 class _Keep(torch.autograd.Function):
@@ -208,12 +210,6 @@ class Kept:
         if _torch.versions(self._tensors) != self._versions:
             raise RuntimeError(_CHANGED)
         return self._tensors
-
-
-_CHANGED: Final = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: the input of a "
-    "layer whose parameters are clipped. Change a copy of it."
-)
 
 
 def first_saved(kept: Sequence[Kept]) -> list[Tensor]:

@@ -40,6 +40,9 @@ _CHECK: Final = "ghostclip.validation.layer_check.check_per_sample_gradients_are
 
 
 _compares: ContextVar[bool] = ContextVar("compares", default=True)
+# Yields while the hooks on a module's children substitute nothing.
+Unwatched = Callable[[], AbstractContextManager[None]]
+FORM: Final = "registered sampler"
 
 
 @contextmanager
@@ -115,11 +118,6 @@ def _by_autograd(call: SamplerCall, module: nn.Module, alone: Tensor) -> dict[st
     if not torch.equal(output.detach().nan_to_num(), again.detach().nan_to_num()):
         raise RuntimeError("its output is another one each time")
     return {name: grad for name, grad in zip(own, found, strict=True) if grad is not None}
-
-
-# Yields while the hooks on a module's children substitute nothing.
-Unwatched = Callable[[], AbstractContextManager[None]]
-FORM: Final = "registered sampler"
 
 
 @dataclass(eq=False)

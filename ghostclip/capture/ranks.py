@@ -40,6 +40,26 @@ from ghostclip.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
+# Models whose clipped sums meet elsewhere, so that the wrapper has nothing to add up.
+_ADDED_UP: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Captures an operation on plain and tracked tensors."""
+# What is computed position by position: data and result lie alike. For layer_norm and rms_norm see `_normalised_axes`.
+_BY_POSITION: Final = frozenset(
+    {"add", "__add__", "__radd__", "sub", "__sub__", "mul", "__mul__", "__rmul__", "div", "__truediv__"}
+)
+_NORMALISES: Final = frozenset({"layer_norm", "rms_norm"})
+# They make of a part the part of the same place.
+_KEEPS_PLACES: Final = frozenset({"", "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone"})
+_LINEAR: Final = ("input", "weight", "bias")
+_EMBEDDING: Final = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+# Operators that bring other ranks' tensors, by what they do; sums over ranks are those of tensor parallelism.
+_EXCHANGES: Final = {
+    **dict.fromkeys(("alltoall_", "alltoall_base_", "all_to_all_single"), "all-to-all"),
+    **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), "all-gather"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), "all-gather"),
+}
+
 
 class Gathering(Protocol):
     """Ranks that gather the parameters of one model."""
@@ -97,10 +117,6 @@ def on_any(gathering: Gathering | None, holds: bool) -> bool:  # noqa: FBT001 - 
     return holds if gathering is None else gathering.any_sharing(holds)
 
 
-# Models whose clipped sums meet elsewhere, so that the wrapper has nothing to add up.
-_ADDED_UP: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
 def sums_meet_elsewhere(model: nn.Module, *, shared: bool) -> None:
     """Set whether the clipped sums of all ranks are added up where they are released."""
     (_ADDED_UP.add if shared else _ADDED_UP.discard)(model)
@@ -127,20 +143,6 @@ def quieten_wrapper(model: nn.Module) -> None:
         )
     # As in its no_sync(). It is read once the forward has ended.
     wrapper.require_backward_grad_sync = False
-
-
-Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Captures an operation on plain and tracked tensors."""
-
-# What is computed position by position: data and result lie alike. For layer_norm and rms_norm see `_normalised_axes`.
-_BY_POSITION: Final = frozenset(
-    {"add", "__add__", "__radd__", "sub", "__sub__", "mul", "__mul__", "__rmul__", "div", "__truediv__"}
-)
-_NORMALISES: Final = frozenset({"layer_norm", "rms_norm"})
-# They make of a part the part of the same place.
-_KEEPS_PLACES: Final = frozenset({"", "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone"})
-_LINEAR: Final = ("input", "weight", "bias")
-_EMBEDDING: Final = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
 def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -445,14 +447,6 @@ def _whole_shape(operand: Any) -> torch.Size:
 
 def _value(operand: Any) -> Tensor:
     return operand.origin.value if isinstance(operand, TrackedTensor) else _torch.local(operand.detach())
-
-
-# Operators that bring other ranks' tensors, by what they do; sums over ranks are those of tensor parallelism.
-_EXCHANGES: Final = {
-    **dict.fromkeys(("alltoall_", "alltoall_base_", "all_to_all_single"), "all-to-all"),
-    **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), "all-gather"),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), "all-gather"),
-}
 
 
 class Exchanges(_torch.DispatchMode):

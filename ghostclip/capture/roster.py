@@ -18,6 +18,11 @@ from torch import Tensor, nn
 
 from ghostclip import _torch
 
+_is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
+# What tells, with an address, where the elements of a plain tensor lie; no function of ours stands in between, as all
+# parameters are asked in every forward.
+_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -160,16 +165,8 @@ class Snapshot:
         )
 
 
-_is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
-
-
 def _is_training(module: nn.Module) -> bool:
     return module.training
-
-
-# What tells, with an address, where the elements of a plain tensor lie; no function of ours stands in between, as all
-# parameters are asked in every forward.
-_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:

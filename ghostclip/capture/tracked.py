@@ -16,6 +16,13 @@ from torch import Tensor, nn
 from ghostclip import _torch, _tree
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 
+# They read a parameter and compute nothing from it.
+LOOKED_AT = {
+    "detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__",
+}  # fmt: skip
+# They set a hook on the gradient of a whole batch.
+HOOKED = {"register_hook", "register_post_accumulate_grad_hook"}
+
 
 class Interceptor(Protocol):
     """Receiver of the operations on tracked tensors."""
@@ -165,15 +172,6 @@ def without_samples(tree: Any) -> str:
         "at a time in a loop, or constants only), so its gradient cannot be split into samples. Give the layer the "
         "whole batch, or freeze the parameter."
     )
-
-
-# They read a parameter and compute nothing from it.
-LOOKED_AT = {
-    "detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__",
-}  # fmt: skip
-
-# They set a hook on the gradient of a whole batch.
-HOOKED = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,11 @@ ROUNDED: Final = torch.bfloat16
 
 HeldFactor: TypeAlias = Factor | Tensor
 """A factor, or per-sample gradients ``(B, *P)`` in 16 bits."""
+_NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.Size, torch.dtype})
+# See `Repeats`.
+_EVERY: Final = 8
+_VALUES: Final = 64
+_VALUES_EACH: Final = 8
 
 
 class Keeper:
@@ -93,9 +98,6 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and whole
 
 
-_NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.Size, torch.dtype})
-
-
 def versions(factor: Factor) -> list[int]:
     """Return the versions of the tensors in a factor, which count changes in place."""
     if type(factor) is Dense:
@@ -138,11 +140,6 @@ def changed_in_place(name: str) -> str:
         f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a "
         "layer's output, say), after its norm had been taken. Return a new tensor from the hook."
     )
-
-
-_EVERY: Final = 8
-_VALUES: Final = 64
-_VALUES_EACH: Final = 8
 
 
 class Repeats:

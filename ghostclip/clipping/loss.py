@@ -18,6 +18,20 @@ from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES
 from ghostclip.evidence.loss_graph import above_outputs
 
+LossesOf = Callable[[Tensor, slice], Tensor]
+"""Called with the values at some positions and the slice that they are of; returns losses of the samples, ``(B,)``."""
+# They show the same values in another shape.
+_VIEWS: Final = re.compile("(View|UnsafeView|ReshapeAlias|Alias|Transpose|Permute|T)Backward0")
+_SOFTMAX: Final = "LogSoftmaxBackward0"
+_OUTSIDE: Final = (
+    "the cross-entropy of logits whose classes lie on several ranks has its gradient within loss_parallel() alone: "
+    "call backward() inside the context that the loss was computed in."
+)
+_NOT_FUSED: Final = (
+    "'{}' takes a log_softmax that loss_parallel() computed, to which torch gives no gradient of its own. Use "
+    "F.cross_entropy(logits, labels, reduction='none') there, or whole logits: logits.full_tensor()."
+)
+
 
 def back_propagate(loss: Tensor) -> None:
     """Back-propagate the sum of losses ``(B,)``, or a scalar."""
@@ -46,10 +60,6 @@ def check_shape(loss: Tensor, *, batch_size: int) -> None:
         raise LossReductionError(message)
 
 
-LossesOf = Callable[[Tensor, slice], Tensor]
-"""Called with the values at some positions and the slice that they are of; returns losses of the samples, ``(B,)``."""
-
-
 def in_chunks(
     hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int, back: Callable[[Tensor, Tensor], None]
 ) -> tuple[Tensor, Tensor | None]:
@@ -73,19 +83,6 @@ def in_chunks(
         back(losses_B, leaf)
         total_B += losses_B.detach()
     return total_B, leaf.grad
-
-
-# They show the same values in another shape.
-_VIEWS: Final = re.compile("(View|UnsafeView|ReshapeAlias|Alias|Transpose|Permute|T)Backward0")
-_SOFTMAX: Final = "LogSoftmaxBackward0"
-_OUTSIDE: Final = (
-    "the cross-entropy of logits whose classes lie on several ranks has its gradient within loss_parallel() alone: "
-    "call backward() inside the context that the loss was computed in."
-)
-_NOT_FUSED: Final = (
-    "'{}' takes a log_softmax that loss_parallel() computed, to which torch gives no gradient of its own. Use "
-    "F.cross_entropy(logits, labels, reduction='none') there, or whole logits: logits.full_tensor()."
-)
 
 
 def plain_losses(loss: Tensor) -> Tensor:

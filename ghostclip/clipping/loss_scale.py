@@ -26,6 +26,25 @@ from ghostclip.evidence.linear_paths import Number, Path, ReducedAxes, grouped, 
 from ghostclip.evidence.losses import in_words
 from ghostclip.kernels.sums import add_rows_
 
+_TOLERANCE: Final = 1e-6
+# What counts of a batch are: larger than this, however they were divided.
+_LARGE, _ROUNDED = 64, 1e-9
+SCHEDULES: Final = (
+    "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
+)
+_MEAN_AS_SUM: Final = (
+    "loss_reduction='sum' was declared, but the loss was reduced over the samples by a mean: every norm would be off "
+    "by the batch size. Pass loss_reduction='mean'; or for losses of shape (B,) call losses.sum().backward() or "
+    "clipper.backward(losses)."
+)
+# Products of more axes than this are not formed.
+_MAX_AXES: Final = 6
+# Returns numbers that were counted in a batch.
+Counts = Callable[[], Iterable[int]]
+# Forms of what says nothing of how it was reduced.
+ANY: Final = frozenset({"mean", "sum", "samples", "values"})
+SUM: Final = frozenset({"sum"})
+
 
 def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
     """Return the number of counted positions in torch's own loss at the end of a path, if equal for all samples."""
@@ -115,28 +134,6 @@ def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Te
     rows_N = value.movedim(axis, 0).flatten(1).sum(1) if value.dim() > 1 else value
     sample_N = row_map.samples_of(rows_N.shape[0], batch_size).to(value.device)
     return add_rows_(torch.zeros(batch_size, dtype=torch.float64, device=value.device), sample_N, rows_N)
-
-
-_TOLERANCE: Final = 1e-6
-# What counts of a batch are: larger than this, however they were divided.
-_LARGE, _ROUNDED = 64, 1e-9
-SCHEDULES: Final = (
-    "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
-)
-_MEAN_AS_SUM: Final = (
-    "loss_reduction='sum' was declared, but the loss was reduced over the samples by a mean: every norm would be off "
-    "by the batch size. Pass loss_reduction='mean'; or for losses of shape (B,) call losses.sum().backward() or "
-    "clipper.backward(losses)."
-)
-# Products of more axes than this are not formed.
-_MAX_AXES: Final = 6
-
-
-# Returns numbers that were counted in a batch.
-Counts = Callable[[], Iterable[int]]
-# Forms of what says nothing of how it was reduced.
-ANY: Final = frozenset({"mean", "sum", "samples", "values"})
-SUM: Final = frozenset({"sum"})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,10 @@ from ghostclip.capture.ranks import Gathering
 from ghostclip.clipping.norms import SharedSamples
 from ghostclip.errors import TamperedGradientError
 
+_FULL_PRECISION = (torch.float32, torch.float64)
+# Elements of sums that may lie in one piece of memory, which is held until the last of them is released.
+_SHARED: Final = 1 << 18
+
 
 class Savepoint:
     """Context that can restore what accumulated before an attempt, wherever that failed."""
@@ -64,11 +68,6 @@ class SumsBefore:
         self.released = True
         self._sums.clear()
         self._copies.clear()
-
-
-_FULL_PRECISION = (torch.float32, torch.float64)
-# Elements of sums that may lie in one piece of memory, which is held until the last of them is released.
-_SHARED: Final = 1 << 18
 
 
 class Delivery(Protocol):

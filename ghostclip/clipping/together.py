@@ -46,6 +46,14 @@ _WAITING: Final = 32
 # Rows of which all of a sample lie together, so that samples of other layers may follow.
 _IN_FRONT: Final = frozenset({"axis", "major"})
 _FORMS: Final = frozenset({"outer product", "dense"})
+# What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
+_MOVED: Final = 80
+_CALLS: Final = 3_000_000
+# The same on matrix units: 2 bytes read and written, 8 functions of 5 microseconds.
+_MOVED_BY_UNITS: Final = 4 * planner.BYTE
+_CALLS_BY_UNITS: Final = 24_000_000_000
+# And where a kernel forms a Gram: one function.
+_CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
 
 
 class _Waiting(NamedTuple):
@@ -305,16 +313,6 @@ def apart(factor: Factor, layers: int) -> list[Factor]:
         return [Outer(a_NTI, g_NTO, shape=factor.shape) for a_NTI, g_NTO in pairs]
     assert isinstance(factor, Dense)
     return [Dense(grad_BP) for grad_BP in factor.grad_BP.chunk(layers)]
-
-
-# What putting an element beside others costs, and what calling the functions of a Gram costs, in FLOPs.
-_MOVED: Final = 80
-_CALLS: Final = 3_000_000
-# The same on matrix units: 2 bytes read and written, 8 functions of 5 microseconds.
-_MOVED_BY_UNITS: Final = 4 * planner.BYTE
-_CALLS_BY_UNITS: Final = 24_000_000_000
-# And where a kernel forms a Gram: one function.
-_CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
 
 
 class _SharedInput(NamedTuple):

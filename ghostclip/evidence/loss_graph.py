@@ -66,6 +66,10 @@ _ON_A_LAYER: Final = (
 )
 # For an operation of a loss, by its number and name: how many samples there were when no other axis was as long.
 Sizes = dict[tuple[int, str], int]
+# On the node of a proved output: how its rows map to samples, by the number of the node's output.
+_PROVED: Final = "ghostclip_proved_rows"
+# How rows map to samples, in an order of the axes; empty where they are as they come.
+_Rows = tuple[RowMap, tuple[int, ...]]
 
 
 def refuse_beyond_outputs(
@@ -200,12 +204,6 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
 def _axes_of_samples(shape: Sequence[int], size: int) -> int:
     """Return how many axes are as long as each other and hold a whole number of positions of every sample."""
     return max((list(shape).count(length) for length in shape if length and length % size == 0), default=0)
-
-
-# On the node of a proved output: how its rows map to samples, by the number of the node's output.
-_PROVED: Final = "ghostclip_proved_rows"
-# How rows map to samples, in an order of the axes; empty where they are as they come.
-_Rows = tuple[RowMap, tuple[int, ...]]
 
 
 class Unheard:

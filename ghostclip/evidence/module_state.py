@@ -48,6 +48,8 @@ _TENSORS: Final = (Tensor, nn.Parameter)
 # Whose attributes are noted, whoever has written their classes.
 _HOLDERS: Final = (nn.Module, types.SimpleNamespace, UserDict, UserList)
 _ABSENT: Final = object()
+# What every module has: tables, which are looked after elsewhere, and its mode.
+_OWN: Final = frozenset(vars(nn.Module()))
 
 
 class _Noted(NamedTuple):
@@ -241,10 +243,6 @@ def _is_users(module: str | None) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "site-packages", "dist-packages")
     return not any(part in file for part in places)
-
-
-# What every module has: tables, which are looked after elsewhere, and its mode.
-_OWN: Final = frozenset(vars(nn.Module()))
 
 
 class ModuleState:

@@ -36,6 +36,33 @@ from ghostclip.capture.sizes import CONSTANT, UNKNOWN
 from ghostclip.errors import BatchAxisError, SampleMixingError
 
 _MAX_NODES = 256
+# Bytes of a number that hardly any other is the same as.
+_FULL_BYTES: Final = 4
+# How far the same gradient may be from itself, relative to the largest: atomic additions come in any order.
+_STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
+_COARSE: Final = 5e-2
+# The same where torch's backwards alone were given powers of two: nothing but such additions differs.
+_STEADY_IF_LINEAR: Final = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5}
+_COARSE_IF_LINEAR: Final = 1e-2
+# Powers of two from 1 on that samples' gradients are multiplied by, and zero.
+_SCALES: Final = (0.0, *(2.0**power for power in range(31)))
+# How often what differs is run again, and how many times the noise that this shows a difference must be to count.
+REPEATS: Final = 2
+OUTSTANDING: Final = 8.0
+# So many samples show noise in two runs; of fewer, more are needed.
+_ENOUGH: Final = 12
+# The share of what is so small that digits are missing in anything smaller: no gradient is told from such ones.
+_TINIEST: Final = 1e-6
+# Elements that are looked at together.
+_LOOKED_AT: Final = 1 << 20
+# Devices with a generator of their own.
+_DRAWING: Final = frozenset({"cpu", "cuda"})
+# How much a sample's gradient is multiplied by; one that is left out has none, and one below zero is not compared.
+Weights = Mapping[int, float]
+# How much louder company is than the one sample that is compared.
+_LOUD: Final = -4.0
+# Drawn without a copy in 32 bits.
+_DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -84,35 +111,6 @@ def source_at(node: Any, number: int) -> GradientSource | None:
     if not about.dtype.is_floating_point:
         return None
     return GradientSource(GradientEdge(node, number), torch.Size(about.shape), about.dtype, about.device)
-
-
-# Bytes of a number that hardly any other is the same as.
-_FULL_BYTES: Final = 4
-# How far the same gradient may be from itself, relative to the largest: atomic additions come in any order.
-_STEADY: Final = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
-_COARSE: Final = 5e-2
-# The same where torch's backwards alone were given powers of two: nothing but such additions differs.
-_STEADY_IF_LINEAR: Final = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5}
-_COARSE_IF_LINEAR: Final = 1e-2
-# Powers of two from 1 on that samples' gradients are multiplied by, and zero.
-_SCALES: Final = (0.0, *(2.0**power for power in range(31)))
-# How often what differs is run again, and how many times the noise that this shows a difference must be to count.
-REPEATS: Final = 2
-OUTSTANDING: Final = 8.0
-# So many samples show noise in two runs; of fewer, more are needed.
-_ENOUGH: Final = 12
-# The share of what is so small that digits are missing in anything smaller: no gradient is told from such ones.
-_TINIEST: Final = 1e-6
-# Elements that are looked at together.
-_LOOKED_AT: Final = 1 << 20
-# Devices with a generator of their own.
-_DRAWING: Final = frozenset({"cpu", "cuda"})
-# How much a sample's gradient is multiplied by; one that is left out has none, and one below zero is not compared.
-Weights = Mapping[int, float]
-# How much louder company is than the one sample that is compared.
-_LOUD: Final = -4.0
-# Drawn without a copy in 32 bits.
-_DRAWN_AS_THEY_ARE: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)

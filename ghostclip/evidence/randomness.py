@@ -44,6 +44,8 @@ _FUNCTIONS: Final[dict[Callable[..., Any], _Off]] = {
     torch.native_dropout: _NO_TRAIN,
 }
 _RECURRENT: Final = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+# They have no generator of their own.
+_WITHOUT: Final = frozenset({"cpu", "meta"})
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -83,10 +85,6 @@ def _of_recurrent(args: tuple[Any, ...]) -> _Off:
     """Return what turns off the dropout of a recurrent layer, whose sequences are packed if their sizes come second."""
     packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
     return "dropout", 6 if packed else 5, 0.0
-
-
-# They have no generator of their own.
-_WITHOUT: Final = frozenset({"cpu", "meta"})
 
 
 class Randomness:

@@ -40,6 +40,8 @@ from ghostclip.kernels.products import full_precision
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 BACKENDS: Final = ("inductor", "aten")
+_SMALLER = 4
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +122,6 @@ class GraphOptions:
         return self.cache and self.backend == "inductor" and not self.uses_cuda_graphs()
 
 
-_SMALLER = 4
-
-
 class Part(NamedTuple):
     """Part of a batch: its first sample, number of samples, and size with padding."""
 
@@ -195,9 +194,6 @@ def repeated(tree: Any, axis_of: Callable[[Any], int | None]) -> Any:
         return leaf if axis is None else torch.cat([leaf, leaf.narrow(axis, leaf.shape[axis] - 1, 1)], axis)
 
     return _tree.mapped(more, tree)
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,22 @@ from ghostclip import _torch
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
 
+_log = logging.getLogger(__name__)
+# Batches whose time is not asked for, as the engine proves what it does, and how many are remembered.
+_FIRST, _RECENT = 3, 16
+# Seconds of eager computing that must be left before anything is tried, and the share of them that a graph may save.
+_LEAST_LEFT: Final = 120.0
+_SAVED: Final = 0.2
+# Seconds that compiling a graph of one size takes, and more for every node that was traced.
+_COMPILING: Final = (30.0, 0.03)
+# Share of what a graph may save that tracing, which holds the training up, may take.
+_TRACING: Final = 0.1
+# Batches that are timed both ways, how much quicker graphs must be, and batches until one could be compared.
+_TIMED, _QUICKER, _TRIED = 4, 0.95, 500
+# Of recent batches so many must be of one form.
+_OF_ONE_FORM: Final = 0.8
+_LOWER_PRIORITY: Final = 10
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -76,24 +92,6 @@ class CompiledRecord:
     def load(self, plain: Mapping[str, Any] | None) -> None:
         """Continue what a checkpoint holds."""
         self._now = None if plain is None else Compiled.of(plain)
-
-
-_log = logging.getLogger(__name__)
-
-# Batches whose time is not asked for, as the engine proves what it does, and how many are remembered.
-_FIRST, _RECENT = 3, 16
-# Seconds of eager computing that must be left before anything is tried, and the share of them that a graph may save.
-_LEAST_LEFT: Final = 120.0
-_SAVED: Final = 0.2
-# Seconds that compiling a graph of one size takes, and more for every node that was traced.
-_COMPILING: Final = (30.0, 0.03)
-# Share of what a graph may save that tracing, which holds the training up, may take.
-_TRACING: Final = 0.1
-# Batches that are timed both ways, how much quicker graphs must be, and batches until one could be compared.
-_TIMED, _QUICKER, _TRIED = 4, 0.95, 500
-# Of recent batches so many must be of one form.
-_OF_ONE_FORM: Final = 0.8
-_LOWER_PRIORITY: Final = 10
 
 
 class Takeover:

@@ -25,14 +25,8 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.randomness import Randomness
 
-
-class NoGraphError(UnsupportedModelError):
-    """A step cannot be traced into one graph whose per-sample gradients are known to be exact."""
-
-
 LossFunction = Callable[..., Any]
 """From the model and a batch to the losses of its samples, ``(B,)``, or to a pair of these and anything else."""
-
 # Branches on data that are followed, each of which takes a trace of what is before it.
 _MOST_BRANCHES = 16
 _OFTEN = "how often it branches on data depends on data"
@@ -42,6 +36,10 @@ _EXPERTS = "_experts_implementation_internal"
 _MOST_TAKEN = 1 << 26
 # Ways to change a tensor that a graph is given: what the model keeps from one batch to the next.
 _WRITES = ("copy_", "set_", "resize_")
+
+
+class NoGraphError(UnsupportedModelError):
+    """A step cannot be traced into one graph whose per-sample gradients are known to be exact."""
 
 
 @dataclass(frozen=True)
