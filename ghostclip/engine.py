@@ -33,7 +33,7 @@ from ghostclip.assembly.private import (
     noise_level_of,
 )
 from ghostclip.data import DeclaredSampling, DPDataLoader
-from ghostclip.data.accepted import checked_batch_size, dataset_length
+from ghostclip.data.torch_loader import checked_batch_size, dataset_length
 from ghostclip.distributed import world_size
 from ghostclip.errors import GhostClipError
 from ghostclip.mechanisms.mechanism import Mechanism

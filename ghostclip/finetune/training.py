@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ghostclip.data.tensor_memory import peak_bytes
+from ghostclip._memory import peak_bytes
 from ghostclip.distributed import gathered, refused_together
 from ghostclip.distributed.agreement import digest_of
 from ghostclip.errors import FixedSeedWarning

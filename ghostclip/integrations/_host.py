@@ -25,7 +25,7 @@ from ghostclip.accounting import get_noise_multiplier
 from ghostclip.assembly.options import CLIPPINGS
 from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.data import DPDataLoader, PhysicalBatches
-from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
+from ghostclip.data.torch_loader import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.facade.module import mode_of

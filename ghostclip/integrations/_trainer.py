@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.collation import unlike_pair
-from ghostclip.data.out_of_memory import count_rows, rows_of
+from ghostclip.data.physical_batches import count_rows, rows_of
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import (
     DataError,

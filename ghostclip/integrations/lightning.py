@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _validate
 from ghostclip.data import DPDataLoader
-from ghostclip.data.out_of_memory import count_rows
+from ghostclip.data.physical_batches import count_rows
 from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested

@@ -17,17 +17,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
-from ghostclip.data.accepted import (
+from ghostclip.data.batch_memory_manager import splittable_batches
+from ghostclip.data.collation import padding_of
+from ghostclip.data.torch_loader import (
+    TakenAsItIs,
     checked_batch_size,
     dataset_length,
     record_sampler,
     refuse_wrapped,
     warn_of_repetitions,
+    worker_options,
 )
-from ghostclip.data.collation import padding_of
-from ghostclip.data.dealt import TakenAsItIs
-from ghostclip.data.physical_loader import splittable_batches
-from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.padding import Padded

@@ -36,7 +36,7 @@ MODULES: Final[dict[str, str]] = {
     "accountants.rdp": "^accounting: RDPAccountant",
     "accountants.registry": "^accounting: create_accountant register_accountant; accounting.registry: _ACCOUNTANTS",
     "accountants.utils": "accounting.calibration: MAX_SIGMA get_noise_multiplier",
-    "data_loader": f"data: DPDataLoader; {_SAMPLERS}; data.empty_batch: EmptyBatchCollate; "
+    "data_loader": f"data: DPDataLoader EmptyBatchCollate; {_SAMPLERS}; "
     ".loading: CollateFnWithEmpty dtype_safe shape_safe switch_generator wrap_collate_with_empty",
     "distributed": "distributed: DifferentiallyPrivateDistributedDataParallel",
     "grad_sample": "facade: MODES PrivateCriterion PrivateLoss strategy_of",
