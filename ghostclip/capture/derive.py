@@ -15,7 +15,7 @@ from ghostclip import _torch
 from ghostclip.capture.operation import Operation
 from ghostclip.capture.tracked import Origin, TrackedTensor, replace_tracked, tracked_leaves, wrap
 from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
-from ghostclip.rules.index import PICKING, Pick, of_constant, pick_of
+from ghostclip.rules.lookup import PICKING, Pick, of_constant, pick_of
 
 _VIEWS = {
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "view_as", "reshape_as",

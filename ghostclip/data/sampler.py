@@ -10,12 +10,11 @@ import torch
 from torch import distributed
 from torch.utils.data import Sampler
 
-from ghostclip._owner import Owner
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.distributed.agreement import Group, gathered, require_equal, require_group
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.noise.keys import RandomKey
+from ghostclip.noise.keys import Owner, RandomKey
 from ghostclip.optim.draws import Draw, DrawLog
 
 _REMEDY = (

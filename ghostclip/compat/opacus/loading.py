@@ -13,8 +13,7 @@ from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ghostclip import BatchMemoryManager, DPDataLoader, DPOptimizer
-from ghostclip._validate import positive_int, takes
-from ghostclip.compat.opacus.signatures import defaults
+from ghostclip._validate import defaults, positive_int, takes
 from ghostclip.data import Poisson, PrivateSampler
 from ghostclip.data.batch_memory_manager import PhysicalBatchLoader, SplittingSampler
 from ghostclip.data.collation import empty_like

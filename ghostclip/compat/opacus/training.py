@@ -21,14 +21,13 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, ModuleValidator, PrivacyEngine
-from ghostclip._validate import choice, takes
+from ghostclip._validate import choice, defaults, options_of, takes
 from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
 from ghostclip.capture.replicas import sums_meet_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.adaptation import QuantileAdaptation
 from ghostclip.clipping.grouping import PerParameter
-from ghostclip.compat.opacus.signatures import defaults, options_of
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleHooks, PrivateCriterion, PrivateLoss, strategy_of
