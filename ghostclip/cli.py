@@ -62,11 +62,7 @@ class _OneLineParser(argparse.ArgumentParser):
             raise
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Refuse words that no option takes.
-
-        Args:
-            unknown: The words.
-        """
+        """Refuse words that no option takes."""
         known = [name for action in self._actions for name in action.option_strings]
         options = [word.split("=")[0] for word in unknown if word.startswith("-")]
         names = [name for name in (nearest(option, known) for option in options) if name is not None]

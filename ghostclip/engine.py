@@ -565,15 +565,7 @@ class PrivacyEngine:
         return sampling
 
     def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
-        """Put the private objects together and let their steps be charged to this engine's account.
-
-        Args:
-            request: What the user asked for.
-            budget: What the account must not exceed.
-
-        Returns:
-            As `make_private`.
-        """
+        """Put the private objects together and let their steps be charged to this engine's account."""
         noise = make_noise_source(level=self.noise_level, generator=request.options.noise_generator)
         private = assemble(request, noise)
         others = earlier(request.module, self._account.released)

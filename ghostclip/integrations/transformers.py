@@ -516,14 +516,7 @@ class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):
 
 @contextmanager
 def _apart(accelerator: Any) -> Iterator[None]:
-    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts.
-
-    Args:
-        accelerator: The trainer's.
-
-    Yields:
-        Nothing.
-    """
+    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts."""
     names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
     for name in names:
         setattr(accelerator, name, _as_it_is)
