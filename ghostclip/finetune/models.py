@@ -33,9 +33,8 @@ from ghostclip.distributed import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, from_anywhere, labels_of
-from ghostclip.language.record_losses import losses_of
 from ghostclip.language.tasks import task_of, without_adapters
-from ghostclip.language.vocabulary_head import use_fused
+from ghostclip.language.vocabulary_head import losses_of, use_fused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

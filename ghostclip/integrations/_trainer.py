@@ -35,8 +35,8 @@ from ghostclip.errors import (
 )
 from ghostclip.facade import GradSampleModule
 from ghostclip.integrations._host import HostTraining, PrivacyArguments
-from ghostclip.language.record_losses import OWN
 from ghostclip.language.tasks import without_trace
+from ghostclip.language.vocabulary_head import OWN
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer
 

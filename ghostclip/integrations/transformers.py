@@ -37,9 +37,8 @@ from ghostclip.integrations._trainer import (
     unexpected,
 )
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
-from ghostclip.language.record_losses import losses_of
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
-from ghostclip.language.vocabulary_head import use_fused
+from ghostclip.language.vocabulary_head import losses_of, use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:

@@ -22,7 +22,7 @@ ROOT = Path(ghostclip.__file__).parent
 ROOMS = {
     ".": 2_040, "accounting": 1_810, "assembly": 460, "audit": 615, "capture": 5_235, "clipping": 3_350,
     "commands": 605, "compat": 710, "data": 1_695, "distributed": 1_895, "evidence": 3_715, "facade": 565,
-    "factors": 1_540, "finetune": 1_645, "graph": 2_175, "integrations": 1_690, "kernels": 2_275, "language": 375,
+    "factors": 1_540, "finetune": 1_645, "graph": 2_175, "integrations": 1_685, "kernels": 2_275, "language": 365,
     "mechanisms": 520, "noise": 995, "optim": 1_535, "planning": 1_070, "privacy": 1_940, "rules": 1_300,
     "scaling": 695, "validation": 1_885,
 }  # fmt: skip
