@@ -51,11 +51,7 @@ class SamplingScheme(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters as plain values; a resumed run must have the same.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name, as plain values; a resumed run must have the same."""
 
 
 def _whole_if_meant(value: float) -> float:
@@ -139,11 +135,7 @@ class Poisson:
         return records if self.truncation is None else subset(words, records, self.truncation)
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": self.event.kind,
             "num_samples": self.num_samples,
@@ -203,11 +195,7 @@ class FullBatch:
         return np.arange(self.num_samples)
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {"kind": "full", "num_samples": self.num_samples, "sample_rate": 1.0}
 
 
@@ -274,11 +262,7 @@ class Shuffled:
         return np.sort(order[step * self.batch_size : (step + 1) * self.batch_size])
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": "shuffled",
             "num_samples": self.num_samples,
@@ -405,11 +389,7 @@ class RandomAllocation(_OncePerEpoch):
         return records_M[begins[step] : begins[step + 1]]
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         described = {"kind": "allocation", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
         return described if self.rounds == 1 else {**described, "rounds": self.rounds}
 
@@ -451,11 +431,7 @@ class Cyclic(_OncePerEpoch):
         return np.sort(_order_of(self.num_samples)[position % self.steps :: self.steps])
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {"kind": "cyclic", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
 
 
@@ -526,11 +502,7 @@ class CyclicPoisson:
         return np.sort(group[independent_coins(WordStream(key, position), len(group), self.sample_rate)])
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": "cyclic_poisson",
             "num_samples": self.num_samples,

@@ -126,11 +126,7 @@ class UserPoisson:
         return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": "user_poisson",
             "num_samples": self.num_samples,

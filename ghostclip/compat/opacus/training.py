@@ -315,19 +315,7 @@ class DPTensorFastGradientClipping(PrivateLoss, metaclass=Described):
 
 
 def common_clipper(module: Any, optimizer: Any, loss_reduction: str) -> GhostClipper:
-    """Return the clipper that a facade and an optimizer share.
-
-    Args:
-        module: The facade of a model.
-        optimizer: The private optimizer over its parameters.
-        loss_reduction: As the facade was told.
-
-    Returns:
-        The clipper.
-
-    Raises:
-        InvalidOptionError: If one of them is no such object, or they do not belong together.
-    """
+    """Return the clipper that a facade and a private optimizer share; refuse two that do not belong together."""
     if not isinstance(module, ClipperHandle):
         raise InvalidOptionError(
             f"module {type(module).__name__}: not wrapped. Give what make_private() returned in its place, or "
