@@ -32,14 +32,7 @@ _REASONS = {
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in plain words why a file could not be read or written.
-
-    Args:
-        error: What was raised; the error of the system may lie behind it.
-
-    Returns:
-        A reason without a number.
-    """
+    """Return in plain words why a file could not be read or written; the system's error may lie behind what came."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.errno is not None:
@@ -49,15 +42,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def require_writable(path: Path, option: str) -> None:
-    """Refuse a file that could not be written; changes nothing.
-
-    Args:
-        path: The file.
-        option: The option that names it, for the message.
-
-    Raises:
-        OutputError: Its folder is missing or cannot be written, or a folder lies there.
-    """
+    """Refuse, by the option that names it, a file that could not be written; changes nothing."""
     folder = path.absolute().parent
     if path.exists() and not path.is_file() and not path.is_dir():
         return
@@ -71,11 +56,7 @@ def require_writable(path: Path, option: str) -> None:
 
 
 def require_plotting() -> None:
-    """Fail before the work begins where no picture can be drawn after it.
-
-    Raises:
-        InvalidOptionError: matplotlib is not installed.
-    """
+    """Fail before the work begins where no picture can be drawn after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -83,15 +64,7 @@ def require_plotting() -> None:
 
 
 def require_picture(path: Path, option: str) -> None:
-    """Refuse a picture that could not be drawn or written; changes nothing.
-
-    Args:
-        path: The file; its ending says the format.
-        option: The option that names it, for the message.
-
-    Raises:
-        InvalidOptionError: The ending is none of `PICTURES`, or matplotlib is not installed.
-    """
+    """Refuse, by the option that names it, a picture that could not be drawn or written; changes nothing."""
     if path.suffix.lower() not in PICTURES:
         given = f"the ending {path.suffix!r}" if path.suffix else "no ending"
         raise InvalidOptionError(f"{option} {path}: {given}; a picture ends in {', '.join(PICTURES)}.")
@@ -101,18 +74,10 @@ def require_picture(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside ``path`` that takes its place when the block ends well, and vanishes otherwise.
+    """Give a temporary path of the same suffix that takes a file's place when the block ends well, else vanishes.
 
-    What is no regular file (a device, a pipe) is written to as it is: nothing may take its place.
-
-    Args:
-        path: The file to be written.
-
-    Yields:
-        Where to write it; the suffix is that of ``path``.
-
-    Raises:
-        OutputError: It could not be written; the file that lay there before still does.
+    What is no regular file (a device, a pipe) is written to as it is: nothing may take its place. Where a file could
+    not be written, an `OutputError` says so, and what lay there before still does.
     """
     if path.exists() and not path.is_file():
         yield path
@@ -135,15 +100,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def picture(path: Path, *, size: tuple[float, float]) -> Iterator[Figure]:
-    """Give an empty figure that is drawn into a file, atomically, when the block ends well.
-
-    Args:
-        path: The file; its ending says the format.
-        size: Width and height in inches.
-
-    Yields:
-        The figure.
-    """
+    """Give an empty figure, of a size in inches, that is drawn into a file atomically when the block ends well."""
     # The object interface: pyplot would choose a window system and keep global state.
     from matplotlib.figure import Figure
 
@@ -154,12 +111,7 @@ def picture(path: Path, *, size: tuple[float, float]) -> Iterator[Figure]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically.
-
-    Args:
-        path: The file.
-        text: What it will hold.
-    """
+    """Write a UTF-8 file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

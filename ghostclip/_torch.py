@@ -48,13 +48,7 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def write_uncounted_(tensor: Tensor, value: Tensor, version: int) -> None:
-    """Put a tensor's content back, and its `version` with it: ``torch._C._autograd._unsafe_set_version_counter``.
-
-    Args:
-        tensor: The tensor.
-        value: The content that it had at that version.
-        version: The version.
-    """
+    """Put a tensor's content back, and its `version` with it: ``torch._C._autograd._unsafe_set_version_counter``."""
     with torch.no_grad():
         tensor.copy_(value)
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
@@ -86,15 +80,7 @@ def shares_memory(tensor: Tensor) -> bool:
 
 
 def alias_as(kind: type[_T], tensor: Tensor) -> _T:
-    """Return a leaf of a subclass that requires grad, on a tensor's memory: ``Tensor._make_subclass``.
-
-    Args:
-        kind: The subclass.
-        tensor: A tensor outside the graph.
-
-    Returns:
-        The leaf; its constructor was not called.
-    """
+    """Return a leaf of a subclass, uninitialised, that requires grad, on the same memory: ``Tensor._make_subclass``."""
     made: Any = Tensor._make_subclass(kind, tensor, True)
     return made
 
@@ -106,46 +92,22 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflattened(flat_N: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of what `flattened` returned, as views: ``torch._utils._unflatten_dense_tensors``.
-
-    Args:
-        flat_N: All elements, shape ``(N,)``.
-        tensors: As `flattened` took them.
-
-    Returns:
-        A tensor of the shape of each.
-    """
+    """Return the parts of what `flattened` returned, as views: ``torch._utils._unflatten_dense_tensors``."""
     return list(_unflatten_dense_tensors(flat_N, tensors))
 
 
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source into its target: ``torch._foreach_copy_``.
-
-    Args:
-        targets: Tensors that are changed.
-        sources: As many, of the same shapes.
-    """
+    """Copy every source into its target: ``torch._foreach_copy_``."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def move_all_(targets: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
-    """Move every target towards its counterpart, by a part of the way, in place: ``torch._foreach_lerp_``.
-
-    Args:
-        targets: What is moved.
-        towards: As many tensors of the same shapes.
-        weight: 0 to stay, 1 to arrive.
-    """
+    """Move every target by a share (0 to 1) of the way to its counterpart, in place: ``torch._foreach_lerp_``."""
     torch._foreach_lerp_(list(targets), list(towards), weight)
 
 
 def add_all_(targets: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-    """Add to every target, in place: ``torch._foreach_add_``.
-
-    Args:
-        targets: Tensors that are changed.
-        more: As many, of the same shapes.
-    """
+    """Add to every target, in place: ``torch._foreach_add_``."""
     torch._foreach_add_(list(targets), list(more))
 
 
@@ -159,15 +121,9 @@ def autocast_is_on(kind: str) -> bool:
 
 
 def divide_all_(tensors: Sequence[Tensor], divisor: float) -> None:
-    """Divide every tensor by a number, in place: ``torch._foreach_div_``.
-
-    The quotient is the correctly rounded one on every device: by a number from the host a GPU would multiply by its
-    reciprocal, by one of its own it divides.
-
-    Args:
-        tensors: At least one tensor.
-        divisor: The number.
-    """
+    """Divide every tensor by a number, in place: ``torch._foreach_div_``."""
+    # Correctly rounded on every device: by a number from the host a GPU would multiply by its reciprocal, by one of its
+    # own it divides.
     alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.device, tensor.dtype].append(tensor)
@@ -178,27 +134,12 @@ def divide_all_(tensors: Sequence[Tensor], divisor: float) -> None:
 
 
 def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """Return every tensor times a number: ``torch._foreach_mul``.
-
-    Args:
-        tensors: At least one tensor.
-        scale: The number.
-
-    Returns:
-        New tensors.
-    """
+    """Return every tensor, one at least, times a number: ``torch._foreach_mul``."""
     return list(torch._foreach_mul(list(tensors), scale))
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of every tensor: ``torch._foreach_norm``.
-
-    Args:
-        tensors: At least one tensor, floating-point.
-
-    Returns:
-        Tensors without axes, of the same dtype.
-    """
+    """Return the norm of every tensor, one at least, without axes: ``torch._foreach_norm``."""
     return list(torch._foreach_norm(list(tensors)))
 
 
@@ -211,15 +152,8 @@ def weak_table() -> Any:
 
 
 def saved(node: Any, name: str) -> Any:
-    """Return what a node keeps for its backward: ``_saved_*`` of ``torch.autograd.graph.Node``.
-
-    Args:
-        node: A node of torch's own; the names are those of the arguments in torch's derivatives.yaml.
-        name: Which of them.
-
-    Returns:
-        The value; a number as `signed` takes it.
-    """
+    """Return what a node of torch's own keeps for its backward: ``_saved_*`` of ``torch.autograd.graph.Node``."""
+    # Names are those of the arguments in torch's derivatives.yaml; a number is as `signed` takes it.
     return getattr(node, f"_saved_{name}")
 
 
@@ -229,29 +163,12 @@ sizes_before_view: Final[Callable[[Any], Sequence[int]]] = operator.attrgetter("
 
 
 def saved_or(node: Any, name: str, otherwise: Any) -> Any:
-    """Return what `saved` does, or something else where the node keeps nothing of that name: ``_saved_*``.
-
-    Args:
-        node: A node.
-        name: As for `saved`.
-        otherwise: What to return instead.
-
-    Returns:
-        The one or the other.
-    """
+    """Return what `saved` does, or something else where the node keeps nothing of that name: ``_saved_*``."""
     return getattr(node, f"_saved_{name}", otherwise)
 
 
 def has_saved(node: Any, name: str) -> bool:
-    """Return whether a node keeps something of a name: ``_saved_*``.
-
-    Args:
-        node: A node, or None.
-        name: As for `saved`.
-
-    Returns:
-        Whether `saved` has an answer.
-    """
+    """Return whether a node, or None, keeps something of a name: ``_saved_*``."""
     return hasattr(node, f"_saved_{name}")
 
 
@@ -264,14 +181,8 @@ _saved_names: dict[type, list[str]] = {}
 
 
 def saved_tensors(node: Any) -> list[Tensor]:
-    """Return all tensors that a node keeps for its backward, as far as they are not freed: ``_saved_*``.
-
-    Args:
-        node: A node of torch's own or of a ``torch.autograd.Function``. Hooks on saved tensors are run.
-
-    Returns:
-        The tensors.
-    """
+    """Return all tensors that a node keeps for its backward, as far as they are not freed: ``_saved_*``."""
+    # Also of a ``torch.autograd.Function``; hooks on saved tensors are run.
     kind = type(node)
     if kind not in _saved_names:
         # Numbers and sizes stand beside the tensors: what is a tensor shows only in the value.
@@ -295,15 +206,9 @@ def outputs_of(node: Any) -> Sequence[Any]:
 
 
 def run_node(node: Any, grads: Mapping[int, Tensor]) -> Any:
-    """Run one operation of a backward by itself, without hooks: ``Node.__call__``, ``BackwardCFunction.apply``.
-
-    Args:
-        node: Its node.
-        grads: What arrives, by the number of the node's output; a Function of Python's gets zeros for the others.
-
-    Returns:
-        The gradients of its inputs: a tuple, or of one input its gradient.
-    """
+    """Run one operation of a backward by itself, without hooks: ``Node.__call__``, ``BackwardCFunction.apply``."""
+    # `grads` are by the number of the node's output; a Function of Python's gets zeros for the others. A tuple comes
+    # back, or of one input its gradient.
     about = outputs_of(node)
     if callable(node):
         return node(*(grads.get(place) for place in range(len(about))))
@@ -316,15 +221,9 @@ def run_node(node: Any, grads: Mapping[int, Tensor]) -> Any:
 
 
 def module_of_function(node: Any) -> str | None:
-    """Return the module of the autograd function that a node is of: ``BackwardCFunction._forward_cls``.
-
-    Args:
-        node: A node.
-
-    Returns:
-        The empty string for a function that was written in C++ outside torch, whose nodes have a type in common; None
-        for torch's own operations.
-    """
+    """Return the module of the autograd function that a node is of: ``BackwardCFunction._forward_cls``."""
+    # The empty string for a function that was written in C++ outside torch, whose nodes have a type in common; None for
+    # torch's own operations.
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return str(getattr(node, "_forward_cls").__module__)  # noqa: B009 - set on every class of nodes
     return "" if type(node).__name__ == "CppFunction" else None
@@ -362,18 +261,9 @@ _OURS: Final = "ghostclip"
 
 
 def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
-    """Call a hook with the gradient that goes through the node of a tensor: ``Node._register_hook_dict``.
-
-    Hooks of others may change a gradient, and the node works on what they return: whenever they are set on the tensor,
-    they are called before this one. It costs half of what ``Tensor.register_hook`` does.
-
-    Args:
-        tensor: A tensor in the graph.
-        hook: Returns what takes the gradient's place.
-
-    Returns:
-        The node that made the tensor.
-    """
+    """Let a hook replace the gradient that goes through the node of a tensor: ``Node._register_hook_dict``."""
+    # Hooks of others may change a gradient, and the node, which is returned, works on what they return: whenever they
+    # are set on the tensor, they are called before this one. It costs half of what ``Tensor.register_hook`` does.
     node: Any = tensor.grad_fn
     if tensor._backward_hooks is not None:
         node.register_prehook(partial(_of_output, hook, tensor.output_nr))
@@ -384,14 +274,7 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Say whether somebody else set a hook on a parameter's gradient: ``Tensor._backward_hooks``.
-
-    Args:
-        parameter: A leaf.
-
-    Returns:
-        Whether so, after its accumulation included.
-    """
+    """Return whether somebody else set a hook on a leaf's gradient or its accumulation: ``Tensor._backward_hooks``."""
     kept = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     hooks = [hook for found in kept for hook in (found or {}).values()]
     return any(not getattr(hook, "__module__", "").startswith("ghostclip.") for hook in hooks)
@@ -405,14 +288,8 @@ def _of_output(hook: Callable[[Tensor], Tensor], number: int, grads: tuple[Any, 
 
 
 def has_hooks(node: Any) -> bool:
-    """Return whether somebody has set hooks on a node itself: ``Node.register_prehook``, ``Node.register_hook``.
-
-    Args:
-        node: A node.
-
-    Returns:
-        False where the only hook is that of `hear_gradient`.
-    """
+    """Return whether somebody has set hooks on a node itself: ``Node.register_prehook``, ``Node.register_hook``."""
+    # Not counting that of `hear_gradient`.
     found: list[Any] = []
     for register in (node.register_prehook, node.register_hook):
         # All hooks of one kind are in one dict, which a handle knows.
@@ -432,12 +309,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Run what ``torch.autograd.backward`` runs, without its checks: ``torch.autograd.graph._engine_run_backward``.
-
-    Args:
-        outputs: Plain tensors in the graph.
-        grads: Their gradients, of the same shapes.
-    """
+    """Run what ``torch.autograd.backward`` runs, without its checks: ``torch.autograd.graph._engine_run_backward``."""
     torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -460,11 +332,7 @@ def will_run(node: Any) -> bool:
 
 
 def at_the_end(call: Callable[[], None]) -> None:
-    """Call a function once the backward that is running has ended: ``Variable._execution_engine.queue_callback``.
-
-    Args:
-        call: What to call.
-    """
+    """Call a function once the backward that is running has ended: ``Variable._execution_engine.queue_callback``."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
@@ -524,11 +392,7 @@ transform: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
 
 @contextmanager
 def no_slow_vmap() -> Iterator[None]:
-    """Make an operation that vmap would run in a loop an error: ``_functorch._set_vmap_fallback_enabled``.
-
-    Yields:
-        Nothing.
-    """
+    """Make an operation that vmap would run in a loop an error: ``_functorch._set_vmap_fallback_enabled``."""
     functorch: Any = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
@@ -557,14 +421,7 @@ def cpu_attention() -> tuple[Any, Any]:
 
 
 def qualified_name(func: Any) -> str | None:
-    """Return the name of an operator with its library's: ``_qualname``, ``_qualified_op_name``, ``torch._ops``.
-
-    Args:
-        func: Any function.
-
-    Returns:
-        ``"library::operator"``; None for what is no operator of ``torch.library``.
-    """
+    """Return ``library::operator``, None for other functions: ``_qualname``, ``_qualified_op_name``, ``torch._ops``."""
     name = getattr(func, "_qualname", None) or getattr(func, "_qualified_op_name", None)
     if name is None and isinstance(func, torch._ops.OpOverload):
         name = func.overloadpacket._qualified_op_name
@@ -579,29 +436,12 @@ TreeSpec = _pytree.TreeSpec
 
 
 def tree_leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return the leaves of nested containers, in order: ``torch.utils._pytree``.
-
-    Args:
-        tree: Tuples, lists, dicts and what else was registered, as model outputs are.
-        is_leaf: Tells of a container that it counts as a leaf.
-
-    Returns:
-        The leaves.
-    """
+    """Return the leaves of nested containers, in order: ``torch.utils._pytree``."""
     return _pytree.tree_leaves(tree, is_leaf=is_leaf)
 
 
 def tree_map(call: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return the same containers around other leaves: ``torch.utils._pytree``.
-
-    Args:
-        call: Makes a leaf from each.
-        tree: As for `tree_leaves`.
-        is_leaf: As for `tree_leaves`.
-
-    Returns:
-        A new tree.
-    """
+    """Return the same containers around other leaves: ``torch.utils._pytree``."""
     return _pytree.tree_map(call, tree, is_leaf=is_leaf)
 
 
@@ -611,15 +451,7 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def tree_unflatten(leaves: Iterable[Any], structure: TreeSpec) -> Any:
-    """Return containers around leaves: ``torch.utils._pytree``.
-
-    Args:
-        leaves: As many as `tree_flatten` found.
-        structure: What it found around them.
-
-    Returns:
-        A new tree.
-    """
+    """Return containers around leaves: ``torch.utils._pytree``."""
     return _pytree.tree_unflatten(leaves, structure)
 
 
@@ -652,14 +484,7 @@ _tables: Final = operator.itemgetter("_parameters", "_modules")
 
 
 def parameter_and_child_tables(attributes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tables of `parameter_table` and `child_table` of modules: ``_parameters`` and ``_modules``.
-
-    Args:
-        attributes: Of each module, ``vars(module)``.
-
-    Returns:
-        Both of each, in order.
-    """
+    """Return, for the ``vars`` of each module, both of its tables in order: ``_parameters`` and ``_modules``."""
     return list(chain.from_iterable(map(_tables, attributes)))
 
 
@@ -669,15 +494,8 @@ def non_persistent(module: nn.Module) -> set[str]:
 
 
 def child_of(module: nn.Module, name: str) -> Any:
-    """Return a submodule without asking ``__getattr__``, also of a module that is being made: ``Module._modules``.
-
-    Args:
-        module: The module.
-        name: The submodule's name.
-
-    Returns:
-        The submodule; None where there is none of that name yet.
-    """
+    """Return a submodule, None where there is none yet, without asking ``__getattr__``: ``Module._modules``."""
+    # Also of a module that is being made.
     return module.__dict__.get("_modules", {}).get(name)
 
 
@@ -692,12 +510,7 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def put_hook_last(module: nn.Module, number: int) -> None:
-    """Let a hook that runs after a module's forward run after all others: ``Module._forward_hooks``.
-
-    Args:
-        module: The module.
-        number: The hook's, which its handle has.
-    """
+    """Let a hook, by its handle's number, run after all others of a forward: ``Module._forward_hooks``."""
     hooks: Any = module._forward_hooks
     if number in hooks:
         hooks.move_to_end(number)
@@ -712,29 +525,14 @@ Watched: TypeAlias = tuple[nn.Module, Any, int, Any, int]
 
 
 def watched(module: nn.Module, before: int, after: int) -> Watched:
-    """Return what `take_hooks` takes: ``Module._forward_pre_hooks``, ``Module._forward_hooks``.
-
-    Args:
-        module: The module.
-        before: The number of the hook that runs before its forward, which its handle has.
-        after: That of the hook that runs after it.
-
-    Returns:
-        The module with both tables, which it keeps.
-    """
+    """Return a module with both tables of its hooks: ``Module._forward_pre_hooks``, ``Module._forward_hooks``."""
+    # For `take_hooks`; with the numbers, as handles have them, of the hooks that run before and after its forward.
     return module, module._forward_pre_hooks, before, module._forward_hooks, after
 
 
 def take_hooks(modules: Iterable[Watched], outermost: nn.Module) -> list[_Taken]:
-    """Take two hooks out of the tables of modules.
-
-    Args:
-        modules: As `watched` returned them.
-        outermost: A module that keeps its own.
-
-    Returns:
-        What `put_hooks_back` wants; nothing of a module where one of the hooks is not there.
-    """
+    """Take two hooks out of the tables of modules that `watched` returned; ``outermost`` keeps its own."""
+    # Returns what `put_hooks_back` wants: nothing of a module where one of the hooks is not there.
     taken: list[_Taken] = []
     for module, pre, before, post, after in modules:
         first = None if module is outermost else pre.pop(before, None)
@@ -759,16 +557,7 @@ def put_hooks_back(taken: Iterable[_Taken]) -> None:
 
 
 def call_between_hooks(watched: Watched, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a module with the hooks that are called between two of its own: ``Module._forward_pre_hooks`` and the like.
-
-    Args:
-        watched: As `watched` returned it.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-
-    Returns:
-        The output.
-    """
+    """Call a module with the hooks between two `watched` ones: ``Module._forward_pre_hooks`` and its like."""
     module, pre, before, post, after = watched
     ends = list(takewhile(lambda number: number != before, pre)), list(dropwhile(lambda number: number != after, post))
     if len(ends[0]) + 1 == len(pre) and len(ends[1]) == len(post):
@@ -804,12 +593,7 @@ _HOOKS: Final = (
 
 
 def copy_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Let a module have the hooks of another one as well: ``Module._forward_hooks`` and its like.
-
-    Args:
-        old: The other one.
-        new: The module.
-    """
+    """Let a module have the hooks of another one as well: ``Module._forward_hooks`` and its like."""
     for name in _HOOKS:
         getattr(new, name).update(getattr(old, name))
     if old._is_full_backward_hook is not None:
@@ -826,12 +610,7 @@ def flat_weights(module: nn.RNNBase) -> list[Any]:
 
 
 def set_flat_weights(module: nn.RNNBase, weights: list[Any]) -> None:
-    """Let a recurrent layer compute with other tensors: ``RNNBase._flat_weights``.
-
-    Args:
-        module: The layer.
-        weights: In the order of `flat_weight_names`.
-    """
+    """Let a recurrent layer compute with others, in the order of `flat_weight_names`: ``RNNBase._flat_weights``."""
     module._flat_weights = weights
 
 
@@ -841,15 +620,7 @@ def flat_weight_names(module: nn.RNNBase) -> Sequence[str]:
 
 
 def is_call_of(frame: FrameType, module: Any) -> bool:
-    """Return whether a frame runs a module's hooks and forward: ``Module._call_impl``.
-
-    Args:
-        frame: A frame of the stack.
-        module: The module.
-
-    Returns:
-        True for the one frame between ``module(...)`` and its hooks.
-    """
+    """Return whether a frame is the one between ``module(...)`` and its hooks: ``Module._call_impl``."""
     return frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
 
 
@@ -875,14 +646,7 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, on the same memory; outside the graph.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        ``DTensor.to_local()``, or the tensor itself.
-    """
+    """Return this rank's part of any tensor, on the same memory, outside the graph: ``DTensor.to_local()``."""
     if not is_sharded_tensor(tensor):
         return tensor
     with torch.no_grad():
@@ -946,28 +710,14 @@ class _Arrived(torch.autograd.Function):
 
 
 def arrived(tensor: Any) -> Tensor:
-    """Wait for a collective: ``AsyncCollectiveTensor.wait``.
-
-    Args:
-        tensor: One that `is_arriving`.
-
-    Returns:
-        The plain tensor, in the graph where the other one was.
-    """
+    """Wait for a tensor that `is_arriving`, and return the plain one, in the graph: ``AsyncCollectiveTensor.wait``."""
     found: Tensor = _Arrived.apply(tensor)
     return found
 
 
 def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
-    """Return this rank's part of a tensor, in the graph, once it has arrived.
-
-    Args:
-        tensor: Any tensor.
-        gradient: How the gradient of a DTensor's part will lie on its mesh; None for as the tensor.
-
-    Returns:
-        ``DTensor.to_local()``; a plain tensor itself.
-    """
+    """Return this rank's part of any tensor, in the graph, once it has arrived: ``DTensor.to_local()``."""
+    # `gradient`: how that of a DTensor's part will lie on its mesh; None for as the tensor.
     if not is_sharded_tensor(tensor):
         plain: Tensor = tensor
         return plain
@@ -982,14 +732,7 @@ def in_loss_parallel() -> bool:
 
 
 def data_mesh(module: Any) -> Any:
-    """Return the mesh that ``fully_shard`` divided a module over: ``FSDPParamGroup.mesh_info``.
-
-    Args:
-        module: One of `gathered_modules`.
-
-    Returns:
-        The mesh; None for a module that holds no parameters of its own.
-    """
+    """Return the mesh that ``fully_shard`` divided a module's own parameters over: ``FSDPParamGroup.mesh_info``."""
     groups = _groups_of(module._get_fsdp_state())
     return groups[0].mesh_info.mesh if groups else None
 
@@ -1005,43 +748,22 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def gathered_together(module: Any) -> int:
-    """Return what modules that ``fully_shard`` was called with at once have in common: ``FSDPModule._get_fsdp_state``.
-
-    Args:
-        module: One of `gathered_modules`.
-
-    Returns:
-        A number.
-    """
+    """Return a number that modules of one call of ``fully_shard`` share: ``FSDPModule._get_fsdp_state``."""
     return id(module._get_fsdp_state())
 
 
 def holds_parts(module: Any) -> bool:
-    """Return whether a module holds its parts of parameters: ``FSDPParamGroup.is_sharded``.
-
-    A root keeps what it has gathered after a forward, and ``reshard_after_forward=2`` parts of another kind.
-
-    Args:
-        module: One of `gathered_modules`; any other holds what it holds.
-
-    Returns:
-        False where its parameters are others at the moment.
-    """
+    """Return whether any module, gathered or not, holds its parts of parameters: ``FSDPParamGroup.is_sharded``."""
+    # A root keeps what it has gathered after a forward, and ``reshard_after_forward=2`` parts of another kind.
     state = getattr(module, "_get_fsdp_state", None)
     return state is None or all(group.is_sharded for group in _groups_of(state()))
 
 
 def keep_gathered(module: Any) -> Callable[[], None]:
-    """Gather the parameters of a module and keep them so through forwards and backwards.
+    """Gather the parameters of a module, keep them so, and return what lets it free them again as before.
 
     ``FSDPState._fsdp_param_groups``, ``FSDPParamGroup.post_forward_mesh_info`` and ``reshard_after_backward``: what
     ``set_reshard_after_forward`` and ``set_reshard_after_backward`` set, and nothing public reads.
-
-    Args:
-        module: One of `gathered_modules`.
-
-    Returns:
-        Lets the module free its parameters again as it did before.
     """
     state = module._get_fsdp_state()
     found = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in _groups_of(state)]
@@ -1062,11 +784,8 @@ def keep_gathered(module: Any) -> Callable[[], None]:
 
 
 def free_gathered(modules: Iterable[Any]) -> None:
-    """Free gathered parameters, and forget the order in which forwards used them: ``FSDPState._reset_iter_state``.
-
-    Args:
-        modules: All of `gathered_modules` of a model, none of which is running.
-    """
+    """Free gathered parameters, and forget the order in which forwards used them: ``FSDPState._reset_iter_state``."""
+    # Takes all of `gathered_modules` of a model, none of which is running.
     for module in modules:
         state = module._get_fsdp_state()
         for group in _groups_of(state):
@@ -1086,14 +805,8 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells a tensor's memory from any other, also where it was freed and filled again meanwhile.
-
-    Args:
-        tensor: A tensor whose memory somebody keeps alive.
-
-    Returns:
-        ``UntypedStorage._cdata``, which stays as the content is exchanged, and the place of the elements in it.
-    """
+    """Return what tells a kept tensor's memory, and its place in it, from any other: ``UntypedStorage._cdata``."""
+    # It stays as the content is exchanged, also where the memory was freed and filled again meanwhile.
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -1107,14 +820,9 @@ def running_wrapper() -> Any:
 
 
 def stop_compiler(untraced: list[CodeType]) -> Any:
-    """Stop the compiler from taking further frames: ``torch._dynamo.eval_frame`` and ``torch._C._dynamo.eval_frame``.
-
-    Args:
-        untraced: Functions that it must never look into; emptied once it knows of them.
-
-    Returns:
-        What `restart_compiler` wants back; None where the compiler was never loaded.
-    """
+    """Stop the compiler from taking more frames: ``torch._dynamo.eval_frame`` and ``torch._C._dynamo.eval_frame``."""
+    # `untraced`: functions that it must never look into; emptied once it knows of them. Returns what `restart_compiler`
+    # wants back; None where the compiler was never loaded.
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return None
@@ -1132,11 +840,7 @@ def _eager(dynamo: Any) -> Any:
 
 
 def restart_compiler(stopped: Any) -> None:
-    """Let the compiler go on as before: the same names.
-
-    Args:
-        stopped: What `stop_compiler` returned.
-    """
+    """Let the compiler go on as before, given what `stop_compiler` returned: the same names."""
     if stopped is not None:
         callback, stance = stopped
         torch._C._dynamo.eval_frame.set_eval_frame(None)
@@ -1145,12 +849,7 @@ def restart_compiler(stopped: Any) -> None:
 
 
 def mark_untraced(function: Any, *, reason: str) -> None:
-    """Set the mark that ``torch.compiler.disable`` leaves, without loading the compiler: ``_torchdynamo_disable``.
-
-    Args:
-        function: A plain Python function.
-        reason: What the compiler says of it.
-    """
+    """Mark a function as ``torch.compiler.disable`` does, without loading the compiler: ``_torchdynamo_disable``."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
 
@@ -1159,15 +858,9 @@ def mark_untraced(function: Any, *, reason: str) -> None:
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """Return the graph of aten operations of a function, none of which runs: ``torch.fx.experimental.proxy_tensor``.
-
-    Args:
-        function: From tensors to tensors.
-        inputs: Tensors of the shapes it is traced for; their values are not read.
-
-    Returns:
-        A ``torch.fx.GraphModule`` whose nodes have what they are worth (``meta["val"]``), without memory.
-    """
+    """Return the graph of aten operations of a function, none of which runs: ``torch.fx.experimental.proxy_tensor``."""
+    # From tensors to tensors; of `inputs` the shapes count alone. Nodes of the ``GraphModule`` have what they are worth
+    # (``meta["val"]``), without memory.
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -1179,14 +872,7 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_repeatable(operation: Any) -> bool:
-    """Return whether an operation of aten gives the same for the same, in new memory or as a view: ``_schema``.
-
-    Args:
-        operation: What a node of a graph calls.
-
-    Returns:
-        False for random numbers, for changes in place and for what is no operation of aten.
-    """
+    """Return whether an operation of aten gives the same for the same, and changes nothing in place: ``_schema``."""
     if operation is operator.getitem:
         return True
     known = isinstance(operation, torch._ops.OpOverload) and operation.namespace == "aten"
@@ -1194,14 +880,8 @@ def is_repeatable(operation: Any) -> bool:
 
 
 def writes_in_place(graph: Any) -> bool:
-    """Return whether an operation of a graph may change what it is given: ``OpOverload._schema``.
-
-    Args:
-        graph: A ``torch.fx.GraphModule``.
-
-    Returns:
-        True for operations without a schema as well, apart from taking an item.
-    """
+    """Return whether an operation of a ``GraphModule`` may change what it is given: ``OpOverload._schema``."""
+    # True for operations without a schema as well, apart from taking an item.
     targets = {node.target for node in graph.graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
     schemas = [getattr(target, "_schema", None) for target in targets - {operator.getitem}]
     return any(schema is None or schema.is_mutable for schema in schemas)
@@ -1216,16 +896,8 @@ def region_call() -> Any:
 
 
 def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph by Inductor, without Dynamo: ``torch._inductor.standalone_compile``.
-
-    Args:
-        graph: A ``torch.fx.GraphModule`` of aten operations.
-        inputs: Tensors of the shapes it is compiled for.
-        options: Inductor's.
-
-    Returns:
-        What takes such tensors and returns the graph's outputs. `save_compiled` writes it.
-    """
+    """Compile a ``GraphModule`` of aten by Inductor, without Dynamo: ``torch._inductor.standalone_compile``."""
+    # `inputs` have the shapes it is compiled for, `options` are Inductor's. `save_compiled` writes what comes back.
     from torch._inductor.standalone_compile import standalone_compile
 
     function: Callable[..., Any] = standalone_compile(
@@ -1235,24 +907,12 @@ def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -
 
 
 def save_compiled(function: Any, path: Path) -> None:
-    """Write what `compiled` returned, as torch writes its own caches: ``CompiledArtifact.save``.
-
-    Args:
-        function: What was compiled, with Inductor's cache on.
-        path: A file that does not exist.
-    """
+    """Write what `compiled` returned, with Inductor's cache on, to a new file: ``CompiledArtifact.save``."""
     function.save(path=str(path), format="binary")
 
 
 def load_compiled(path: Path) -> Callable[..., Any]:
-    """Return what `save_compiled` wrote, as torch reads its own caches: ``CompiledArtifact.load``.
-
-    Args:
-        path: The file, whose content is trusted as that of torch's cache is.
-
-    Returns:
-        What was compiled.
-    """
+    """Return what `save_compiled` wrote, in a file trusted as torch's cache is: ``CompiledArtifact.load``."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
     function: Callable[..., Any] = CompiledArtifact.load(path=str(path), format="binary")
@@ -1305,11 +965,7 @@ def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str,
 
 @contextmanager
 def steps_taken_apart() -> Iterator[None]:
-    """Yield while recurrent layers run step by step, and not as one operation of oneDNN: ``torch._C``.
-
-    Yields:
-        Nothing.
-    """
+    """Yield while recurrent layers run step by step, and not as one operation of oneDNN: ``torch._C``."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -22,15 +22,7 @@ _SEEN: Final = _LEAVES | {Tensor}
 
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return the leaves of a tree, in order.
-
-    Args:
-        tree: Tuples, lists and dicts, and whatever else is registered with pytree.
-        is_leaf: Tells of a container that it counts as a leaf.
-
-    Returns:
-        The leaves, those that are no tensors included.
-    """
+    """Return the leaves of a tree, in order, also those that are no tensors; ``is_leaf``: a container is one leaf."""
     found: list[Any] = []
     return found if _gather(tree, found) else _torch.tree_leaves(tree, is_leaf=is_leaf)
 
@@ -50,16 +42,9 @@ def _gather(item: Any, found: list[Any]) -> bool:
 
 
 def tensors(tree: Any, *, into_objects: int = 0) -> list[Tensor]:
-    """Return the tensors of a tree, in order.
-
-    Args:
-        tree: As for `leaves`.
-        into_objects: How deep to look into what is no container of pytree: mappings and the attributes of objects (a
-            distribution, a data class). Each tensor and each object then counts once.
-
-    Returns:
-        The tensors; with repetitions where `into_objects` is 0.
-    """
+    """Return the tensors of a tree, in order; with repetitions where `into_objects` is 0."""
+    # How deep to look into what is no container of pytree: mappings and the attributes of objects (a distribution, a
+    # data class). Each tensor and each object then counts once.
     if type(tree) is Tensor:
         return [tree]
     if not into_objects:
@@ -85,15 +70,7 @@ def _parts(item: Any) -> list[Any]:
 
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree with every leaf replaced.
-
-    Args:
-        call: Called with each leaf.
-        tree: As for `leaves`.
-
-    Returns:
-        New containers of the same kinds.
-    """
+    """Return new containers of the same kinds with every leaf replaced."""
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(call, item) for item in tree])

@@ -1,6 +1,6 @@
-"""Small checks of arguments, so that every option is refused with the same words everywhere.
+"""Options of functions: checks, so that each is refused with the same words everywhere, and names for others' options.
 
-Each function returns the checked value, converted to a plain Python number where that matters, or raises
+Each check returns the checked value, converted to a plain Python number where that matters, or raises
 `InvalidOptionError` naming the option, the value that came and what is allowed. Booleans are never numbers here, and
 NaN is never in a range.
 """
@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
@@ -24,18 +24,7 @@ R = TypeVar("R")
 
 
 def _number(value: object, name: str) -> float:
-    """Return `value` as a float; tensors and numpy scalars of one element pass, booleans and strings do not.
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-
-    Returns:
-        The value as a float.
-
-    Raises:
-        InvalidOptionError: If it is not a real number.
-    """
+    """Return a value as a float; tensors and numpy scalars of one element pass, booleans and strings do not."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise InvalidOptionError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
     try:
@@ -45,19 +34,7 @@ def _number(value: object, name: str) -> float:
 
 
 def positive(value: object, name: str, *, allow_infinity: bool = False) -> float:
-    """Check that 0 < value < ∞ (or ≤ ∞).
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-        allow_infinity: Whether infinity is a meaningful value of this option.
-
-    Returns:
-        The value as a float.
-
-    Raises:
-        InvalidOptionError: If the value is not such a number.
-    """
+    """Check that 0 < value < ∞ (or ≤ ∞), and return it as a float."""
     number = _number(value, name)
     if not number > 0 or (math.isinf(number) and not allow_infinity):
         raise InvalidOptionError(f"{name}={value!r}: must be {'' if allow_infinity else 'finite and '}greater than 0.")
@@ -65,18 +42,7 @@ def positive(value: object, name: str, *, allow_infinity: bool = False) -> float
 
 
 def non_negative(value: object, name: str) -> float:
-    """Check that 0 ≤ value < ∞.
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-
-    Returns:
-        The value as a float.
-
-    Raises:
-        InvalidOptionError: If the value is not such a number.
-    """
+    """Check that 0 ≤ value < ∞, and return it as a float."""
     number = _number(value, name)
     if not number >= 0 or math.isinf(number):
         raise InvalidOptionError(f"{name}={value!r}: must be finite and at least 0.")
@@ -84,36 +50,14 @@ def non_negative(value: object, name: str) -> float:
 
 
 def positive_int(value: object, name: str) -> int:
-    """Check that the value is a whole number of at least 1.
-
-    Args:
-        value: What the user gave; an integer type (numpy's too), not a float.
-        name: The option's name, for the message.
-
-    Returns:
-        The value as an int.
-
-    Raises:
-        InvalidOptionError: If the value is not such a number.
-    """
+    """Check that the value is a whole number of at least 1, of an integer type (numpy's too), and return an int."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InvalidOptionError(f"{name}={value!r}: must be a whole number of at least 1.")
     return int(value)
 
 
 def fraction(value: object, name: str) -> float:
-    """Check that 0 < value ≤ 1, as for a sampling rate or a share of memory.
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-
-    Returns:
-        The value as a float.
-
-    Raises:
-        InvalidOptionError: If the value is not such a number.
-    """
+    """Check that 0 < value ≤ 1, as for a sampling rate or a share of memory, and return it as a float."""
     number = _number(value, name)
     if not 0 < number <= 1:
         raise InvalidOptionError(f"{name}={value!r}: must be greater than 0 and at most 1.")
@@ -121,18 +65,7 @@ def fraction(value: object, name: str) -> float:
 
 
 def probability(value: object, name: str) -> float:
-    """Check that 0 < value < 1, as for δ.
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-
-    Returns:
-        The value as a float.
-
-    Raises:
-        InvalidOptionError: If the value is not such a number.
-    """
+    """Check that 0 < value < 1, as for δ, and return it as a float."""
     number = _number(value, name)
     if not 0 < number < 1:
         raise InvalidOptionError(f"{name}={value!r}: must lie strictly between 0 and 1.")
@@ -140,19 +73,7 @@ def probability(value: object, name: str) -> float:
 
 
 def choice(value: object, name: str, choices: Iterable[str]) -> str:
-    """Check that the value is one of the allowed names.
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-        choices: The allowed names.
-
-    Returns:
-        The value.
-
-    Raises:
-        InvalidOptionError: If the value is none of them.
-    """
+    """Check that the value is one of the allowed names, and return it."""
     allowed = list(choices)
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(repr(entry) for entry in allowed)
@@ -163,15 +84,7 @@ def choice(value: object, name: str, choices: Iterable[str]) -> str:
 
 
 def nearest(value: object, known: Iterable[str]) -> str | None:
-    """Return the known name that is nearest to what was given: the one that it begins, else the most alike.
-
-    Args:
-        value: What the user gave.
-        known: The names there are.
-
-    Returns:
-        The name, or None where none is near.
-    """
+    """Return the known name that is nearest to what was given: the one that it begins, else the most alike, if any."""
     if not isinstance(value, str):
         return None
     names = {name.lower(): name for name in known}
@@ -181,31 +94,14 @@ def nearest(value: object, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(value: object, known: Iterable[str], *, otherwise: str = "") -> str:
-    """Return a question after the known name that is nearest to what was given.
-
-    Args:
-        value: What the user gave.
-        known: The names there are.
-        otherwise: How the sentence ends where no name is near.
-
-    Returns:
-        "; did you mean 'name'?", or `otherwise`.
-    """
+    """Return "; did you mean 'name'?" with the known name that is nearest; `otherwise` where none is near."""
     name = nearest(value, known)
     return otherwise if name is None else f"; did you mean '{name}'?"
 
 
 def suggests_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that is called with an option it does not have name the nearest one that it has.
-
-    Python does so by itself from 3.13 on.
-
-    Args:
-        function: What users call with many options by name.
-
-    Returns:
-        The function, whose `TypeError` for an unknown option ends with the suggestion.
-    """
+    """Let a function that is called with an option it does not have name the nearest one that it has."""
+    # Python does so by itself from 3.13 on.
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -224,15 +120,8 @@ def suggests_options(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def takes(*options: Parameter, made: Callable[..., Any] = dict) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Put options in the place of a function's last parameter, which is given what is made of them.
-
-    Args:
-        *options: What the function takes by these names; of the kind of the parameter before.
-        made: Called with all of them by name.
-
-    Returns:
-        A decorator; its functions suggest the nearest option for one that there is not.
-    """
+    """Put options in the place of a function's last parameter, which is given what is ``made`` of them by name."""
+    # They become of the kind of the parameter before; the nearest one is suggested for one that there is not.
 
     def spelled_out(function: Callable[..., R]) -> Callable[..., R]:
         signature = inspect.signature(function)
@@ -257,3 +146,15 @@ def takes(*options: Parameter, made: Callable[..., Any] = dict) -> Callable[[Cal
         return called
 
     return spelled_out
+
+
+def options_of(function: Callable[..., Any], *names: str, required: bool = False) -> list[Parameter]:
+    """Return parameters of a function or class for another one that hands them on; ``required``: without defaults."""
+    parameters = inspect.signature(function).parameters
+    return [parameters[name].replace(default=Parameter.empty) if required else parameters[name] for name in names]
+
+
+def defaults(values: Mapping[str, Any]) -> list[Parameter]:
+    """Return parameters with these defaults by name, of the defaults' types; None is a default of any type."""
+    types = {name: "Any" if value is None else type(value).__name__ for name, value in values.items()}
+    return [Parameter(n, Parameter.KEYWORD_ONLY, default=v, annotation=types[n]) for n, v in values.items()]

@@ -1,4 +1,4 @@
-"""The ``ghostclip`` command: one sub-command per job, each imported when it is asked for.
+"""The ``ghostclip`` command: one sub-command per job, which imports what it needs when it is asked for.
 
 Exit status: 0 done, 1 stopped by the machine (disk, memory), 2 wrong input (one line on stderr says what and where),
 130 interrupted, 141 nobody reads the output any more.
@@ -7,33 +7,36 @@ Exit status: 0 done, 1 stopped by the machine (disk, memory), 2 wrong input (one
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
+import inspect
 import logging
 import os
 import platform
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import ghostclip
+from ghostclip import errors
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, nearest
-from ghostclip.errors import GhostClipError, OutputError
+from ghostclip.commands import audit, planning, privacy
+from ghostclip.commands.options import Options
+from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
+from ghostclip.finetune import options as finetuning
 
 EXIT_MACHINE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-_JOBS: Final = ("inspect", "plan", "plan-privacy", "epsilon", "calibrate", "ledger", "audit", "help")
-# Modules with `run(given) -> exit status`. Those of `commands` declare what they take, light to import.
-_COMMANDS: Final = {
-    "finetune": "finetune.job",
-    **{name: f"commands.{name.replace('-', '_')}" for name in _JOBS},
+_HELP: Final[Options] = {
+    "error": {"metavar": "ERROR", "nargs": "?", "help": "name of an error or warning (default: all of them)"},
 }
+_ERRORS: Final = Path(errors.__file__).with_name("ERRORS.md")
 # Parameters of functions whose option has another name.
 _PARAMETERS: Final = {"target_delta": "delta", "relation": "neighbours", "num_samples": "samples"}
 _EXAMPLES: Final = """\
@@ -59,11 +62,7 @@ class _OneLineParser(argparse.ArgumentParser):
             raise
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Refuse words that no option takes.
-
-        Args:
-            unknown: The words.
-        """
+        """Refuse words that no option takes."""
         known = [name for action in self._actions for name in action.option_strings]
         options = [word.split("=")[0] for word in unknown if word.startswith("-")]
         names = [name for name in (nearest(option, known) for option in options) if name is not None]
@@ -90,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog = parser.prog
         if unknown:
             parser.refuse(unknown)
-        job = _COMMANDS[arguments.pop("command")]
+        run = _COMMANDS[arguments.pop("command")][0]
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             # What libraries announce to those who call them is nothing that a person at a terminal can mend.
             warnings.simplefilter("ignore", FutureWarning)
-            status: int = importlib.import_module(f"ghostclip.{job}").run(arguments)
+            status = run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -126,9 +125,9 @@ def _parser() -> _OneLineParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, job in _COMMANDS.items():
-        module = importlib.import_module("ghostclip." + ("finetune.options" if name == "finetune" else job))
-        description, _, epilog = (module.__doc__ or " ").partition("\n\n")
+    for name, (run, options) in _COMMANDS.items():
+        text = finetuning.__doc__ if options is None else inspect.getdoc(run)
+        description, _, epilog = (text or " ").partition("\n\n")
         command = commands.add_parser(
             name,
             help=f"{description[0].lower()}{description[1:].removesuffix('.')}",
@@ -136,17 +135,63 @@ def _parser() -> _OneLineParser:
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             # Fine-tuning tells what was given from its defaults.
-            argument_default=argparse.SUPPRESS if name == "finetune" else None,
+            argument_default=argparse.SUPPRESS if options is None else None,
             # A misspelt option that is taken for another one is an option that is silently wrong.
             allow_abbrev=False,
         )
-        if name == "finetune":
-            module.add_arguments(command)
+        if options is None:
+            finetuning.add_arguments(command)
         else:
-            for option, how in module.OPTIONS.items():
+            for option, how in options.items():
                 command.add_argument(option, **how)
         command.set_defaults(parser=command)
     return parser
+
+
+def _finetune(given: dict[str, Any]) -> int:
+    from ghostclip.finetune import job
+
+    return job.run(given)
+
+
+def _help(given: dict[str, Any]) -> int:
+    """Explain an error of ghostclip: what causes it and what to do.
+
+    examples:
+      ghostclip help SampleMixingError
+          the entry of one error
+      ghostclip help
+          all entries
+    """
+    page = re.sub(r"\[([^\]]+)\]\((?:\.\./)?([^)]+)\)", r"\1 (\2)", _ERRORS.read_text(encoding="utf-8"))
+    entries = dict(re.findall(r"^## (\w+)\n\n(.*?)\s*(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE))
+    name = given["error"]
+    if name is None:
+        print(page, end="")
+        return 0
+    known = {entry.lower(): entry for entry in entries}
+    found = known.get(name.lower())
+    if found is None:
+        raise InvalidOptionError(
+            f"{name}: no error of ghostclip{did_you_mean(name, entries, otherwise='.')} `ghostclip help` lists them; "
+            "`ghostclip COMMAND --help` explains a command."
+        )
+    print(f"{found}: {inspect.getdoc(getattr(errors, found))}\n\n{entries[found]}")
+    return 0
+
+
+_COMMANDS: Final[dict[str, tuple[Callable[[dict[str, Any]], int], Options | None]]] = {
+    "finetune": (_finetune, None),
+    "inspect": (planning.run_inspect, planning.INSPECT),
+    "plan": (planning.run_plan, planning.PLAN),
+    "plan-privacy": (planning.run_plan_privacy, planning.PLAN_PRIVACY),
+    "epsilon": (privacy.run_epsilon, privacy.EPSILON),
+    "calibrate": (privacy.run_calibrate, privacy.CALIBRATE),
+    "ledger": (audit.run_ledger, audit.LEDGER),
+    "audit": (audit.run_audit, audit.AUDIT),
+    "help": (_help, _HELP),
+}
+"""What runs a command, and the table of its options; fine-tuning declares its own."""
 
 
 def _version() -> str:

@@ -33,7 +33,7 @@ from ghostclip.assembly.private import (
     noise_level_of,
 )
 from ghostclip.data import DeclaredSampling, DPDataLoader
-from ghostclip.data.accepted import checked_batch_size, dataset_length
+from ghostclip.data.torch_loader import checked_batch_size, dataset_length
 from ghostclip.distributed import world_size
 from ghostclip.errors import GhostClipError
 from ghostclip.mechanisms.mechanism import Mechanism
@@ -565,15 +565,7 @@ class PrivacyEngine:
         return sampling
 
     def _assemble(self, request: Request, budget: Budget | None) -> Private | PrivateWithCriterion:
-        """Put the private objects together and let their steps be charged to this engine's account.
-
-        Args:
-            request: What the user asked for.
-            budget: What the account must not exceed.
-
-        Returns:
-            As `make_private`.
-        """
+        """Put the private objects together and let their steps be charged to this engine's account."""
         noise = make_noise_source(level=self.noise_level, generator=request.options.noise_generator)
         private = assemble(request, noise)
         others = earlier(request.module, self._account.released)

@@ -191,14 +191,7 @@ def delta_too_large(delta: float, num_samples: int | None) -> str | None:
 
 
 def epsilon_too_large(epsilon: float) -> str | None:
-    """Return a warning if ε is too large to mean anything, else None.
-
-    Args:
-        epsilon: ε.
-
-    Returns:
-        One sentence that says what such an ε allows.
-    """
+    """Return a warning, a sentence on what such an ε allows, if it is too large to mean anything, else None."""
     if epsilon <= MOST_EPSILON:
         return None
     return (

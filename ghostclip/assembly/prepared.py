@@ -12,8 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from ghostclip.data.dealt import TakenAsItIs
-from ghostclip.data.workers import worker_options
+from ghostclip.data.torch_loader import TakenAsItIs, worker_options
 
 _SHARDED = ("DataLoaderShard", "DataLoaderDispatcher")
 

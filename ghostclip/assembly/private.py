@@ -49,8 +49,7 @@ from ghostclip.facade import (
 )
 from ghostclip.facade.module import mode_of
 from ghostclip.graph.takeover import Takeover, hindered, left_of
-from ghostclip.language.record_losses import by_record
-from ghostclip.language.vocabulary_head import CHOICES
+from ghostclip.language.vocabulary_head import CHOICES, by_record
 from ghostclip.noise import LEVELS, NoiseSource
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer, MemberOptimizer

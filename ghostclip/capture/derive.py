@@ -19,7 +19,7 @@ from ghostclip import _torch
 from ghostclip.capture.tracked import Operation, Origin, TrackedTensor, become, replace_tracked, tracked_leaves, wrap
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
-from ghostclip.rules.index import PICKING, Pick, of_constant, pick_of
+from ghostclip.rules.lookup import PICKING, Pick, of_constant, pick_of
 
 _VIEWS = {
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "view_as", "reshape_as",

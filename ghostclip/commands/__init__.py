@@ -1,5 +1,5 @@
-"""Commands of ``ghostclip`` that are one module each.
+"""Commands of ``ghostclip``, light to import until they run.
 
-A module's docstring is what ``--help`` says, its ``OPTIONS`` are the keywords of argparse by option, and its
-``run(given)`` does the job and returns the exit status. All are light to import until they run.
+Of each there is a table of options, and a function ``run_...`` that does the job with what was given and returns the
+exit status; its docstring is what ``--help`` says.
 """

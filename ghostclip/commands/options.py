@@ -15,6 +15,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.terminal import Working
 
 Options = dict[str, dict[str, Any]]
+"""Keywords of argparse by option."""
 
 
 def gigabytes(text: str) -> int:

@@ -1,7 +1,11 @@
-"""What ``ghostclip epsilon`` and ``ghostclip calibrate`` share: options, the assumptions they state, a picture."""
+"""Commands on privacy parameters: `epsilon` of a training, and `calibrate`, which solves for one of them.
+
+Both state the assumptions that ε rests on, and may draw it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import warnings
@@ -9,9 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ghostclip._files import BLACK, BLUE, PALE, picture
-from ghostclip.commands.options import DELTA, FILE, Options, write_json
-from ghostclip.errors import InvalidOptionError
+from ghostclip._files import BLACK, BLUE, PALE, picture, reason_of
+from ghostclip.commands.options import (
+    DELTA,
+    FILE,
+    Options,
+    require_files,
+    write_json,
+)
+from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
@@ -19,12 +29,13 @@ if TYPE_CHECKING:
 
     from ghostclip.accounting import Bounds
 
+
 _RELATIONS: Final = {
     "zero_out": "one sample replaced by one without contribution (the number of samples is public)",
     "add_remove": "one sample added or removed",
     "replace_one": "one sample replaced by any other",
 }
-OPTIONS: Final[Options] = {
+_MECHANISM: Final[Options] = {
     "--noise-multiplier": {"type": float, "metavar": "S", "help": "noise over sensitivity (sigma)"},
     "--sample-rate": {"type": float, "metavar": "Q", "help": "probability of each sample to be in a batch"},
     "--samples": {"type": int, "metavar": "N", "help": "samples in the data set, for the rate and a check of delta"},
@@ -47,7 +58,7 @@ Segment = tuple[float, float, int]
 """(σ, q, steps)."""
 
 
-def mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
+def _mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
     """Return σ, q and the number of steps that options give, None for what they leave out."""
     sigma, rate, samples, batch = (given[k] for k in ("noise_multiplier", "sample_rate", "samples", "batch_size"))
     if rate is not None and batch is not None:
@@ -59,9 +70,9 @@ def mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | 
             raise InvalidOptionError(f"--batch-size {batch}: must be from 1 to --samples, {samples}.")
         rate = batch / samples
     if rate is not None:
-        require_rate(f"--sample-rate {rate}", rate)
+        _require_rate(f"--sample-rate {rate}", rate)
     if sigma is not None:
-        require_noise("--noise-multiplier", sigma)
+        _require_noise("--noise-multiplier", sigma)
     return sigma, rate, _steps(given["steps"], given["epochs"], rate)
 
 
@@ -79,13 +90,13 @@ def _steps(steps: int | None, epochs: float | None, rate: float | None) -> int |
     return max(1, math.ceil(epochs / rate - 1e-9))
 
 
-def require_rate(said: str, rate: float) -> None:
+def _require_rate(said: str, rate: float) -> None:
     """Refuse what is no sampling rate, in the words that say it."""
     if not 0 < rate <= 1:
         raise InvalidOptionError(f"{said}: must be greater than 0 and at most 1.")
 
 
-def require_noise(name: str, sigma: float) -> None:
+def _require_noise(name: str, sigma: float) -> None:
     """Refuse noise that no accountant can compute with, by the name of what says it."""
     if not 0 <= sigma <= _MOST_NOISE:
         raise InvalidOptionError(f"{name} {sigma:g}: must be from 0 to {_MOST_NOISE:g}.")
@@ -102,7 +113,7 @@ def _bounds(segments: Sequence[Segment], given: dict[str, Any]) -> Bounds:
         return made.epsilon_bounds(given["delta"])
 
 
-def release(given: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
+def _release(given: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
     """Print ε of segments with all that it assumes, after what was solved for, write files of it, and return 0."""
     from ghostclip.accounting import delta_too_large, epsilon_too_large
 
@@ -200,3 +211,120 @@ def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:
             before.append((sigma, rate, min(length, steps)))
         steps -= length
     return before
+
+
+EPSILON: Final[Options] = {
+    **_MECHANISM,
+    "--segment": {"nargs": 3, "type": float, "action": "append", "metavar": ("S", "Q", "T"), "default": [], "help":
+                  "noise multiplier, sample rate and steps of one part of the training; may be given several times"},
+    "--schedule": {**FILE, "help": "segments from a file, one in each line, or JSON"},
+}  # fmt: skip
+
+
+def run_epsilon(given: dict[str, Any]) -> int:
+    """Bound epsilon of a private training.
+
+    examples:
+      ghostclip epsilon --noise-multiplier 1 --samples 60000 --batch-size 256 --epochs 10
+          a training with Poisson sampling, and a check of delta against 1/60000
+      ghostclip epsilon --noise-multiplier 1 --sample-rate 0.01 --steps 1000 --delta 1e-6 --plot epsilon.png
+          the same in rates and steps, with a picture
+      ghostclip epsilon --segment 1.2 0.01 500 --segment 0.8 0.01 100
+          noise that changes on the way: noise multiplier, sample rate and steps of each part
+    """
+    require_files(given)
+    sigma, rate, steps = _mechanism(given)
+    segments = [*([] if given["schedule"] is None else _read(given["schedule"])), *map(_segment, given["segment"])]
+    for number, (noise, share, _) in enumerate(segments, start=1):
+        _require_noise(f"segment {number}: noise multiplier", noise)
+        _require_rate(f"segment {number}: sample rate {share:g}", share)
+    if sigma is None and segments:
+        ignored = [name for name, value in (("--sample-rate", rate), ("--steps", steps)) if value is not None]
+        if ignored:
+            raise InvalidOptionError(f"{', '.join(ignored)} without --noise-multiplier: segments bring their own.")
+    elif sigma is None or rate is None or steps is None:
+        wanted = {
+            "--noise-multiplier": sigma, "--sample-rate, or --samples and --batch-size": rate,
+            "--steps or --epochs": steps,
+        }  # fmt: skip
+        missing = "; ".join(name for name, value in wanted.items() if value is None)
+        raise InvalidOptionError(f"{missing}: needed (or --segment, or --schedule).")
+    else:
+        segments.insert(0, (sigma, rate, steps))
+    return _release(given, segments)
+
+
+def _segment(values: list[float]) -> Segment:
+    sigma, rate, steps = values
+    if not steps.is_integer():
+        raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
+    return sigma, rate, int(steps)
+
+
+def _whole(steps: str | float) -> int:
+    """Return a number of steps; a part of one is no number of steps, and cutting it off would count too few."""
+    whole = int(steps)
+    if not isinstance(steps, str) and whole != steps:
+        raise ValueError(f"{steps} steps")
+    return whole
+
+
+def _read(path: Path) -> list[Segment]:
+    """Return segments of a file: JSON [[sigma, q, steps], ...], or lines "sigma q steps", commas and # comments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--schedule {path}: cannot be read ({reason_of(error)}).") from error
+    except UnicodeDecodeError:
+        raise DataError(f"--schedule {path}: is no text in UTF-8.") from None
+    try:
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = [line.split("#")[0].replace(",", " ").split() for line in text.splitlines()]
+        segments = [(float(sigma), float(rate), _whole(steps)) for sigma, rate, steps in filter(None, rows)]
+    except (OverflowError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
+    if not segments:
+        raise DataError(f"{path}: holds no segment.")
+    return segments
+
+
+CALIBRATE: Final[Options] = {
+    **_MECHANISM,
+    "--target-epsilon": {"type": float, "metavar": "E", "help": "epsilon not to be exceeded; of noise multiplier, "
+                         "sample rate and steps, give two and leave one out"},
+}  # fmt: skip
+
+
+def run_calibrate(given: dict[str, Any]) -> int:
+    """Find the noise, sample rate or number of steps that keeps a privacy budget.
+
+    examples:
+      ghostclip calibrate --target-epsilon 3 --samples 60000 --batch-size 256 --epochs 10
+          how much noise such a training needs
+      ghostclip calibrate --target-epsilon 3 --noise-multiplier 1 --sample-rate 0.01
+          how many steps may be taken
+      ghostclip calibrate --target-epsilon 3 --noise-multiplier 1 --steps 1000
+          how large the batches may be
+    """
+    from ghostclip import accounting
+
+    require_files(given)
+    values = dict(zip(("noise_multiplier", "sample_rate", "steps"), _mechanism(given), strict=True))
+    if given["target_epsilon"] is None:
+        raise InvalidOptionError("--target-epsilon: needed (`ghostclip epsilon` tells what given values cost).")
+    known = {name: value for name, value in values.items() if value is not None}
+    if len(known) != 2:
+        raise InvalidOptionError(
+            "of --noise-multiplier, --sample-rate (or --samples and --batch-size) and --steps (or --epochs), give two; "
+            "the third is solved for."
+        )
+    (name,) = values.keys() - known
+    with Working("searching", logger="ghostclip.accounting.calibration"):
+        solved = getattr(accounting, f"get_{name}")(
+            target_epsilon=given["target_epsilon"], target_delta=given["delta"], accountant=given["accountant"],
+            relation=given["neighbours"], **known,
+        )  # fmt: skip
+    sigma, rate, steps = {**values, name: solved}.values()
+    return _release(given, [(sigma, rate, steps)], {name: solved})

@@ -6,14 +6,14 @@ physical batches that fit in memory; `DeclaredSampling` states what a user sampl
 """
 
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.data.declared import DeclaredSampling
-from ghostclip.data.empty_batch import EmptyBatchCollate
+from ghostclip.data.collation import EmptyBatchCollate
 from ghostclip.data.loader import DPDataLoader
 from ghostclip.data.physical_batches import PhysicalBatches
 from ghostclip.data.sampler import PoissonSampler, PrivateSampler
 from ghostclip.data.schemes import (
     Cyclic,
     CyclicPoisson,
+    DeclaredSampling,
     FullBatch,
     Poisson,
     RandomAllocation,

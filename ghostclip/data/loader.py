@@ -13,13 +13,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from ghostclip._validate import fraction, positive_int
 from ghostclip.accounting.history import SamplingEvent
-from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
-from ghostclip.data.dealt import TakenAsItIs
-from ghostclip.data.empty_batch import EmptyBatchCollate
-from ghostclip.data.resumed import started
+from ghostclip.data.collation import EmptyBatchCollate
 from ghostclip.data.sampler import PrivateSampler, share_sampler
 from ghostclip.data.schemes import Poisson, SamplingScheme
-from ghostclip.data.workers import worker_options
+from ghostclip.data.torch_loader import (
+    TakenAsItIs,
+    checked_batch_size,
+    dataset_length,
+    record_sampler,
+    started,
+    worker_options,
+)
 from ghostclip.distributed import refused_together, world_size
 from ghostclip.distributed.agreement import noting_each
 from ghostclip.errors import DataError, InvalidOptionError

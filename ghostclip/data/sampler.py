@@ -10,12 +10,11 @@ import torch
 from torch import distributed
 from torch.utils.data import Sampler
 
-from ghostclip._owner import Owner
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.distributed.agreement import Group, gathered, require_equal, require_group
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.noise.keys import RandomKey
+from ghostclip.noise.keys import Owner, RandomKey
 from ghostclip.optim.draws import Draw, DrawLog
 
 _REMEDY = (
@@ -111,30 +110,12 @@ class PrivateSampler(Sampler[list[int]]):
         return self.steps
 
     def draw(self, position: int) -> list[int]:
-        """Return this rank's records of batch number `position` of the whole training, always the same ones.
-
-        Args:
-            position: Number of the batch, counted over all epochs from 0.
-
-        Returns:
-            Distinct record numbers, ascending.
-
-        Raises:
-            CopyError: If this is a copy of a sampler, or in a fork of its process.
-        """
+        """Return this rank's records of batch number `position` of the whole training, ascending; always the same."""
         self._owner.require(self, remedy=_REMEDY)
         return self.scheme.draw(self._key, position)[self.rank :: self.num_replicas].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield one epoch of fresh batches; after `load_state_dict`, what was left of the interrupted one.
-
-        Yields:
-            Distinct record numbers, ascending.
-
-        Raises:
-            InvalidOptionError: If another loop over this sampler has started meanwhile.
-            CopyError: If this is a copy of a sampler, or in a fork of its process.
-        """
+        """Yield one epoch of fresh batches; after `load_state_dict`, what was left of the interrupted one."""
         loop = self._loop = object()
         self._begin_epoch()
         self.draws.begin_pass()
@@ -171,13 +152,8 @@ class PrivateSampler(Sampler[list[int]]):
 
     @contextlib.contextmanager
     def tracking(self) -> Iterator[None]:
-        """Let a loader that draws ahead say by `mark_delivered` which batches its user has received.
-
-        Within this context `state_dict` counts deliveries instead of draws, so that prefetched batches are not lost.
-
-        Yields:
-            Nothing.
-        """
+        """Let a loader that draws ahead say by `mark_delivered` which batches its user has received."""
+        # Within this context `state_dict` counts deliveries instead of draws, so that prefetched batches are not lost.
         tracker = self._tracker = object()
         self._delivered = self._drawn
         try:
@@ -192,32 +168,14 @@ class PrivateSampler(Sampler[list[int]]):
         self.draws.deliver()
 
     def share(self, *, rank: int, num_replicas: int, key: str) -> None:
-        """Draw the same batches as all replicas and keep every `num_replicas`-th record of each, from `rank` on.
-
-        Args:
-            rank: Number of this replica, from 0.
-            num_replicas: How many there are.
-            key: The key that all of them use: entry `key` of one replica's `state_dict`.
-
-        Raises:
-            InvalidOptionError: If the rank is not below the number of replicas.
-        """
+        """Draw with a key as all replicas do and keep every `num_replicas`-th record of each batch, from `rank` on."""
         self.deal(rank, num_replicas)
         self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(key)
 
     def deal(self, rank: int, num_replicas: int) -> None:
-        """Keep every `num_replicas`-th record of each batch from here on, from `rank` on.
-
-        Replicas of one number keep the same records: ranks of which each has a part of the model, say.
-
-        Args:
-            rank: Number of this replica, from 0.
-            num_replicas: How many there are.
-
-        Raises:
-            InvalidOptionError: If the rank is not below the number of replicas.
-        """
+        """Keep every `num_replicas`-th record of each batch from here on, from `rank` on."""
+        # Replicas of one number keep the same records: ranks of which each has a part of the model, say.
         if not 0 <= rank < num_replicas:
             raise InvalidOptionError(f"rank={rank!r}: must lie in [0, num_replicas={num_replicas!r}).")
         self.rank, self.num_replicas = rank, num_replicas
@@ -228,21 +186,14 @@ class PrivateSampler(Sampler[list[int]]):
         self._key.renew()
 
     def fingerprint(self) -> str:
-        """Return what replicas that draw the same batches have in common.
-
-        Returns:
-            The key's fingerprint and the position.
-        """
+        """Return what replicas that draw the same batches have in common: the key's fingerprint and the position."""
         return f"{self._key.fingerprint()} at batch {self._drawn}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the key and the position as plain Python values.
+        """Return the key and the position as plain Python values, the same on all replicas.
 
         Privacy:
             The state contains the key: keep it where the noise's and the data's secrets are kept.
-
-        Returns:
-            Mapping for `load_state_dict`, the same on all replicas.
         """
         unused = self.draws.next_number if self.draws.claimed else None
         # What was handed out and not released is drawn again: a prefetcher may hold it, or a step not be taken yet.
@@ -255,14 +206,7 @@ class PrivateSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a saved sampler was: the next epoch yields what was left of the interrupted one.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ResumeError: If it is incomplete or belongs to other data, another rate or another scheme.
-        """
+        """Continue where a saved sampler was: the next epoch yields what was left of the interrupted one."""
         described = self.scheme.describe()
         missing = {"key", "position", "remaining", *described} - state.keys()
         if missing:
@@ -319,17 +263,10 @@ class PoissonSampler(PrivateSampler):
 
 
 def share_sampler(sampler: PrivateSampler, group: Group = None) -> None:
-    """Let all ranks draw the same batches and share the records of each among them.
+    """Let all ranks draw the same batches, by rank 0's key and position, and share the records of each among them.
 
     Privacy:
         Every batch is one draw, as accounted. Each of its records is on exactly one rank.
-
-    Args:
-        sampler: Each rank's own, over the same scheme; takes rank 0's key and position.
-        group: The ranks that train together.
-
-    Raises:
-        InvalidOptionError: If torch.distributed is not running, or the ranks sample differently.
     """
     require_group()
     states = gathered("sampling", sampler.state_dict(), group)

@@ -1,6 +1,6 @@
 """Ways to sample: what is drawn, its public constants, and its accounting event, together in one frozen object.
 
-A scheme knows neither positions nor ranks; `PrivateSampler` does.
+A scheme knows neither positions nor ranks; `PrivateSampler` does. `DeclaredSampling` states what a user draws.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ghostclip._validate import choice, fraction, positive_int
+from ghostclip._validate import choice, fraction, positive, positive_int
 from ghostclip.accounting.history import RELATIONS, SamplingEvent, steps_per_epoch
-from ghostclip.data.selection import Records, independent_coins, permutation, subset
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise.keys import RandomKey, WordStream
+from ghostclip.noise.keys import RandomKey, Records, WordStream, independent_coins, permutation, subset
 
 
 class SamplingScheme(Protocol):
@@ -52,11 +51,7 @@ class SamplingScheme(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters as plain values; a resumed run must have the same.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name, as plain values; a resumed run must have the same."""
 
 
 def _whole_if_meant(value: float) -> float:
@@ -140,11 +135,7 @@ class Poisson:
         return records if self.truncation is None else subset(words, records, self.truncation)
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": self.event.kind,
             "num_samples": self.num_samples,
@@ -204,11 +195,7 @@ class FullBatch:
         return np.arange(self.num_samples)
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {"kind": "full", "num_samples": self.num_samples, "sample_rate": 1.0}
 
 
@@ -275,11 +262,7 @@ class Shuffled:
         return np.sort(order[step * self.batch_size : (step + 1) * self.batch_size])
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": "shuffled",
             "num_samples": self.num_samples,
@@ -406,11 +389,7 @@ class RandomAllocation(_OncePerEpoch):
         return records_M[begins[step] : begins[step + 1]]
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         described = {"kind": "allocation", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
         return described if self.rounds == 1 else {**described, "rounds": self.rounds}
 
@@ -452,11 +431,7 @@ class Cyclic(_OncePerEpoch):
         return np.sort(_order_of(self.num_samples)[position % self.steps :: self.steps])
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {"kind": "cyclic", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
 
 
@@ -527,11 +502,7 @@ class CyclicPoisson:
         return np.sort(group[independent_coins(WordStream(key, position), len(group), self.sample_rate)])
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": "cyclic_poisson",
             "num_samples": self.num_samples,
@@ -539,3 +510,68 @@ class CyclicPoisson:
             "sample_rate": self.sample_rate,
             "epoch_steps": self.epoch_steps,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredSampling:
+    """States how the user samples batches; given to `make_private` in the place of a loader.
+
+    Privacy:
+        Nothing is checked: neither that batches are drawn as stated, nor that each is released once, nor that a row of
+        a batch is one unit. Whoever declares answers for it, and `PrivacyEngine.summary` says so. Shuffled batches are
+        not Poisson samples; their ε is much larger (see `SamplingEvent`). On several ranks the values are those of the
+        whole batch, of which each rank holds different records.
+
+    Example:
+        >>> own = ghostclip.DeclaredSampling(sample_rate=0.01, expected_batch_size=500, num_units=50_000)
+        >>> model, optimizer, _ = ghostclip.PrivacyEngine().make_private(
+        ...     module=model, optimizer=optimizer, data_loader=own, noise_multiplier=1.0, max_grad_norm=1.0)
+
+    Attributes:
+        sample_rate: q, the probability with which a unit joins a batch; 1 for kind="full".
+        expected_batch_size: Rows of a batch on average: the public constant that a mean gradient is divided by.
+        num_units: N, the number of units in the data.
+        kind: "poisson" (each unit independently with probability q) or "full" (all units in each batch).
+        unit: What is protected: a "record" or a "user" with all of theirs.
+        records_per_unit: Most rows of one unit in a batch.
+        relation: What neighbouring data sets are; see `SamplingEvent`.
+        steps_per_epoch: Batches that count as an epoch; round(1/q) by default.
+        data_loader: What `make_private` hands back as the loader, unchanged.
+
+    Raises:
+        InvalidOptionError: If a value is out of range.
+    """
+
+    sample_rate: float
+    expected_batch_size: float
+    num_units: int
+    kind: str = "poisson"
+    unit: str = "record"
+    records_per_unit: int = 1
+    relation: str = "zero_out"
+    steps_per_epoch: int | None = None
+    data_loader: Any = None
+
+    def __post_init__(self) -> None:
+        choice(self.kind, "kind", ("poisson", "full"))
+        positive(self.expected_batch_size, "expected_batch_size")
+        if self.steps_per_epoch is not None:
+            positive_int(self.steps_per_epoch, "steps_per_epoch")
+        _ = self.event
+
+    @property
+    def event(self) -> SamplingEvent:
+        """The accounting event of a step."""
+        return SamplingEvent(
+            kind=self.kind,
+            sample_rate=self.sample_rate,
+            num_units=self.num_units,
+            relation=self.relation,
+            unit=self.unit,
+            records_per_unit=self.records_per_unit,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Batches per epoch."""
+        return self.steps_per_epoch or max(1, round(1 / self.sample_rate))

@@ -12,9 +12,8 @@ from torch.utils.data import Dataset, default_collate
 from ghostclip._validate import positive, positive_int
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.schemes import Poisson
-from ghostclip.data.selection import Records, independent_coins, subset
 from ghostclip.errors import DataError
-from ghostclip.noise.keys import RandomKey, WordStream
+from ghostclip.noise.keys import RandomKey, Records, WordStream, independent_coins, subset
 
 _SIZE = "expected_batch_size"
 
@@ -127,11 +126,7 @@ class UserPoisson:
         return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
 
     def describe(self) -> dict[str, Any]:
-        """Return the public parameters.
-
-        Returns:
-            Values by name.
-        """
+        """Return the public parameters by name."""
         return {
             "kind": "user_poisson",
             "num_samples": self.num_samples,

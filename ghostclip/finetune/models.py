@@ -25,18 +25,16 @@ from torch.utils.data import DataLoader, Subset
 
 import ghostclip
 from ghostclip._files import reason_of
+from ghostclip._memory import peak_bytes
 from ghostclip.clipper import Strategy
 from ghostclip.clipping.options import factor_dtype_of
-from ghostclip.data.physical_batch_size import find_max_physical_batch_size
-from ghostclip.data.size_policies import largest_batch
-from ghostclip.data.tensor_memory import peak_bytes
+from ghostclip.data.physical_batch_size import find_max_physical_batch_size, largest_batch
 from ghostclip.distributed import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, from_anywhere, labels_of
-from ghostclip.language.record_losses import losses_of
 from ghostclip.language.tasks import task_of, without_adapters
-from ghostclip.language.vocabulary_head import use_fused
+from ghostclip.language.vocabulary_head import losses_of, use_fused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

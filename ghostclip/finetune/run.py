@@ -233,21 +233,11 @@ def interrupted_run(output: Path) -> tuple[dict[str, Any], RunState]:
 
 
 class FinetuneRun:
-    """A run that can begin; nothing is written. Made in all processes of the run.
+    """A run that can begin; nothing is written. Made in all processes of the run."""
 
-    Attributes:
-        options: What was asked.
-        state: What happened so far; ``lost`` of it counts the steps that the ledger holds and the checkpoint does not,
-            and is None for a new run.
-        data: The source of the samples, and their numbers, for the record.
-        config: The model's own, as it is written; a training fills no cache.
-
-    Args:
-        options: What was asked.
-        state: Of an interrupted run; None for a new one.
-        ranks: The processes.
-    """
-
+    # `state`: what happened so far; ``lost`` of it counts the steps that the ledger holds and the checkpoint does not,
+    # and is None for a new run. `data`: the source of the samples, and their numbers, for the record. `config`: the
+    # model's own, as it is written; a training fills no cache.
     def __init__(self, options: FinetuneOptions, state: RunState | None, ranks: Ranks) -> None:
         self.options, self.ranks, self.output = options, ranks, options.output
         self.resume_point, self.ledger = self.output / RESUME_STATE, self.output / LEDGER

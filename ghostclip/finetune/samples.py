@@ -51,19 +51,10 @@ Ids = NDArray[np.int32]
 
 
 class TokenEncoder:
-    """A tokenizer of transformers as far as the job needs it; bytes are encoded without it, much faster.
+    """A tokenizer of transformers as far as the job needs it; bytes are encoded without it, much faster."""
 
-    Attributes:
-        description: For people.
-        vocab_size: Ids that it gives.
-        start_id: Leads a passage; None for nothing.
-        pad_id: Fills rows up.
-
-    Args:
-        tokenizer: Of transformers.
-        source: Where it is from; `BYTES` for bytes.
-    """
-
+    # `source`: where it is from, `BYTES` for bytes. `start_id` leads a passage, None for nothing; `pad_id` fills rows
+    # up.
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, source: str) -> None:
         self._tokenizer, self._is_bytes = tokenizer, source == BYTES
         self.description = BYTES if self._is_bytes else f"tokenizer from {source}"

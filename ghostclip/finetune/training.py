@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ghostclip.data.tensor_memory import peak_bytes
+from ghostclip._memory import peak_bytes
 from ghostclip.distributed import gathered, refused_together
 from ghostclip.distributed.agreement import digest_of
 from ghostclip.errors import FixedSeedWarning
@@ -71,19 +71,10 @@ def training_arguments(run: FinetuneRun) -> DPTrainingArguments:
 
 
 class FinetuneTrainer(DPTrainer):
-    """`DPTrainer` of a run, which goes on from a resume point if there is one.
+    """`DPTrainer` of a run, which goes on from a resume point if there is one, as `begun` says."""
 
-    Attributes:
-        timed: Samples and seconds of the steps of this session, without the first ones.
-        peak: Bytes that a step held above weights and optimizer state.
-        begun: Whether there is a resume point.
-        stop_requested: Whether to stop after the current step.
-
-    Args:
-        run: The run.
-        arguments: Its `training_arguments`.
-    """
-
+    # `timed`: samples and seconds of the steps of this session, without the first ones. `peak`: bytes that a step held
+    # above weights and optimizer state. `stop_requested`: whether to stop after the current step.
     private_run: Any = None
 
     def __init__(self, run: FinetuneRun, arguments: DPTrainingArguments) -> None:

@@ -25,7 +25,7 @@ from ghostclip.accounting import get_noise_multiplier
 from ghostclip.assembly.options import CLIPPINGS
 from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.data import DPDataLoader, PhysicalBatches
-from ghostclip.data.accepted import checked_batch_size, dataset_length, record_sampler
+from ghostclip.data.torch_loader import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.facade.module import mode_of
@@ -63,11 +63,7 @@ TESTED: Final[dict[str, tuple[str, str]]] = {
 
 @lru_cache
 def warn_if_untested(distribution: str) -> None:
-    """Warn, once in a process, of a library that is older than what was tested; note a newer one at level DEBUG.
-
-    Args:
-        distribution: Name of the distribution, as in `TESTED`.
-    """
+    """Warn, once in a process, of a distribution older than in `TESTED`; note a newer one at level DEBUG."""
     first, last = TESTED[distribution]
     installed = metadata.version(distribution)
     figures = _figures(installed)
@@ -209,14 +205,7 @@ class PrivacyArguments:
 
 
 def suggests_fields(kind: type[_A]) -> type[_A]:
-    """Let a class of training arguments that is given a field it does not have name the nearest one that it has.
-
-    Args:
-        kind: A dataclass.
-
-    Returns:
-        The same class.
-    """
+    """Let a dataclass that is given a field it does not have name the nearest one that it has."""
     kind.__init__ = _validate.suggests_options(kind.__init__)  # type: ignore[method-assign]
     return kind
 
@@ -226,20 +215,9 @@ _WHOLE = 2**40
 
 
 class HostTraining:
-    """What makes the training of one host private.
+    """What makes the training of one host private: engine, loader, what releases, the budget of `target_epsilon`."""
 
-    Attributes:
-        engine: Keeps the account.
-        loader: The private loader, once it is made.
-        optimizer: What releases, once it is made.
-        budget: What it must not exceed, where `target_epsilon` says so.
-
-    Args:
-        options: Privacy options.
-        max_grad_norm: C.
-        rank: Number of this process.
-    """
-
+    # Loader and optimizer are None until they are made. `max_grad_norm` is C, `rank` the number of this process.
     def __init__(self, options: PrivacyArguments, *, max_grad_norm: float, rank: Callable[[], int]) -> None:
         self.options, self._max_grad_norm, self._rank = options, max_grad_norm, rank
         self.engine = PrivacyEngine(noise_level=options.noise_level, ledger=options.ledger)
@@ -252,24 +230,11 @@ class HostTraining:
         self._noise: torch.Generator | None = None
 
     def private_loader(self, loader: Any, *, ranks: int, accumulated: int = 1, place: str) -> DPDataLoader:
-        """Return a loader of Poisson batches in the place of a host's loader.
-
-        The loader's batch size is what a process computes at once; times processes and accumulated batches it is the
-        expected size of a draw, where `expected_batch_size` says no other.
-
-        Args:
-            loader: The host's, before it was dealt out to processes; a `DPDataLoader` is taken as it is.
-            ranks: Processes that share a draw.
-            accumulated: Batches that the host accumulates into a step.
-            place: Where the loader came from, for errors.
-
-        Returns:
-            The private loader; the same one for the same training.
-
-        Raises:
-            DataError: If it is no loader, or a draw is larger than the data.
-            InvalidOptionError: If its sampling cannot be replaced, or batches of a private loader are accumulated.
-        """
+        """Return a loader of Poisson batches in the place of a host's; the same one for the same training."""
+        # Its batch size is what a process computes at once; times `ranks`, processes that share a draw, and
+        # `accumulated` batches of a step it is the expected size of a draw, where `expected_batch_size` says no other.
+        # It comes before it was dealt out to processes; a `DPDataLoader` is taken as it is. `place`: where it came
+        # from, for errors.
         if isinstance(loader, DPDataLoader):
             if accumulated > 1:
                 raise InvalidOptionError(
@@ -308,20 +273,8 @@ class HostTraining:
     def make_private(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, steps: int | None, wrap_model: bool
     ) -> tuple[nn.Module, Any]:
-        """Make model and optimizer private.
-
-        Args:
-            model: The model.
-            optimizer: Its optimizer, or several in a list.
-            steps: Releases of the whole training, for `target_epsilon`; None where the host does not know.
-            wrap_model: As for `PrivacyEngine.make_private`.
-
-        Returns:
-            The model, and the private optimizer or optimizers.
-
-        Raises:
-            InvalidOptionError: If ε is to be met and the number of steps is not known.
-        """
+        """Return model and optimizer, or several in a list, made private."""
+        # `steps`: releases of the whole training, for `target_epsilon`; None where the host does not know.
         assert self.loader is not None, "the loader is made first"
         options = self.options
         if options.planned_epochs is not None:
@@ -364,15 +317,7 @@ class HostTraining:
         return cast("nn.Module", module), private
 
     def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
-        """Run forward and backward of a draw in parts that fit in memory; see `PhysicalBatches.run`.
-
-        Args:
-            batch: The batch.
-            work: Runs forward and backward on a part.
-
-        Returns:
-            What `work` returned, part by part.
-        """
+        """Run forward and backward of a draw in parts that fit in memory; see `PhysicalBatches.run`."""
         if self._parts is None:
             # The user's own private loader, whose batches were to be computed whole: they still may be too large.
             self._parts = PhysicalBatches(self.optimizer, max_physical_batch_size=_WHOLE)

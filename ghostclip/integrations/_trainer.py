@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.collation import unlike_pair
-from ghostclip.data.out_of_memory import count_rows, rows_of
+from ghostclip.data.physical_batches import count_rows, rows_of
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import (
     DataError,
@@ -35,8 +35,8 @@ from ghostclip.errors import (
 )
 from ghostclip.facade import GradSampleModule
 from ghostclip.integrations._host import HostTraining, PrivacyArguments
-from ghostclip.language.record_losses import OWN
 from ghostclip.language.tasks import without_trace
+from ghostclip.language.vocabulary_head import OWN
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer
 
@@ -44,17 +44,8 @@ Loss = Callable[[dict[str, Any]], Tensor | None]
 
 
 def require_own_loss(batch: Mapping[str, Any], *, own: Loss, ours: Loss, tolerance: float) -> None:
-    """Check, on one record, that the loss which stands in the place of the model's own is the same.
-
-    Args:
-        batch: A few records.
-        own: The model's own loss of a batch; None where it has none.
-        ours: The loss in its place.
-        tolerance: How far they may differ by rounding, relative.
-
-    Raises:
-        LossReductionError: If the model adds something to it, or computes another one.
-    """
+    """Check, on a few records, that the loss in the place of the model's own, if it has one, is the same."""
+    # Up to the relative `tolerance`, by rounding.
     for record in _records(batch):
         theirs = own(dict(record))
         if theirs is None or not bool(theirs.isfinite().all()):
@@ -69,16 +60,8 @@ def require_own_loss(batch: Mapping[str, Any], *, own: Loss, ours: Loss, toleran
 
 
 def require_padding_without_effect(batch: Mapping[str, Any], *, ours: Loss, tolerance: float) -> None:
-    """Check that the loss of a record is the same without the padding that longer records give it.
-
-    Args:
-        batch: A few records of different lengths, with an attention mask.
-        ours: The loss of a batch.
-        tolerance: How far they may differ by rounding, relative.
-
-    Raises:
-        SampleMixingError: If it is not.
-    """
+    """Check that the loss of a record is the same without the padding that longer records give it."""
+    # The batch: a few records of different lengths, with an attention mask. `tolerance` is relative, for rounding.
     for record in _records(batch):
         cut = _without_padding(record)
         if cut is None:
@@ -215,16 +198,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
 
 
 def refuse(trainer: Any) -> None:
-    """Refuse a training that could not be private, before it begins.
-
-    Args:
-        trainer: The trainer.
-
-    Raises:
-        InvalidOptionError: If an option contradicts privacy.
-        DataError: If its data cannot be sampled from.
-        UnsupportedModelError: If its model cannot be trained so.
-    """
+    """Refuse a training that could not be private, before it begins."""
     foreign = next((kind for kind in type(trainer).__mro__ if _library(kind) == "sentence_transformers"), None)
     if foreign is not None:
         raise InvalidOptionError(
@@ -306,14 +280,7 @@ def _refuse_model(trainer: Any) -> None:
 
 
 def unexpected(batch: Any) -> GhostClipError:
-    """Return the error for a batch that the private loader did not hand out.
-
-    Args:
-        batch: What came in its place.
-
-    Returns:
-        The error.
-    """
+    """Return the error for a batch that the private loader did not hand out."""
     return DataError(
         f"training_step() was given a {type(batch).__name__} that the private loader did not hand out. Let the trainer "
         "make its loader (get_train_dataloader)."
@@ -321,28 +288,16 @@ def unexpected(batch: Any) -> GhostClipError:
 
 
 class Ticket(dict[str, Any]):
-    """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed.
+    """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed."""
 
-    Attributes:
-        is_last: As given.
-        records: Of this process in the logical batch, afterwards.
-
-    Args:
-        is_last: Whether the logical batch is computed with it.
-    """
-
+    # `is_last`: the logical batch is computed with it; `records`: of this process in that batch, afterwards.
     def __init__(self, *, is_last: bool) -> None:
         super().__init__()
         self.is_last, self.records = is_last, 0
 
 
 class Tickets(Dataset[Ticket]):
-    """The tickets of an epoch.
-
-    Args:
-        steps: Releases of an epoch.
-        parts: Tickets for each.
-    """
+    """The tickets of an epoch: some parts for each of its steps, which are releases."""
 
     def __init__(self, steps: int, parts: int) -> None:
         self._steps, self._parts = steps, parts
@@ -355,17 +310,7 @@ class Tickets(Dataset[Ticket]):
 
 
 class PrivateRun:
-    """What makes the training of one trainer private; lives as long as the trainer.
-
-    Attributes:
-        training: The engine, the private loader and optimizer.
-        steps: Releases of an epoch.
-
-    Args:
-        dataset: The records.
-        collate: Makes a batch from records.
-        arguments: Training arguments joined with `PrivacyArguments`.
-    """
+    """What makes the training of one trainer private, with `steps` releases an epoch; lives as long as the trainer."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
         self._arguments = arguments
@@ -399,15 +344,7 @@ class PrivateRun:
         return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=itemgetter(0))
 
     def make_private(self, model: nn.Module, optimizer: Optimizer) -> Any:
-        """Make the host's optimizer private.
-
-        Args:
-            model: The model, which stays what it is.
-            optimizer: The host's.
-
-        Returns:
-            The private optimizer.
-        """
+        """Return the host's optimizer made private; the model stays what it is."""
         arguments, loader = self._arguments, self.training.loader
         assert loader is not None, "made with the run"
         model.train()
@@ -427,16 +364,9 @@ class PrivateRun:
     # A step
 
     def compute(self, work: Callable[[Any], Tensor], ticket: Ticket, main_input: str) -> Tensor:
-        """Run forward and backward of the next logical batch, in physical ones, up to the release.
-
-        Args:
-            work: Runs forward and backward on a part and returns its mean loss.
-            ticket: Is told how many tokens were computed.
-            main_input: Name of the input that tokens are counted in.
-
-        Returns:
-            The mean loss; 0 of a batch without records.
-        """
+        """Return the mean loss of the next logical batch, run in physical ones up to the release; 0 without records."""
+        # `work` runs forward and backward on a part and returns its mean loss; the ticket is told how many tokens were
+        # computed, counted in `main_input`.
         assert self.optimizer is not None, "made private before the first step"
         losses: list[tuple[Tensor, int]] = []
         counts, in_parts = [0, 0], self.optimizer.clipper.is_sharded
@@ -465,11 +395,7 @@ class PrivateRun:
         return unlike_pair(*self._records)
 
     def rehearse(self, losses: Callable[[], Tensor]) -> None:
-        """Run a forward and backward whose sums are dropped; the engine's checks see it.
-
-        Args:
-            losses: Runs the model and returns the loss of each record, or a mean of them.
-        """
+        """Run a forward and backward whose sums are dropped; the engine's checks see it."""
         assert self.optimizer is not None, "made private before the first step"
         clipper = self.optimizer.clipper
         with without_trace(clipper.model), self.optimizer.rehearsal():

@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _validate
 from ghostclip.data import DPDataLoader
-from ghostclip.data.out_of_memory import count_rows
+from ghostclip.data.physical_batches import count_rows
 from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested
@@ -35,17 +35,7 @@ _PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_light
 
 
 def base_of(datamodule: Any) -> type:
-    """Return the `LightningDataModule` that a module derives from, of whichever library.
-
-    Args:
-        datamodule: What the user gave.
-
-    Returns:
-        The class.
-
-    Raises:
-        InvalidOptionError: If it is no data module.
-    """
+    """Return the `LightningDataModule` that a module derives from, of whichever library; refuse what is none."""
     for kind in type(datamodule).__mro__:
         if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _LIBRARIES:
             return kind
@@ -56,14 +46,7 @@ def base_of(datamodule: Any) -> type:
 
 
 def callback_bases() -> tuple[type, ...]:
-    """Return the `Callback` classes of the libraries that are in use, or of the one that is installed.
-
-    Returns:
-        One class, or two where a process uses both.
-
-    Raises:
-        NotOfferedError: If neither is installed.
-    """
+    """Return the `Callback` classes of the libraries that are in use, or of the one that is installed."""
     used = [name for name in _LIBRARIES if _PLACES[name] in sys.modules] or list(_LIBRARIES)
     found: list[type] = []
     for name in used:
@@ -84,15 +67,7 @@ def callback_bases() -> tuple[type, ...]:
 
 @lru_cache
 def joined(kind: Any, bases: tuple[type, ...]) -> type:
-    """Return a class that derives from one of ours and from Lightning's.
-
-    Args:
-        kind: Ours.
-        bases: Lightning's.
-
-    Returns:
-        The class, the same one for the same arguments; it is called as ours.
-    """
+    """Return a class that derives from one of ours and from Lightning's, the same one for the same arguments."""
     named = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind, *bases), named)
 
@@ -138,14 +113,7 @@ _STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 def refuse(trainer: Any) -> None:
-    """Refuse what contradicts a private training.
-
-    Args:
-        trainer: The trainer, before anything was trained.
-
-    Raises:
-        InvalidOptionError: Names the option, its value, why and the remedy.
-    """
+    """Refuse what contradicts a private training, before anything was trained."""
     for name, contradicts, why, remedy in _OPTIONS:
         owner = trainer if hasattr(trainer, name) else trainer.fit_loop
         value = getattr(owner, name, None)
@@ -211,27 +179,15 @@ class DPLightningDataModule:
         self.datamodule.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
-        """Let the module set up.
-
-        Args:
-            stage: As Lightning gives it.
-        """
+        """Let the module set up."""
         self.datamodule.setup(stage)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Let the module clean up.
-
-        Args:
-            stage: As Lightning gives it.
-        """
+        """Let the module clean up."""
         self.datamodule.teardown(stage)
 
     def train_dataloader(self) -> DPDataLoader:
-        """Return the module's training loader with private sampling.
-
-        Returns:
-            The loader.
-        """
+        """Return the module's training loader with private sampling."""
         return DPDataLoader.from_data_loader(self.datamodule.train_dataloader(), generator=self.generator)
 
     def val_dataloader(self) -> Any:
@@ -247,40 +203,15 @@ class DPLightningDataModule:
         return self.datamodule.predict_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Let the module move a batch.
-
-        Args:
-            batch: The batch.
-            device: Where to.
-            dataloader_idx: Which loader it is from.
-
-        Returns:
-            The batch, there.
-        """
+        """Let the module move a batch."""
         return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Let the module change a batch before it is moved.
-
-        Args:
-            batch: The batch.
-            dataloader_idx: Which loader it is from.
-
-        Returns:
-            The batch.
-        """
+        """Let the module change a batch before it is moved."""
         return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Let the module change a batch after it was moved.
-
-        Args:
-            batch: The batch.
-            dataloader_idx: Which loader it is from.
-
-        Returns:
-            The batch.
-        """
+        """Let the module change a batch after it was moved."""
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,11 +219,7 @@ class DPLightningDataModule:
         return self.datamodule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand the module what it had put into a checkpoint.
-
-        Args:
-            state_dict: Its state.
-        """
+        """Hand the module what it had put into a checkpoint."""
         self.datamodule.load_state_dict(state_dict)
 
 
@@ -690,11 +617,7 @@ def _remade(kind: type[PrivacyCallback], options: dict[str, Any], own: dict[str,
 
 
 class _Draws:
-    """A private loader that Lightning takes as it comes: it would deal a DataLoader out to the processes once more.
-
-    Args:
-        loader: The private loader.
-    """
+    """A private loader that Lightning takes as it comes: it would deal a DataLoader out to the processes once more."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -43,18 +43,11 @@ class UntrainedAdapterWarning(UserWarning):
 
 
 class AdapterWatch:
-    """Looks at the clipped sums of the first releases, before noise hides what is zero.
+    """Looks at the clipped sums of the first releases, before noise hides what is zero; `untrained` names parameters.
 
     Privacy:
         The warning names parameters whose sum over a private batch is exactly zero, or that have none. Which these are
         follows from the model's structure in all but contrived cases; it is not covered by ε.
-
-    Attributes:
-        untrained: Names of the trainable parameters that were not trained, once this is known.
-
-    Args:
-        model: The model, with its adapters.
-        optimizer: The private optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: DPOptimizer) -> None:
@@ -100,27 +93,12 @@ def _is_still(optimizer: DPOptimizer, parameter: nn.Parameter) -> bool:
 
 
 def watch_adapters(model: nn.Module, optimizer: Any) -> AdapterWatch:
-    """Warn, in the first steps, of trainable parameters that are not trained.
-
-    Args:
-        model: The model, with its adapters.
-        optimizer: The private optimizer.
-
-    Returns:
-        The watch; its `untrained` names them.
-    """
+    """Warn, in the first steps, of trainable parameters that are not trained; the watch's `untrained` names them."""
     return AdapterWatch(model, release_of(optimizer))
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether a model holds adapters of peft.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Whether so.
-    """
+    """Return whether a model holds adapters of peft."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -141,11 +119,7 @@ def use_plain_operations() -> None:
 
 
 class _Plain:
-    """Forward of an autograd function, which autograd differentiates by itself.
-
-    Args:
-        forward: The function's.
-    """
+    """Forward of an autograd function, which autograd differentiates by itself."""
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._forward = forward

@@ -37,9 +37,8 @@ from ghostclip.integrations._trainer import (
     unexpected,
 )
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
-from ghostclip.language.record_losses import losses_of
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
-from ghostclip.language.vocabulary_head import use_fused
+from ghostclip.language.vocabulary_head import losses_of, use_fused
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -516,14 +515,7 @@ class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):
 
 @contextmanager
 def _apart(accelerator: Any) -> Iterator[None]:
-    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts.
-
-    Args:
-        accelerator: The trainer's.
-
-    Yields:
-        Nothing.
-    """
+    """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts."""
     names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
     for name in names:
         setattr(accelerator, name, _as_it_is)

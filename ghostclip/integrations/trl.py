@@ -80,18 +80,11 @@ class DPRewardConfig(PrivacyArguments, RewardConfig):
 
 
 class PlainHead:
-    """Stands for a model whose caller asks for trl's fused head, and computes the same with the model's own.
+    """Stands for a model whose caller asks for trl's fused head, and computes the same with the model's own."""
 
-    Attributes:
-        logits: Of the last call with gradients.
-
-    Args:
-        model: The model.
-        pairs: Whether the rows are those of pairs, all first parts before all second ones: then each half is a call of
-            its own, whose rows are records.
-        trained: Whether log-probabilities are needed with gradients; else only the logits are.
-    """
-
+    # `pairs`: the rows are those of pairs, all first parts before all second ones: then each half is a call of its own,
+    # whose rows are records. `trained`: log-probabilities are needed with gradients; else only the logits are.
+    # `logits`: of the last call with gradients.
     def __init__(self, model: nn.Module, *, pairs: bool, trained: bool) -> None:
         self._model = model
         self._pairs = pairs
@@ -99,16 +92,7 @@ class PlainHead:
         self.logits: Tensor | None = None
 
     def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Run the model.
-
-        Args:
-            fused_lm_head: Whether log-probabilities of labels are asked for, in the place of logits.
-            labels: Tokens, (B, T).
-            **inputs: Of the model.
-
-        Returns:
-            What trl's head returns, or the model's outputs.
-        """
+        """Return what trl's head returns where it is asked for, of labels (B, T), else the model's outputs."""
         if not fused_lm_head:
             outputs = self._model(**inputs)
             self._note(outputs.logits)
@@ -132,32 +116,17 @@ class PlainHead:
 
 
 class TiledHead:
-    """Stands for a model whose caller asks for trl's fused head, and computes the same with ours, in tiles.
+    """Stands for a model whose caller asks for trl's fused head, and computes the same with ours, in tiles."""
 
-    Attributes:
-        losses: Of the positions of the last call, (B, T - 1), with gradients; 0 where a label does not count.
-        mask: Which of them count.
-
-    Args:
-        model: The model.
-    """
-
+    # `losses`: of the positions of the last call, (B, T - 1), with gradients; 0 where a label does not count, as `mask`
+    # says.
     def __init__(self, model: nn.Module) -> None:
         self._model, self._bare = model, without_adapters(model)
         self.losses: Tensor | None = None
         self.mask: Tensor | None = None
 
     def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Run the model.
-
-        Args:
-            fused_lm_head: Whether log-probabilities of labels are asked for, in the place of logits.
-            labels: Tokens, (B, T).
-            **inputs: Of the model.
-
-        Returns:
-            What trl's head returns; log-probabilities without gradients.
-        """
+        """Return what trl's head returns, of labels (B, T); log-probabilities without gradients."""
         assert fused_lm_head, "who needs logits asks the model itself"
         assert labels is not None, "trl's head is asked for the log-probabilities of labels"
         with without_logits(self._bare, reduction="positions"):
@@ -259,17 +228,8 @@ class _OfPairs:
         return_outputs: bool = False,  # noqa: FBT001, FBT002 - Trainer's signature
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the mean of the pairs' losses; the engine proves that it is one.
-
-        Args:
-            model: The model.
-            inputs: A batch of pairs, chosen answers first.
-            return_outputs: As Trainer's; not in a private step.
-            num_items_in_batch: As Trainer's.
-
-        Returns:
-            The loss, or the loss and the outputs.
-        """
+        """Return the mean of the pairs' losses, chosen answers first; the engine proves that it is one."""
+        # `return_outputs`, as Trainer's, not in a private step.
         trainer: Any = super()
         if not self._computing:
             return trainer.compute_loss(model, inputs, return_outputs, num_items_in_batch)

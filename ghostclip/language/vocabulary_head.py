@@ -1,15 +1,15 @@
-"""Language models of transformers whose loss is computed without logits: causal, masked, and sequence to sequence.
+"""The loss of each record of a model of transformers, from its logits or, of language models, without them.
 
-Nothing of transformers is imported: a model fits if it names its head (``get_output_embeddings``) and a few tokens have
-the same loss either way.
+Causal, masked, and sequence-to-sequence models may do without logits. Nothing of transformers is imported: a model fits
+if it names its head (``get_output_embeddings``) and a few tokens have the same loss either way.
 
 Shapes: B records, T positions, I features of a hidden state, V entries of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
@@ -17,14 +17,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ghostclip.capture.hooks import in_place_of
-from ghostclip.errors import LossReductionError, UnsupportedModelError
-from ghostclip.language.tasks import evaluating, task_of, with_decoder_inputs
+from ghostclip.errors import DataError, LossReductionError, UnsupportedModelError
+from ghostclip.language.tasks import Task, evaluating, task_of, with_decoder_inputs, without_adapters
 from ghostclip.losses import head_losses, linear_cross_entropy, token_losses
 
 CHOICES: Final = ("auto", "fused", "logits")
 """Ways to compute the loss of a head: without logits where the model fits, without them or not at all, from logits."""
 LARGE: Final = 8192
 """Words from which logits are worth forming in tiles: of fewer they are no larger than other activations."""
+OWN: Final = (
+    "pass compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss per record"
+)
+"""What helps where a model's loss is not known."""
 
 _IGNORED: Final = -100
 # How far losses may differ by rounding, in 32 bits and in 16.
@@ -100,7 +104,7 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
     """
     head = _head_of(model)
     if isinstance(head, str):
-        raise UnsupportedModelError(refusal(model, head))
+        raise UnsupportedModelError(_refusal(model, head))
     options = {"label_smoothing": label_smoothing}
     forward, catcher = model.forward, _Catcher(model, head, options, of_positions=reduction == "positions")
 
@@ -111,9 +115,9 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
         with in_place_of(head, catcher):
             outputs = forward(*args, **with_decoder_inputs(model, kwargs, labels))
         if catcher.losses is None:
-            raise UnsupportedModelError(refusal(model, "its forward does not call the head"))
+            raise UnsupportedModelError(_refusal(model, "its forward does not call the head"))
         losses = catcher.losses.mean() if reduction == "mean" else catcher.losses
-        changed: Any = with_loss(outputs, losses, logits=False)
+        changed: Any = _with_loss(outputs, losses, logits=False)
         if catcher.hidden is not None:
             changed["hidden_states"] = catcher.hidden
         catcher.losses = catcher.hidden = None
@@ -123,7 +127,7 @@ def without_logits(model: nn.Module, *, label_smoothing: float = 0.0, reduction:
         yield
 
 
-def with_loss(outputs: Any, losses: Tensor, *, logits: bool = True) -> Any:
+def _with_loss(outputs: Any, losses: Tensor, *, logits: bool = True) -> Any:
     """Set the losses of a model's named outputs, without their logits if asked, and return them."""
     if not isinstance(outputs, Mapping):
         message = "return_dict=False: losses of the records are returned by name. Leave it out."
@@ -149,7 +153,7 @@ def use_fused(model: nn.Module, choice: str, *, allowed: bool = True) -> bool:
         return False
     reason = reason_against(model) if allowed else needed
     if reason and choice == "fused":
-        raise UnsupportedModelError(refusal(model, reason))
+        raise UnsupportedModelError(_refusal(model, reason))
     return not reason
 
 
@@ -158,7 +162,7 @@ def reason_against(model: nn.Module) -> str:
     head = _head_of(model)
     if isinstance(head, str):
         return head
-    ids = few_tokens(head.weight)
+    ids = _few_tokens(head.weight)
     try:
         with evaluating(model):
             inputs = with_decoder_inputs(model, {"input_ids": ids}, ids)
@@ -167,17 +171,17 @@ def reason_against(model: nn.Module) -> str:
                 fused = model(input_ids=ids, labels=ids).loss
     except Exception as error:  # noqa: BLE001 - whatever it is, such a model is not run that way
         return f"a trial on a few tokens raised {type(error).__name__}"
-    if not alike(plain, fused, head.weight.dtype):
+    if not _alike(plain, fused, head.weight.dtype):
         return "its logits are no linear map of the last hidden states, up to a factor and a soft cap in its config"
     return ""
 
 
-def few_tokens(weight: Tensor) -> Tensor:
+def _few_tokens(weight: Tensor) -> Tensor:
     """Return ids ``(2, 5)`` that a model is tried on, from the weight of a head or an embedding."""
     return torch.arange(10, device=weight.device).view(2, 5) % max(2, min(10, len(weight)))
 
 
-def alike(losses: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
+def _alike(losses: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
     """Return whether losses differ by rounding alone, in the dtype of the model."""
     tolerance = _ALIKE if dtype.itemsize >= 4 else _ALIKE_16
     return torch.allclose(losses.double(), others.double(), rtol=tolerance, atol=tolerance)
@@ -233,9 +237,85 @@ def _form_of(model: nn.Module) -> dict[str, Any]:
     return {"logit_scale": float(scale) / float(divisor), "logit_cap": None if cap is None else float(cap)}
 
 
-def refusal(model: nn.Module, reason: str) -> str:
+def _refusal(model: nn.Module, reason: str) -> str:
     """Return the error text of a refused loss without logits."""
     return (
         f"{type(model).__name__}: its loss cannot be computed without logits, since {reason}. Let it be computed from "
         "logits (vocabulary_head='logits', or 'auto', which decides by itself)."
     )
+
+
+def losses_of(
+    model: nn.Module, inputs: Mapping[str, Any], task: Task, *, smoothing: float = 0.0, fused: bool = False
+) -> tuple[Tensor, Any]:
+    """Run a model on a batch with labels and return the loss of each record, ``(B,)``, and the outputs."""
+    # `fused`: a language model's losses are computed without logits, which the outputs then lack.
+    missing = [name for name in task.labels if inputs.get(name) is None]
+    if missing:
+        raise DataError(
+            f"the batch has no {missing[0]!r} (it has {', '.join(inputs)}): the loss of {type(model).__name__} needs "
+            f"it. Let the collator make it (remove_unused_columns=False keeps columns of other names), or {OWN}."
+        )
+    if smoothing and not task.smooths:
+        raise LossReductionError(f"label_smoothing_factor={smoothing}: not defined for {type(model).__name__}.")
+    labels = {name: inputs[name] for name in task.labels}
+    bare = without_adapters(model)
+    if fused:
+        with without_logits(bare, label_smoothing=smoothing):
+            outputs = model(**inputs)
+        return outputs["loss"], outputs
+    given = {name: value for name, value in inputs.items() if name not in labels}
+    if task.decodes:
+        given = with_decoder_inputs(bare, given, labels["labels"])
+    outputs = model(**given)
+    return task.losses(outputs, labels, bare.config, smoothing), outputs
+
+
+def by_record(model: nn.Module, choice: str, *, allowed: bool) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return a factory of contexts in which ``model(..., labels=labels).loss`` has shape (B,)."""
+    # None where the model's loss is not changed: `choice` is "logits", or it is no language model of transformers.
+    # "fused" refuses a model that does not fit; `allowed`: losses may be computed without logits.
+    if choice == "logits":
+        return None
+    bare = without_adapters(model)
+    reason = _why_not_by_record(bare)
+    if reason:
+        if choice == "fused":
+            raise UnsupportedModelError(_refusal(bare, reason))
+        return None
+    fused = use_fused(bare, choice, allowed=allowed)
+    return lambda: without_logits(bare) if fused else _with_logits(bare)
+
+
+def _why_not_by_record(model: nn.Module) -> str:
+    """Return why a model's own loss cannot be replaced by one loss per record; a few tokens are tried."""
+    task = task_of(model)
+    if task is None or not task.predicts:
+        return "it is no causal, masked or sequence-to-sequence language model of transformers"
+    try:
+        weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
+        ids = _few_tokens(weight)
+        with evaluating(model):
+            own = model(input_ids=ids, labels=ids).loss
+            with _with_logits(model):
+                ours = model(input_ids=ids, labels=ids).loss
+        same = _alike(own, ours.mean(), weight.dtype)
+    except Exception as error:  # noqa: BLE001 - whatever it is, such a model is left alone
+        return f"a trial on a few tokens raised {type(error).__name__}"
+    return "" if same else "its own loss is another than the mean of its tokens' (an auxiliary or balancing loss?)"
+
+
+@contextmanager
+def _with_logits(model: nn.Module) -> Iterator[None]:
+    """Let a language model's loss be one per record, computed from its logits."""
+    forward, task, config = model.forward, task_of(model), model.config
+    assert task is not None, "looked at before"
+
+    def run(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return forward(*args, **kwargs)
+        outputs = forward(*args, **with_decoder_inputs(model, kwargs, labels))
+        return _with_loss(outputs, task.losses(outputs, {"labels": labels}, config, 0.0))
+
+    with in_place_of(model, run):
+        yield

@@ -206,17 +206,9 @@ def described(mechanism: Mechanism) -> str:
 
 
 def noise_to_batch(plan: CalibratedMechanism, *, num_samples: int, batch_size: int) -> float:
-    """Return the standard deviation of a step's noise in a mean gradient, in units of the clipping norm.
-
-    Args:
-        plan: Calibrated for this batch size.
-        num_samples: N.
-        batch_size: Records of a batch.
-
-    Returns:
-        σ·s/B: of a training at another batch size, the same number is the same noise in each step. Of correlated noise
-        in steps that have all of what they take back.
-    """
+    """Return σ·s/B: the standard deviation of a step's noise in a mean gradient, in units of the clipping norm."""
+    # Of a plan that is calibrated for this batch size. At another one the same number is the same noise in each step;
+    # of correlated noise in steps that have all of what they take back.
     scheme = plan.mechanism.scheme(num_samples, batch_size)
     correlation = plan.mechanism.correlation(scheme)
     norm = 1.0

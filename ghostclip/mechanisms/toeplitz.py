@@ -108,21 +108,10 @@ def series(matrix: Filter, steps: int) -> Array:
 
 @lru_cache(maxsize=256)
 def sensitivity(matrix: Filter, steps: int, *, separation: int) -> float:
-    """Return s: the most that one record moves Cx by, if every `separation`-th step may be its own.
+    """Return s ≥ 1, rounded upwards: the most that one record moves Cx by, if every b-th step may be its own.
 
     Columns i, i + b, … of C, each with a vector of norm at most 1 of its own, move Cx by at most the norm of the sum of
     their absolute values, and no i has a larger one than 0: its rows are those of any other, and more.
-
-    Args:
-        matrix: C⁻¹.
-        steps: T.
-        separation: b, the number of steps from one batch of a record to the next.
-
-    Returns:
-        s ≥ 1, rounded upwards.
-
-    Raises:
-        InvalidOptionError: If C grows beyond what numbers hold.
 
     Reference:
         Kalinin and Lampert (2024), Theorem 2.
@@ -143,17 +132,8 @@ def sensitivity(matrix: Filter, steps: int, *, separation: int) -> float:
 
 
 def error(matrix: Filter, steps: int, workload: Workload = PREFIX_SUMS, *, columns: int = _COLUMNS) -> float:
-    """Return the root of the mean square of the noise in the parameters over T steps, for s = σ = 1.
-
-    Args:
-        matrix: C⁻¹.
-        steps: T.
-        workload: What A is made of.
-        columns: Of A·C⁻¹, equally far apart, that are looked at where there are learning rates.
-
-    Returns:
-        ‖A·C⁻¹‖_F / √T.
-    """
+    """Return ‖A·C⁻¹‖_F / √T: the root mean square of the noise in the parameters over T steps, for s = σ = 1."""
+    # `columns` of A·C⁻¹, equally far apart, are looked at where there are learning rates.
     # Each gradient is averaged by momentum (1 - β in the numerator), then weighted and summed.
     averaged = ((1.0 - workload.momentum,), (1.0, -workload.momentum))
     seen_T = series((*matrix, averaged), steps)
@@ -170,15 +150,7 @@ def error(matrix: Filter, steps: int, workload: Workload = PREFIX_SUMS, *, colum
 def optimal(family: str, size: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS) -> Filter:
     """Return C⁻¹ with the least error times sensitivity of a family, found numerically.
 
-    Args:
-        family: "inverse" (C⁻¹ has p bands), "banded" (C has), or "buffered" (BLT).
-        size: p or d.
-        steps: T.
-        separation: b.
-        workload: What errors are in.
-
-    Returns:
-        The matrix.
+    Families are "inverse" (C⁻¹ has p bands), "banded" (C has), and "buffered" (BLT with d buffers).
 
     Reference:
         Choquette-Choo et al. (2023); Kalinin et al. (2025); McMahan et al. (2024), which chooses poles and zeros.

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip._owner import Owner
 from ghostclip._validate import non_negative, positive
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.kernels.noise import MAX_BLOCKS, chacha_state, chacha_words
 from ghostclip.noise.correlated import Correlation, NoiseRows
-from ghostclip.noise.keys import RandomKey
+from ghostclip.noise.keys import Owner, RandomKey
 
 _log = logging.getLogger(__name__)
 

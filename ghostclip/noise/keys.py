@@ -1,4 +1,8 @@
-"""The keys that all randomness follows from, and the random streams that a key stands for.
+"""Keys that all randomness follows from, who may draw from them, their random streams, and exact selections from these.
+
+A copy, an unpickled object and a forked process hold the same key and the same position, and would draw the same noise
+and the same batches again: the difference of two such releases has no noise. They are noticed where something is drawn
+or released, not where they are made, since frameworks copy and fork what they never use.
 
 Nothing here reads or changes torch's global generator: `torch.manual_seed` neither fixes nor repeats what is drawn.
 """
@@ -6,16 +10,93 @@ Nothing here reads or changes torch's global generator: `torch.manual_seed` neit
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import secrets
 import warnings
+import weakref
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.errors import CopyError, FixedSeedWarning, InvalidOptionError, ResumeError
 
 _KEY_BYTES = 16
+
+Records = NDArray[np.int64]
+
+
+class _Process(NamedTuple):
+    """A process as its children see it: they have another number, or another token once they were forked by Python."""
+
+    number: int
+    token: object
+
+
+_process = _Process(os.getpid(), object())
+
+
+def _begin_process() -> None:
+    global _process  # noqa: PLW0603 - there is one process
+    _process = _Process(os.getpid(), object())
+
+
+def _this_process() -> _Process:
+    # A library written in C may fork without Python's knowing.
+    if _process.number != os.getpid():
+        _begin_process()
+    return _process
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_process)
+
+
+class Owner:
+    """The object and the process that alone may go on from a state; held by that object.
+
+    Privacy:
+        What a copy of the object, an unpickled one or a forked process would draw has been, or will be, drawn by the
+        original too. All of these are refused by `require`. A state that is saved and loaded on purpose (`state_dict`)
+        is a continuation, and is not.
+    """
+
+    def __init__(self, holder: object) -> None:
+        self._holder: weakref.ref[object] | None = weakref.ref(holder)
+        self._process: _Process | None = _this_process()
+
+    def require(self, holder: object, *, remedy: str) -> None:
+        """Refuse a copy of the object, and another process; ``remedy`` is a sentence of what to do instead."""
+        self._refuse_copy(holder, remedy)
+        if self._process is not _this_process():
+            raise CopyError(
+                f"this {type(holder).__name__} was made in another process, of which process {os.getpid()} is a fork: "
+                f"both would go on from the same state, with the same randomness and the same account. {remedy}"
+            )
+
+    def move_here(self, holder: object, *, remedy: str) -> None:
+        """Let this process go on, where the state was set in it; never a copy, which may share more than that."""
+        self._refuse_copy(holder, remedy)
+        self._process = _this_process()
+
+    def _refuse_copy(self, holder: object, remedy: str) -> None:
+        if self._holder is None or self._holder() is not holder:
+            raise CopyError(
+                f"this {type(holder).__name__} is a copy (copy.copy, copy.deepcopy, pickle): it would go on from the "
+                f"same state as the original, with the same randomness and the same account. {remedy}"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles be owned by nobody."""
+        return (_nobody, ())
+
+
+def _nobody() -> Owner:
+    owner = Owner.__new__(Owner)
+    owner._holder = owner._process = None
+    return owner
 
 
 class RandomKey:
@@ -92,3 +173,52 @@ class WordStream:
         """Return uint64 words that were not returned before, read-only."""
         part, self._parts = self._parts, self._parts + 1
         return np.frombuffer(self._key.digest(self._position, 8 * count, part=part), dtype="<u8")
+
+
+def independent_coins(words: WordStream, count: int, rate: float) -> Records:
+    """Select each of ``count`` records independently with probability ``rate``, ascending, int64.
+
+    Cost:
+        O(1 + N·q), whatever the number of records.
+
+    Reference:
+        Devroye (1986), Non-Uniform Random Variate Generation, XII.2: geometric waiting times.
+    """
+    # The gaps between selected records are geometric: ⌊log u / log(1 - q)⌋ records are passed over for a uniform u.
+    if rate == 1:
+        return np.arange(count, dtype=np.int64)
+    found = []
+    last = -1
+    while last < count:
+        mean = (count - 1 - last) * rate
+        # Enough at the first try in all but one case in 1e9; the loop goes on where it is not.
+        tries = int(mean + 6 * math.sqrt(mean)) + 8
+        uniform = unit_interval(words.take(tries))
+        # A gap beyond the end is beyond the end: capped before the conversion, which would overflow.
+        gaps = np.minimum(np.floor(np.log(uniform) / math.log1p(-rate)), count).astype(np.int64)
+        found.append(last + np.cumsum(gaps + 1))
+        last = int(found[-1][-1])
+    selected = np.concatenate(found)
+    return selected[selected < count]
+
+
+def unit_interval(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return (k + 1/2) / 2^64, rounded: never 0, and with full precision near 0, where rare events are decided."""
+    return (words.astype(np.float64) + 0.5) * 2.0**-64
+
+
+def permutation(words: WordStream, count: int) -> Records:
+    """Return the records in uniformly random order.
+
+    Cost:
+        O(N log N).
+    """
+    # Sorts random 64-bit words; two equal ones (less than once in 1e5 permutations of 1e7 records) keep their order.
+    return np.argsort(words.take(count), kind="stable")
+
+
+def subset(words: WordStream, records: Records, size: int) -> Records:
+    """Return a uniformly random subset of at most ``size`` records, in their order."""
+    if len(records) <= size:
+        return records
+    return records[np.sort(permutation(words, len(records))[:size])]

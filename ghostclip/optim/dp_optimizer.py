@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch, _validate
-from ghostclip._owner import Owner
 from ghostclip.distributed.agreement import Share, noting
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
 from ghostclip.graph.takeover import CompiledRecord
 from ghostclip.noise import ExactRelease, make_noise_source
+from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.records import Replay

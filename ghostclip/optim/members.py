@@ -197,14 +197,7 @@ class MemberOptimizer(WrappedOptimizer):
 
 
 def release_of(optimizer: Any) -> Any:
-    """Return what releases and is accounted for an optimizer that `make_private` returned.
-
-    Args:
-        optimizer: A private optimizer, also as accelerate or Fabric has prepared it, one of several, or all in a list.
-
-    Returns:
-        The private optimizer; anything else as it is.
-    """
+    """Return what releases for an optimizer that `make_private` returned, also in a wrapping or a list of several."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, WrappedOptimizer):
         optimizer = inner

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ghostclip import _validate
-from ghostclip._owner import Owner
 from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.history import Kind
 from ghostclip.distributed import SharedNoise, refused_together, require_agreement, telling
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.evidence.unchecked import Unchecked
+from ghostclip.noise.keys import Owner
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.release import SkipStep, fingerprint
 from ghostclip.privacy.budget import Budget

@@ -17,17 +17,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
-from ghostclip.data.accepted import (
+from ghostclip.data.batch_memory_manager import splittable_batches
+from ghostclip.data.collation import padding_of
+from ghostclip.data.torch_loader import (
+    TakenAsItIs,
     checked_batch_size,
     dataset_length,
     record_sampler,
     refuse_wrapped,
     warn_of_repetitions,
+    worker_options,
 )
-from ghostclip.data.collation import padding_of
-from ghostclip.data.dealt import TakenAsItIs
-from ghostclip.data.physical_loader import splittable_batches
-from ghostclip.data.workers import worker_options
 from ghostclip.distributed import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.padding import Padded
@@ -145,12 +145,6 @@ class PeriodSampling:
         a pass as a whole costs what one Gaussian mechanism with q = 1 costs (adjacent by zeroing out a record). A
         period is charged in full at its first step, again if σ is lowered in it, and again if more steps are made than
         it has.
-
-    Args:
-        loader: What the training iterates over.
-        passes: Counts periods.
-        expected_batch_size: Records of a full batch.
-        mechanism: What its steps are steps of; None for plain shuffling.
     """
 
     padded: Sequence[Padded] = ()
@@ -188,14 +182,8 @@ class PeriodSampling:
         self.load_state_dict({})
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the cost of its pass.
-
-        Args:
-            optimizer: Is about to release.
-
-        Returns:
-            An event for each pass that begins, or one for less noise than the pass has paid for, or none.
-        """
+        """Return what the step that is about to be released adds to the cost of its pass."""
+        # An event for each pass that begins, or one for less noise than the pass has paid for, or none.
         passes, sigma = optimizer.accumulated_iterations, optimizer.noise_multiplier
         if passes > 1 and self.event.kind != "shuffled":
             raise InvalidOptionError(
@@ -251,11 +239,8 @@ class PeriodSampling:
             self._charged_at = _sigma_of(events[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is paid for, where a resumed run continues the pass that was interrupted.
-
-        Returns:
-            Empty for a user's own loader: whoever resumes begins another pass over it.
-        """
+        """Return what is paid for, where a resumed run continues the pass that was interrupted."""
+        # Empty for a user's own loader: whoever resumes begins another pass over it.
         if not isinstance(self._passes, _Periods):
             return {}
         return {
@@ -288,20 +273,9 @@ def sampling_for(
     before: Sampling | None,
     mechanism: Mechanism | None = None,
 ) -> Sampling:
-    """Decide how batches are sampled and accounted.
-
-    Args:
-        loader: The user's loader; a private one samples as its scheme says, a `DeclaredSampling` as it states.
-        poisson_sampling: Whether to sample as the accountant assumes.
-        before: The sampling that the same account was used with before, if there is one.
-        mechanism: What draws the batches, in place of Poisson sampling.
-
-    Returns:
-        The sampling, with the private loader.
-
-    Raises:
-        DataError: If the loader cannot be sampled from as asked, or its collate function does not keep records apart.
-    """
+    """Decide how batches are sampled and accounted; return the sampling, with the private loader."""
+    # A private loader samples as its scheme says, a `DeclaredSampling` as it states; a mechanism draws in place of
+    # Poisson sampling. `before`: the sampling that the same account was used with.
     if mechanism is not None:
         loader = _drawn_by(mechanism, loader, poisson_sampling=poisson_sampling)
     sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before, mechanism=mechanism)
@@ -373,14 +347,7 @@ def _sampling_for(
 
 
 def _shuffled_together(loader: DataLoader[Any]) -> PeriodSampling:
-    """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training.
-
-    Args:
-        loader: The user's loader, whose order and `drop_last` are replaced.
-
-    Returns:
-        The sampling.
-    """
+    """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training."""
     with refused_together("loader without Poisson sampling"):
         scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
         private = DPDataLoader.from_data_loader(loader, scheme=scheme)
@@ -388,17 +355,7 @@ def _shuffled_together(loader: DataLoader[Any]) -> PeriodSampling:
 
 
 def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
-    """Return the sampling of a user's own loader without Poisson sampling.
-
-    Args:
-        loader: The user's loader.
-
-    Returns:
-        The sampling.
-
-    Raises:
-        DataError: If its sampler may show a record twice in a pass.
-    """
+    """Return the sampling of a user's own loader without Poisson sampling; refuse one that may repeat records."""
     passes = _CountedPasses(_without_repetition(loader))
     stoppable = _StoppableLoader(
         loader.dataset,
@@ -482,11 +439,7 @@ def _take_once(batch: list[int], taken: bytearray) -> None:
 
 
 class _Periods:
-    """Counts the epochs or rounds of a private sampler, which keeps its position over a resumption.
-
-    Args:
-        sampler: Draws batches of which several are one event.
-    """
+    """Counts the epochs or rounds of a private sampler, which keeps its position over a resumption."""
 
     def __init__(self, sampler: PrivateSampler) -> None:
         self._sampler = sampler

@@ -7,10 +7,9 @@ function) is covered by a sampler for its module, see ``ghostclip.rules.registry
 
 from ghostclip.rules import (  # noqa: F401  (importing a family registers its rules)
     conv,
-    embedding,
     head,
-    index,
     linear,
+    lookup,
     norm,
     recurrent,
 )

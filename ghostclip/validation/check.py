@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip._memory import peak_bytes
 from ghostclip._validate import suggests_options
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.data.tensor_memory import peak_bytes
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.evidence.dependence import same_randomness
 from ghostclip.validation.subject import LossFn, as_loss_fn, count_samples, plain_batch, preserved, without_dropout

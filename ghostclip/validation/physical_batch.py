@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ghostclip._validate import suggests_options
 from ghostclip.clipper import GhostClipper
-from ghostclip.data.out_of_memory import count_rows
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
+from ghostclip.data.physical_batches import count_rows
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.dependence import same_randomness
 from ghostclip.evidence.module_state import restored

@@ -11,7 +11,7 @@ import pytest
 from ghostclip.audit import METHODS, CanaryRecorder, audit_scores, flip_coins, load_scores
 from ghostclip.audit.methods import THRESHOLDS
 from ghostclip.cli import main
-from ghostclip.commands import audit as command
+from ghostclip.commands.audit import AUDIT
 
 
 @pytest.fixture
@@ -163,8 +163,8 @@ def test_options_are_those_of_the_library():
     """The command declares them without importing the library."""
     defaults = {name: inspect.signature(audit_scores).parameters[name].default for name in ("method", "threshold")}
     for name, choices in (("method", METHODS), ("threshold", THRESHOLDS)):
-        assert command.OPTIONS[f"--{name}"]["choices"] == choices
-        assert command.OPTIONS[f"--{name}"]["default"] == defaults[name]
+        assert AUDIT[f"--{name}"]["choices"] == choices
+        assert AUDIT[f"--{name}"]["default"] == defaults[name]
 
 
 def test_a_dash_is_standard_output(audit, recorded):

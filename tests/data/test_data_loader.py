@@ -34,7 +34,7 @@ from ghostclip import PrivacyEngine
 from ghostclip.accounting import steps_per_epoch
 from ghostclip.data import DPDataLoader
 from ghostclip.data import loader as loader_module
-from ghostclip.data.accepted import warn_of_repetitions
+from ghostclip.data.torch_loader import warn_of_repetitions
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 
 RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))

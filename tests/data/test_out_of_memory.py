@@ -14,7 +14,7 @@ from ghostclip import PrivacyEngine
 from ghostclip._memory import is_out_of_memory
 from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.data.out_of_memory import rows_of
+from ghostclip.data.physical_batches import rows_of
 from ghostclip.errors import DataError, MissingGradientError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
 

@@ -13,10 +13,9 @@ from scipy import stats
 
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import FullBatch, Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
-from ghostclip.data.selection import independent_coins, permutation, subset, unit_interval
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise import RandomKey
-from ghostclip.noise.keys import WordStream
+from ghostclip.noise.keys import WordStream, independent_coins, permutation, subset, unit_interval
 
 
 def key():

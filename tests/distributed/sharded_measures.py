@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.data.tensor_memory import peak_bytes
+from ghostclip._memory import peak_bytes
 from ghostclip.distributed import ShardedModel
 from ghostclip.distributed.agreement import share_noise
 from ghostclip.distributed.release import noisy_parts_, noisy_sums_

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ghostclip
-from ghostclip.data.content import content_digest, is_other
 from ghostclip.errors import ResumeError
+from ghostclip.privacy.checkpoints import content_digest, is_other
 
 
 class Records(Dataset):

@@ -14,7 +14,6 @@ LAYERS = (
     "_torch",
     "_tree",
     "_validate",
-    "_owner",
     "_memory",
     "_files",
     "accounting",

@@ -36,7 +36,7 @@ MODULES: Final[dict[str, str]] = {
     "accountants.rdp": "^accounting: RDPAccountant",
     "accountants.registry": "^accounting: create_accountant register_accountant; accounting.registry: _ACCOUNTANTS",
     "accountants.utils": "accounting.calibration: MAX_SIGMA get_noise_multiplier",
-    "data_loader": f"data: DPDataLoader; {_SAMPLERS}; data.empty_batch: EmptyBatchCollate; "
+    "data_loader": f"data: DPDataLoader EmptyBatchCollate; {_SAMPLERS}; "
     ".loading: CollateFnWithEmpty dtype_safe shape_safe switch_generator wrap_collate_with_empty",
     "distributed": "distributed: DifferentiallyPrivateDistributedDataParallel",
     "grad_sample": "facade: MODES PrivateCriterion PrivateLoss strategy_of",
@@ -144,19 +144,7 @@ def submodules(name: str) -> set[str]:
 
 
 def missing(module: str, name: str) -> Any:
-    """Return a submodule at its first use, as `__getattr__` of a module.
-
-    Args:
-        module: Dotted name of the module.
-        name: The attribute asked of it.
-
-    Returns:
-        The submodule.
-
-    Raises:
-        NotOfferedError: If the name is refused: why.
-        AttributeError: If there is no such name.
-    """
+    """Return a submodule at its first use, as `__getattr__` of a module; of a name that is refused say why."""
     inside = module.removeprefix(PACKAGE).removeprefix(".")
     if name in submodules(inside):
         return importlib.import_module(f"{module}.{name}")
@@ -174,30 +162,14 @@ class SurfaceFinder(MetaPathFinder, Loader):
     """Import finder and loader of the modules in `MODULES`, of the packages around them, and of those in `REFUSED`."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Return how to make a module of the table.
-
-        Args:
-            fullname: Dotted name of the module.
-            path: Of the package around it; not looked at.
-            target: Not looked at.
-
-        Returns:
-            The module's spec; None for a module that is in neither table.
-        """
+        """Return how to make a module of the table; None for a module that is in neither table."""
         name = fullname.removeprefix(f"{PACKAGE}.")
         is_package = bool(submodules(name))
         known = name != fullname and (name in MODULES or is_package or _why_refused(name) is not None)
         return ModuleSpec(fullname, self, origin=__file__, is_package=is_package) if known else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its names.
-
-        Args:
-            module: The module.
-
-        Raises:
-            NotOfferedError: If it is refused: why.
-        """
+        """Give a module its names; of one that is refused say why."""
         name, namespace = module.__name__.removeprefix(f"{PACKAGE}."), vars(module)
         if name not in MODULES and not submodules(name):
             raise NotOfferedError(f"{module.__name__} is not offered: {_why_refused(name)}.")

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip import _torch
-from ghostclip._validate import takes
-from ghostclip.compat.opacus.signatures import defaults
+from ghostclip._validate import defaults, takes
 from ghostclip.errors import UnsupportedModelError
 
 

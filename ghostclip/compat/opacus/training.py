@@ -21,13 +21,12 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, ModuleValidator, PrivacyEngine
-from ghostclip._validate import choice, takes
+from ghostclip._validate import choice, defaults, options_of, takes
 from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
 from ghostclip.capture.ranks import sums_meet_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.bounds import PerParameter, QuantileAdaptation
-from ghostclip.compat.opacus.signatures import defaults, options_of
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleHooks, PrivateCriterion, PrivateLoss, strategy_of
@@ -315,19 +314,7 @@ class DPTensorFastGradientClipping(PrivateLoss, metaclass=Described):
 
 
 def common_clipper(module: Any, optimizer: Any, loss_reduction: str) -> GhostClipper:
-    """Return the clipper that a facade and an optimizer share.
-
-    Args:
-        module: The facade of a model.
-        optimizer: The private optimizer over its parameters.
-        loss_reduction: As the facade was told.
-
-    Returns:
-        The clipper.
-
-    Raises:
-        InvalidOptionError: If one of them is no such object, or they do not belong together.
-    """
+    """Return the clipper that a facade and a private optimizer share; refuse two that do not belong together."""
     if not isinstance(module, ClipperHandle):
         raise InvalidOptionError(
             f"module {type(module).__name__}: not wrapped. Give what make_private() returned in its place, or "

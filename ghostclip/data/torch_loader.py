@@ -1,11 +1,18 @@
-"""Checks of the loaders that a private loader can take the place of; others are refused with a remedy."""
+"""How a private loader takes the place of one of torch's: which it may replace, what it takes over, how it is taken.
+
+Lightning and Fabric leave loaders alone whose sampler is a `DistributedSampler`, accelerate those that say to be
+prepared: draws are not dealt out to ranks once more. Both then expect that the loader moves its batches to the device.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -58,11 +65,7 @@ def dataset_length(dataset: Dataset[Any]) -> int:
 
 
 def warn_of_repetitions(dataset: Any) -> None:
-    """Say which unit is protected where the records of a data set are several times in it.
-
-    Args:
-        dataset: The user's; what `Subset` and `ConcatDataset` repeat is seen.
-    """
+    """Say which unit is protected where `Subset` or `ConcatDataset` repeat records of a data set."""
     records = _origins(dataset, {}) if isinstance(dataset, (Subset, ConcatDataset)) else np.zeros(1)
     repeated = len(records) - len(np.unique(records))
     if repeated:
@@ -137,3 +140,89 @@ def _ranks_of(sampler: Any, records: int) -> int:
         )
     replicas: int = sampler.num_replicas
     return replicas
+
+
+def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return a loader's options for `DataLoader` on how records are fetched: workers, pinning, time limit."""
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+
+
+def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[Any]:
+    """Begin a pass; one that continues an interrupted epoch leaves torch's global generator as it is."""
+    # torch draws a seed for workers from that generator whenever a pass starts. The interrupted run drew it before it
+    # was saved, so that drawing it again would change every dropout mask that follows.
+    if not resuming:
+        return start()
+    state = torch.get_rng_state()
+    try:
+        return start()
+    finally:
+        torch.set_rng_state(state)
+
+
+class DealtOut(DistributedSampler[Any]):
+    """Marks that a loader already deals records out to ranks; nobody draws from it."""
+
+    def __init__(self, dataset: Dataset[Any], *, rank: int, replicas: int) -> None:
+        super().__init__(dataset, num_replicas=replicas, rank=rank, shuffle=False)
+
+
+class TakenAsItIs:
+    """A loader that frameworks take as it is.
+
+    Attributes:
+        device: Where batches are moved; None leaves them where they are.
+    """
+
+    device: torch.device | None = None
+    _as_it_is = False
+
+    def take_as_it_is(self, *, rank: int, replicas: int) -> None:
+        """Let frameworks know, from now on, that nothing is left to do.
+
+        Args:
+            rank: This rank's number.
+            replicas: Ranks that share each batch.
+        """
+        self._as_it_is = True
+        if replicas > 1 and isinstance(self, DataLoader):
+            # Past torch's refusal to exchange a sampler: batches come from the batch sampler.
+            vars(self)["sampler"] = DealtOut(self.dataset, rank=rank, replicas=replicas)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Whether accelerate leaves the loader alone; it asks when it prepares, and then knows its device."""
+        state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+        if self._as_it_is and state is not None:
+            self.device = state().device
+        return self._as_it_is
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take accelerate's own mark; a loader that it has made anew is another object."""
+        self._as_it_is = self._as_it_is or value
+
+    def placed(self, batch: Any) -> Any:
+        """Return a batch (tensors, in tuples, lists and mappings of any depth) on the loader's device."""
+        return batch if self.device is None else moved(batch, self.device)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a nested batch on a device."""
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        made = {key: moved(value, device) for key, value in batch.items()}
+        return made if type(batch) is dict else type(batch)(made)  # type: ignore[call-arg]
+    if isinstance(batch, (list, tuple)):
+        entries = [moved(entry, device) for entry in batch]
+        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+    return batch
