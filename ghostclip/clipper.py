@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.context import CaptureContext, InputNotes
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
@@ -375,7 +375,7 @@ class GhostClipper:
             inputs: The tensors of the batch, for `note_inputs`.
         """
         rows, note = norm_GB[0].numel(), self._capture.note_inputs
-        noted = [] if note is None else [note(inputs, rows)]
+        noted = [] if note is None else [note.note(inputs, rows)]
         self._decisions.adopt(norm_GB, coef_GB, certain_B)
         with torch.no_grad():
             self._state.adopt(sums, rows, noted)
@@ -557,18 +557,18 @@ class GhostClipper:
         return self._decisions.rows
 
     @property
-    def inputs_noted(self) -> tuple[list[Any], ...]:
-        """What was noted of the inputs of each forward behind each of these backwards: see :meth:`note_inputs`."""
+    def inputs_noted(self) -> tuple[Any, ...]:
+        """What was noted of the inputs behind each of these backwards, None for nothing: see :meth:`note_inputs`."""
         return self._decisions.noted
 
-    def note_inputs(self, note: Callable[[Sequence[Tensor], int], Any]) -> None:
+    def note_inputs(self, notes: InputNotes) -> None:
         """Let every forward be noted that takes in samples.
 
         Args:
-            note: Called with the tensors and the number of samples before the model runs; what it returns is kept until
-                the sums are forgotten.
+            notes: Told of the inputs before the model runs, and asked for a note on all behind a backward, which is
+                kept until the sums are forgotten.
         """
-        self._capture.note_inputs = note
+        self._capture.note_inputs = notes
 
     def note_padding(self, padded: Sequence[Padded]) -> None:
         """Let forwards be proved of the axes along which batches are padded to their longest record.

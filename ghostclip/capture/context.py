@@ -60,6 +60,16 @@ class ModuleCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class InputNotes(Protocol):
+    """Whoever notes the inputs of forwards that take in samples."""
+
+    def note(self, tensors: Sequence[Tensor], rows: int) -> Any:
+        """Return a note on the tensors that a forward takes in, with the number of its samples."""
+
+    def join(self, forwards: Sequence[Any]) -> Any:
+        """Return a note on a backward from those on the forwards behind it."""
+
+
 class Prover(Protocol):
     """Prover that forwards are read right."""
 
@@ -103,8 +113,7 @@ class CaptureContext:
         self.substitution = Substitution(model, self, units, divided=self._divided)
         self.bags = Bags(model)
         self.before_forward: Callable[[], None] = lambda: None  # called before a forward that trains
-        # called with the tensors and the number of samples of a forward; None to call nobody
-        self.note_inputs: Callable[[Sequence[Tensor], int], Any] | None = None
+        self.note_inputs: InputNotes | None = None  # told of the inputs of forwards; None to tell nobody
         self._anchor = torch.zeros((), requires_grad=True)
         self._rows = RowTracker()
         self._around = Surroundings(
@@ -194,7 +203,7 @@ class CaptureContext:
         forward.batch_size, forward.is_dummy = max(1, size), size == 0
         tensors = _tree.tensors((call.args, call.kwargs))
         if size and self.note_inputs is not None:
-            forward.noted = self.note_inputs(tensors, size)
+            forward.noted = self.note_inputs.note(tensors, size)
         if self._prover is not None:
             try:
                 with nullcontext() if self.gathering is None else self.gathering.telling():

@@ -131,7 +131,7 @@ class Decisions:
         self.device: torch.device | None = None  # where norms lie when no gradient has arrived
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
-        self._noted: list[list[Any]] = []
+        self._noted: list[Any] = []
         self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
 
     @property
@@ -221,9 +221,9 @@ class Decisions:
             self._non_finite_total += found
         return finite_B if self._non_finite else None
 
-    def close(self, rows: int, noted: list[Any]) -> None:
+    def close(self, rows: int, noted: Any) -> None:
         """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
-        # `noted`: notes on the inputs of each forward behind it.
+        # `noted`: the note on the inputs behind it, None without one.
         self._sensitivities.append(self.policy.sensitivity(self.relation))
         self._rows.append(rows)
         self._noted.append(noted)
@@ -243,8 +243,8 @@ class Decisions:
         return tuple(self._rows)
 
     @property
-    def noted(self) -> tuple[list[Any], ...]:
-        """Notes on the inputs of each backward completed since `forget`, in order, those of its parts separate."""
+    def noted(self) -> tuple[Any, ...]:
+        """The note on the inputs of each backward since `forget`, in order, those of its parts separate, or None."""
         return tuple(self._noted)
 
     def merge_passes(self, since: int) -> None:

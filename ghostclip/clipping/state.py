@@ -85,12 +85,12 @@ class ClippingState:
         """Note that the sums of a backward are complete, and release what it needed."""
         # `rows`: number of samples where rows were left empty; what lies in these is not noted.
         listener.streams.part()
+        noted = [forward.noted for forward in listener.forwards if forward.noted is not None]
         for forward in listener.forwards:
-            forward.consumed = True
+            forward.consumed, forward.noted = True, None
             self._consumed.add(forward)
             backward_entry.forget(forward)
         forward = self.forward_of(listener)
-        noted = [one.noted for one in listener.forwards if one.noted is not None]
         seen = 0 if forward.is_dummy else forward.batch_size
         rows = seen if rows is None else rows
         self._end(rows, noted if rows == seen else [])
@@ -119,7 +119,8 @@ class ClippingState:
         self._end(rows, noted)
 
     def _end(self, rows: int, noted: list[Any]) -> None:
-        self.decisions.close(rows, noted)
+        notes = self.capture.note_inputs
+        self.decisions.close(rows, None if notes is None or not noted else notes.join(noted))
         self.store.finish()
 
     def discard(self) -> None:

@@ -173,7 +173,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
             for token, batch in start():
                 if token.chunk == 0:
                     sampler.mark_delivered()
-                draws.show(batch, rows=token.size)
+                draws.show(batch)
                 yield token, batch
 
     def __len__(self) -> int:

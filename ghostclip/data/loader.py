@@ -221,8 +221,9 @@ class DPDataLoader(TakenAsItIs, DataLoader):
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()
-                sampler.draws.show(batch)
-                yield self.placed(batch)
+                placed = self.placed(batch)
+                sampler.draws.show(placed)
+                yield placed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).

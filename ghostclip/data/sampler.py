@@ -129,7 +129,7 @@ class PrivateSampler(Sampler[list[int]]):
                 self._delivered = self._drawn
             mine = self.draw(position)
             whole = mine if self.num_replicas == 1 else self.scheme.draw(self._key, position)
-            self.draws.add(Draw(position, len(mine), len(whole), mine))
+            self.draws.add(Draw(position, len(mine), len(whole)))
             yield mine if whole is mine else Records(mine, most=-(-len(whole) // self.num_replicas))
             if self._loop is not loop:
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")

@@ -18,7 +18,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
     from ghostclip.noise import NoiseSource
-    from ghostclip.optim.records import Crossed, Replay
+    from ghostclip.optim.draws import Crossed, Replay
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -229,14 +229,12 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
 
 
 def replayed(replay: Replay, due: int) -> str:
-    """Return the text of a `DrawError`: a step's records are not those that the private loader drew for it."""
-    place = f"draw {replay.earlier}, while draw {due} is to be released (both counted from 0)"
-    place = f"this draw ({due}, from 0), more often than they were drawn" if replay.earlier == due else place
+    """Return the text of a `DrawError`: a step's records are of another draw than is to be released."""
     return (
-        f"step(): the model saw {replay.repeated} of {replay.rows} records that were handed out in {place}. A record "
-        "counts for the draw that it came with: every batch that is drawn must be stepped on, once, in order, and with "
-        "all of its records; keep no batch, or part of one, for a later step. If you sample the batches yourself: "
-        "make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
+        f"step(): the model saw records that were handed out in draw {replay.number}, while draw {due} is to be "
+        "released (both counted from 0). A record counts for the draw that it came with: every batch that is drawn "
+        "must be stepped on, once, in order, and with all of its records; keep no batch, or part of one, for a later "
+        "step. If you sample the batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )
 
 

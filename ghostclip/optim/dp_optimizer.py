@@ -26,8 +26,8 @@ from ghostclip.graph.takeover import CompiledRecord
 from ghostclip.noise import ExactRelease, make_noise_source
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
+from ghostclip.optim.draws import Replay
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
-from ghostclip.optim.records import Replay
 from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
 from ghostclip.optim.wrapped import WrappedOptimizer
@@ -438,7 +438,7 @@ class DPOptimizer(WrappedOptimizer):
             draws: The log of the sampler that the account is of.
         """
         draws.claimed, draws.axis = True, self.clipper.axis
-        self.clipper.note_inputs(draws.prints_of_inputs)
+        self.clipper.note_inputs(draws)
         self._draws = draws
 
     def _require_drawn(self) -> Match | None:
@@ -450,10 +450,11 @@ class DPOptimizer(WrappedOptimizer):
         if found is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
         self._batch.rounds = found.rounds
-        crossed = self._draws.crossed(self.clipper.inputs_noted)
-        if crossed is not None:
-            raise DrawError(checks.crossed(crossed))
-        traced = self._draws.trace(found, self.clipper.inputs_noted, times=self._batch.participations)
+        inputs = self.clipper.inputs_noted
+        for one in inputs:
+            if one is not None and one.crossed is not None:
+                raise DrawError(checks.crossed(one.crossed))
+        traced = self._draws.trace(found, inputs)
         if isinstance(traced, Replay):
             raise DrawError(checks.replayed(traced, found.draws[0].number))
         return traced

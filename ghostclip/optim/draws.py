@@ -3,43 +3,32 @@
 A release is accounted as one draw. Batches reach the model through loaders, prefetchers and device movers that know
 nothing of draws, and copy tensors on the way; but they keep the order. So the draws wait here in the order in which
 they were made, and a step states how many rows its backward passes went through: rows that the next draws do not
-explain were not drawn. Where the batches can be seen as they are handed out, records are compared as well as rows: see
-`ghostclip.optim.records`.
+explain were not drawn. Where the model takes in tensors of the loader's own batches, or views of them, it is known as
+well which draw they are of.
+
+What is not seen: copies of an earlier batch in the place of one that has as many rows, and records that a loop
+exchanges between such batches.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import itertools
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.evidence.unchecked import CheckSchedule
-from ghostclip.optim.records import (
-    Crossed,
-    Kind,
-    Leaf,
-    Prints,
-    RecordMemory,
-    Replay,
-    are_same,
-    counted,
-    crossed_in,
-    prints_of,
-    read,
-    replay_of,
-    telling,
-)
 
-# Parts of draws, and rows in them, whose fingerprints are kept as they came: noting them takes time, and honest loops
-# never need it.
-_KEPT, _KEPT_ROWS = 4096, 1 << 17
 # How deep tensors are looked for in batches that are objects.
 _INTO_OBJECTS = 4
+# Fewer rows may be in another order in two inputs by chance: one-hot classes, say.
+_FEWEST: Final = 6
 
 
 @dataclass(frozen=True)
@@ -49,14 +38,6 @@ class Draw:
     number: int  # position in the whole training, from 0; the same on all ranks
     rows: int  # records of it that are this rank's
     records: int  # records of it on all ranks together
-    members: Sequence[int] = ()  # numbers of this rank's records
-    # fingerprints of the rows that were handed out, those of all its tensors part by part
-    parts: list[list[Prints]] = field(default_factory=list, compare=False)
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether all of it was seen when it was handed out."""
-        return self.rows == sum(_rows_of(part) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -67,8 +48,7 @@ class Match:
     draws: tuple[Draw, ...]
     spans: frozenset[tuple[int, int]]  # places in the log that the step may have begun at and got to
     rounds: int  # how often it may have gone through a whole draw, the same one again included
-    compared: bool = False  # whether the records were compared with those of the draws
-    inputs: Sequence[Prints] = ()  # fingerprints of what went through the model, if so
+    known: frozenset[int] = frozenset()  # numbers of the draws that inputs were known to be of; empty where none was
 
     @property
     def ends(self) -> frozenset[int]:
@@ -76,31 +56,83 @@ class Match:
         return frozenset(end for _, end in self.spans)
 
 
+class Replay(NamedTuple):
+    """A draw that a step's records are of, while another one is to be released."""
+
+    number: int
+
+
+class Crossed(NamedTuple):
+    """Two inputs behind one loss that have the same records in different orders."""
+
+    places: int  # number of rows where they differ
+    rows: int
+
+
+class NotedInputs(NamedTuple):
+    """What is known of the inputs of a forward, or of all behind a backward."""
+
+    draws: frozenset[int] = frozenset()  # numbers of the draws whose tensors are among them
+    tensors: Sequence[Tensor] = ()  # those that have rows, until the backward is over
+    crossed: Crossed | None = None
+
+
+class HandedOut:
+    """Which draw the tensors are of that a loader has handed out, for as long as somebody holds them."""
+
+    def __init__(self) -> None:
+        # By the tensor's `id`, with its version then: what is written into it later may be of any draw. What they are
+        # views of stands for them, unless batches of several draws are views of it.
+        self._of: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
+        self._most = 64
+
+    def note(self, tensors: Iterable[Tensor], number: int) -> None:
+        """Note tensors of a draw."""
+        if len(self._of) > self._most:
+            self._of = {key: one for key, one in self._of.items() if one[0]() is not None}
+            self._most = 64 + 2 * len(self._of)
+        for tensor in tensors:
+            if tensor.is_inference():
+                continue
+            version, base = _torch.version(tensor), _torch.base_of(tensor)
+            self._of[id(tensor)] = weakref.ref(tensor), number, version
+            if base is not None:
+                before = self._of.get(id(base))
+                own = before is None or before[0]() is not base or before[1] == number
+                self._of[id(base)] = weakref.ref(base), number if own else None, version
+
+    def draw_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the draw that a tensor, or what it is a view of, was handed out with."""
+        for own in (tensor, _torch.base_of(tensor)):
+            found = self._of.get(id(own))
+            if own is not None and found is not None and found[0]() is own:
+                return found[1] if _torch.version(own) == found[2] else None
+        return None
+
+
 class DrawLog:
     """Draws in the order in which they were made, and how far releases have used them.
 
     Privacy:
         Each draw is used by at most one release. Draws that no release used when a pass was abandoned are forgotten.
-        Where an input of the model is a tensor of the loader's batch, a step's records are those of its draws.
+        Tensors of the loader's batches are known to be of their draw.
     """
 
     # The position is a set: where several backwards of one step fit one draw as well as two, both stay possible until
     # later rows tell. `once_a_pass`: the account allows any record once in each pass, in whichever release of it, so
-    # that only what was released in the same pass before is a replay.
+    # that draws of a pass may be released in any order.
     def __init__(self, *, once_a_pass: bool = False) -> None:
         # whether a private optimizer uses the draws, so that unused ones are what is left to train on
         self.claimed = False
         self.axis = 0  # of the rows of a batch's tensors
-        # releases whose rows were only counted
-        self.compared = self.counted = 0  # releases whose records were compared with those handed out
+        # releases whose inputs were known to be of their draws, and those of which rows were counted alone
+        self.known = self.counted = 0
         self._once_a_pass = once_a_pass
-        self._pass = self._several = 0
+        self._several = 0
         self._schedule = CheckSchedule()
-        self._kinds: set[Kind] = set()
-        self._unnoted: deque[tuple[int, np.ndarray, list[Prints]]] = deque()
-        self._unnoted_rows = 0
-        self._released: list[tuple[Sequence[Prints], int]] = []
-        self._memory: RecordMemory | None = None
+        self._handed_out = HandedOut()
+        # numbers of the draws that may still be released, where their order is free
+        self._unreleased: set[int] = set()
         self._draws: list[Draw] = []
         self._places: frozenset[int] = frozenset([0])
         self._delivered: int | None = None
@@ -111,8 +143,7 @@ class DrawLog:
         """Note that a pass over the data begins; unused draws of an abandoned one are forgotten."""
         # A prefetcher may still hold the last batches of a pass that was drawn to its end.
         self._drop(self._pass_begun if self._complete else len(self._draws))
-        self._pass += 1
-        self._released.clear()
+        self._unreleased &= {draw.number for draw in self._draws}
         self._pass_begun = len(self._draws)
         self._places |= {self._pass_begun}
         self._complete = False
@@ -124,6 +155,8 @@ class DrawLog:
 
     def add(self, draw: Draw) -> None:
         self._draws.append(draw)
+        if self._once_a_pass:
+            self._unreleased.add(draw.number)
 
     def follow_deliveries(self) -> None:
         """Count the pass's draws when `deliver` says that they are handed out, not when workers fetch them."""
@@ -135,38 +168,41 @@ class DrawLog:
         if self._delivered is not None:
             self._delivered += 1
 
-    def show(self, batch: Any, *, rows: int | None = None) -> None:
-        """Take the fingerprints of a batch of the latest draw, or of its next part with ``rows`` records."""
-        if not self.claimed or not self._delivered or self._delivered > len(self._draws):
-            return
-        draw = self._draws[self._delivered - 1]
-        tensors = _tree.tensors(batch, into_objects=_INTO_OBJECTS)
-        found = prints_of(tensors, draw.rows if rows is None else rows, self.axis)
-        self._kinds.update(kind for kind, _ in found)
-        begun, count = sum(_rows_of(part) for part in draw.parts), _rows_of(found)
-        draw.parts.append(found)
-        if count == 0 or begun + count > len(draw.members):
-            return
-        self._unnoted.append((draw.number, np.asarray(draw.members[begun : begun + count], np.int64), found))
-        self._unnoted_rows += count
-        while len(self._unnoted) > _KEPT or self._unnoted_rows > max(count, _KEPT_ROWS):
-            self._unnoted_rows -= len(self._unnoted.popleft()[1])
+    def show(self, batch: Any) -> None:
+        """Note the tensors of a batch, or of a part of one, of the draw that was handed out last."""
+        if self.claimed and self._delivered and self._delivered <= len(self._draws):
+            tensors = _tree.tensors(batch, into_objects=_INTO_OBJECTS)
+            self._handed_out.note(tensors, self._draws[self._delivered - 1].number)
 
-    def prints_of_inputs(self, tensors: Sequence[Tensor], rows: int) -> list[Prints]:
-        """Return the fingerprints of a forward's inputs that may be tensors of a batch; nothing waits for a device."""
-        return prints_of(tensors, rows, self.axis, kinds=self._kinds) if self._kinds else []
+    def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
+        """Return what is known of a forward's inputs."""
+        found = [self._handed_out.draw_of(tensor) for tensor in tensors]
+        axes = [self.axis if self.axis < tensor.dim() and tensor.shape[self.axis] == rows else 0 for tensor in tensors]
+        moved = [tensor.movedim(axis, 0) if axis else tensor for tensor, axis in zip(tensors, axes, strict=True)]
+        kept = [tensor for tensor in moved if tensor.dim() and len(tensor) == rows]
+        return NotedInputs(frozenset(number for number in found if number is not None), kept)
+
+    def join(self, forwards: Sequence[NotedInputs]) -> NotedInputs:
+        """Return what is known of all inputs behind a backward: orders of rows in the first ones, and now and then."""
+        if len(forwards) == 1 and len(forwards[0].tensors) < 2:
+            return NotedInputs(forwards[0].draws)
+        draws = frozenset().union(*(one.draws for one in forwards))
+        alike = _of_kinds([tensor for one in forwards for tensor in one.tensors])
+        self._several += bool(alike)
+        crossed = crossed_in(alike) if alike and self._schedule.take(self._several) else None
+        return NotedInputs(draws, crossed=crossed)
 
     @property
     def comparison(self) -> str:
-        """What releases were compared with the draws by, as one clause; empty before the first.
+        """What tells that releases were of their draws, as one clause; empty before the first.
 
         Privacy:
             No numbers: those of batches without rows are not public.
         """
-        if not self.compared:
+        if not self.known:
             reason = "no input of the model is a tensor of the loader's batch"
             return f"records: only their number is compared with what was drawn, because {reason}" * bool(self.counted)
-        return "records: compared with those drawn" + ", in some releases only their number" * bool(self.counted)
+        return "records: of the batches drawn" + ", in some releases only as many" * bool(self.counted)
 
     @property
     def waiting(self) -> tuple[Draw, ...]:
@@ -203,54 +239,31 @@ class DrawLog:
             return None
         return Match(self._widest(complete), frozenset(complete), max(complete.values()))
 
-    def crossed(self, passes: Sequence[Sequence[Sequence[Prints]]]) -> Crossed | None:
-        """Return a row position with different records in two inputs of a backward, if there is one."""
-        # It is looked for in the first release of several inputs, and in later ones now and then.
-        several = [one for one in passes if sum(len(prints_KB) for found in one for _, prints_KB in found) > 1]
-        self._several += bool(several)
-        if not several or not self._schedule.take(self._several):
-            return None
-        memory = self._note()
-        found = (crossed_in([read(forward) for forward in one], memory) for one in several)
-        return next((one for one in found if one is not None), None)
+    def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | Replay:
+        """Return the match without draws that its inputs are not of, or the `Replay` if none is left."""
+        known = frozenset().union(*[one.draws for one in passes if one is not None])
+        if not known:
+            return match
+        whole = not self._once_a_pass and all(one is not None and one.draws for one in passes)
+        fits = {span for span in match.spans if known <= self._released_by(span)}
+        if whole:
+            fits = {span for span in fits if len(known) >= sum(draw.rows > 0 for draw in self._draws[slice(*span)])}
+        if not fits:
+            return Replay(min(known))
+        spans = frozenset(fits)
+        return replace(match, draws=self._widest(spans), spans=spans, known=known)
 
-    def trace(self, match: Match, passes: Sequence[Sequence[Sequence[Prints]]], *, times: int) -> Match | Replay:
-        """Return the match without draws that the records contradict, or the `Replay` if none is left."""
-        # passes: of each backward pass, and each forward behind it, the fingerprints of the inputs. times: how often
-        # the account has a record take part.
-        inputs = [prints for one in passes for forward in one for prints in forward]
-        if not inputs:
-            return match
-        if len(match.spans) == 1 and are_same(passes, [part for draw in match.draws for part in draw.parts]):
-            return replace(match, compared=True, inputs=inputs)
-        memory = self._note()
-        drawn = {span: self._drawn_in(span) for span in match.spans}
-        widest = max(drawn.values(), key=len)
-        seen = counted([own for forward in one for own in telling(read(forward), widest, memory)] for one in passes)
-        if not seen:
-            return match
-        last = self._pass if self._once_a_pass else None
-        found = {
-            span: replay_of(seen, rows, self._members_of(span), memory, times=times, released_in=last)
-            if self._is_shown(span)
-            else None
-            for span, rows in drawn.items()
-        }
-        spans = frozenset(span for span, replay in found.items() if replay is None)
-        if not spans:
-            return min((replay for replay in found.values() if replay is not None), key=lambda replay: replay.repeated)
-        return replace(match, draws=self._widest(spans), spans=spans, compared=True, inputs=inputs)
+    def _released_by(self, span: tuple[int, int]) -> set[int]:
+        """Return the numbers of the draws that a release of some may be of."""
+        return self._unreleased if self._once_a_pass else {draw.number for draw in self._draws[slice(*span)]}
 
     def use(self, match: Match) -> None:
         """Mark draws as used by a release."""
-        if match.compared:
-            self.compared += 1
-            if self._once_a_pass:
-                self._released.append((match.inputs, self._pass))
-            if len(self._released) > _KEPT:
-                self._note()
+        if match.known:
+            self.known += 1
         elif any(draw.rows for draw in match.draws):
             self.counted += 1
+        self._unreleased -= match.known or {draw.number for draw in match.draws}
         self._places = match.ends
         self._drop(min(match.ends))
 
@@ -263,32 +276,6 @@ class DrawLog:
     def _widest(self, spans: Iterable[tuple[int, int]]) -> tuple[Draw, ...]:
         """Return the draws of the span that has most of them."""
         return tuple(self._draws[slice(*max(spans, key=lambda span: span[1] - span[0]))])
-
-    def _drawn_in(self, span: tuple[int, int]) -> Counter[int]:
-        return counted(read(part) for draw in self._draws[slice(*span)] for part in draw.parts)
-
-    def _members_of(self, span: tuple[int, int]) -> set[int]:
-        return {record for draw in self._draws[slice(*span)] for record in draw.members}
-
-    def _is_shown(self, span: tuple[int, int]) -> bool:
-        return all(draw.is_shown for draw in self._draws[slice(*span)])
-
-    def _note(self) -> RecordMemory:
-        """Note the contents handed out and released since the last call; waits for the device of the batches."""
-        memory = self._memory = self._memory or RecordMemory()
-        of_leaf: dict[Leaf, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        for number, records, found in self._unnoted:
-            for leaf, own in read(found):
-                of_leaf.setdefault(leaf, []).append((own, records, np.full(len(own), number)))
-        for leaf, noted in of_leaf.items():
-            memory.note(leaf, *map(np.concatenate, zip(*noted, strict=True)))
-        for inputs, number in self._released:
-            for _, own in read(inputs):
-                memory.release(own, number)
-        self._unnoted.clear()
-        self._unnoted_rows = 0
-        self._released.clear()
-        return memory
 
     def _drop(self, count: int) -> None:
         """Forget the first draws, and places among them."""
@@ -326,5 +313,25 @@ class DrawLog:
         return found
 
 
-def _rows_of(part: Sequence[Prints]) -> int:
-    return part[0][1].shape[1] if part else 0
+def _of_kinds(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors of one dtype and shape, where several that are not the same one have enough rows."""
+    kinds: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        of_kind = kinds[tensor.dtype, tensor.shape, tensor.device]
+        if type(tensor) is Tensor and tensor.layout is torch.strided and all(one is not tensor for one in of_kind):
+            of_kind.append(tensor)
+    return [of_kind for of_kind in kinds.values() if len(of_kind) > 1 and len(of_kind[0]) >= _FEWEST]
+
+
+def crossed_in(alike: Sequence[Sequence[Tensor]]) -> Crossed | None:
+    """Return where two inputs of one kind have the same rows in different orders; waits for their device."""
+    for of_kind in alike:
+        for one, other in itertools.combinations(map(_rows_in, of_kind), 2):
+            if one != other and len(set(one)) == len(one) and set(one) == set(other):
+                return Crossed(sum(a != b for a, b in zip(one, other, strict=True)), len(one))
+    return None
+
+
+def _rows_in(tensor: Tensor) -> list[bytes]:
+    rows = tensor.detach().reshape(len(tensor), -1).contiguous().cpu()
+    return [row.tobytes() for row in rows.view(torch.uint8).numpy()]

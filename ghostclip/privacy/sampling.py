@@ -379,8 +379,9 @@ class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
                 if self.stop_when is not None and self.stop_when():
                     return
                 passes.mark_delivered()
-                passes.draws.show(batch)
-                yield self.placed(batch)
+                placed = self.placed(batch)
+                passes.draws.show(placed)
+                yield placed
 
 
 class _CountedPasses(Sampler[list[int]]):
@@ -416,7 +417,7 @@ class _CountedPasses(Sampler[list[int]]):
         taken = bytearray()
         for batch in self._batches:
             _take_once(batch, taken)
-            self.draws.add(Draw(self._drawn, len(batch), len(batch), batch))
+            self.draws.add(Draw(self._drawn, len(batch), len(batch)))
             self._drawn += 1
             yield batch
         self.draws.end_pass()

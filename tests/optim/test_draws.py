@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ghostclip
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DrawError, InvalidOptionError
-from ghostclip.optim.draws import Draw, DrawLog
+from ghostclip.optim.draws import Draw, DrawLog, Match, Replay
 from tests.engine.training import parameters_of, small_data, small_model
 
 DATA = small_data(48)
@@ -349,3 +349,92 @@ def test_a_log_that_nobody_uses_does_not_grow():
     for _ in range(20):
         list(loader)
     assert len(loader.private_sampler.draws.waiting) <= 2 * len(loader)
+
+
+class Steps:
+    """A log whose draws of eight records are handed out, and steps on tensors."""
+
+    def __init__(self, **options):
+        self.log, self.number = DrawLog(**options), 0
+        self.log.claimed = True
+        self.begin()
+
+    def begin(self):
+        self.log.begin_pass()
+        self.log.follow_deliveries()
+
+    def draw(self, batch=None):
+        batch = torch.randn(8, 3) if batch is None else batch
+        self.log.add(Draw(self.number, 8, 8))
+        self.log.deliver()
+        self.log.show({"x": batch})
+        self.number += 1
+        return batch
+
+    def trace(self, *passes):
+        noted = [self.log.join([self.log.note([x], len(x)) for x in forwards]) for forwards in passes]
+        return self.log.trace(self.log.match([len(forwards[0]) for forwards in passes]), noted)
+
+    def step(self, *passes):
+        traced = self.trace(*passes)
+        if isinstance(traced, Match):
+            self.log.use(traced)
+        return traced
+
+
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.view(4, 6).view(8, 3)], ids=["itself", "a view"])
+def test_tensors_of_a_batch_and_their_views_are_of_its_draw(change):
+    steps = Steps()
+    kept = steps.draw()
+    assert steps.step([change(kept)]).known == {0}
+    steps.draw()
+    assert steps.step([change(kept)]) == Replay(0)
+    assert steps.log.waiting[0].number == 1
+
+
+def test_copies_and_what_was_written_into_are_of_no_known_draw():
+    steps = Steps()
+    kept = steps.draw()
+    assert not steps.step([kept.clone()]).known
+    kept.copy_(steps.draw())
+    assert not steps.step([kept]).known
+    assert steps.log.counted == 2
+    assert "only their number" in steps.log.comparison
+
+
+def test_draws_that_are_views_of_one_tensor():
+    steps, data = Steps(), torch.randn(16, 3)
+    first = steps.draw(data[:8])
+    assert steps.step([first]).known == {0}
+    second = steps.draw(data[8:])
+    assert not steps.trace([second.view(24).view(8, 3)]).known
+    assert steps.step([first]) == Replay(0)
+    assert steps.step([second]).known == {1}
+
+
+def test_tensors_that_nobody_holds_are_forgotten():
+    steps = Steps()
+    for _ in range(1000):
+        steps.step([steps.draw()])
+    assert len(steps.log._handed_out._of) < 200
+
+
+def test_draws_of_a_pass_in_another_order_where_each_record_is_paid_for_once_in_it():
+    steps = Steps(once_a_pass=True)
+    first, second = steps.draw(), steps.draw()
+    assert steps.step([second]).known == {1}
+    assert steps.step([first]).known == {0}
+    steps.draw()
+    assert steps.step([first]) == Replay(0)
+    steps.begin()
+    steps.draw()
+    assert steps.step([first]) == Replay(0)
+
+
+def test_several_passes_over_one_draw_or_several():
+    steps = Steps()
+    first, second = steps.draw(), steps.draw()
+    assert steps.log.match([8, 8]).ends == {1, 2}
+    assert steps.trace([first], [first]).ends == {1}
+    assert steps.trace([first], [second]).ends == {2}
+    assert steps.trace([first], [first.clone()]).ends == {1, 2}

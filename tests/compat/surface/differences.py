@@ -203,9 +203,9 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "step() on records that the private loader did not draw",
         "releases, and the account counts a Poisson sample that nobody drew",
-        "is a DrawError: where rows are left out, added or doubled, and, if an input of the model is a tensor of the "
-        "loader's batch, where they are other records; else only their number is compared. DeclaredSampling states a "
-        "sampling of one's own",
+        "is a DrawError: where rows are left out, added or doubled, and where an input of the model is a tensor of "
+        "another batch of the loader; of copies only their number is compared. DeclaredSampling states a sampling of "
+        "one's own",
         f"{_FILE}::test_step_without_a_draw",
     ),
 )
