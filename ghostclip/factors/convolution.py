@@ -36,7 +36,16 @@ from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import INSTANTIATE, Outer
 from ghostclip.factors.wrapped import Permuted
 from ghostclip.kernels import products
-from ghostclip.kernels.bounds import Masses, Reduced, Unfinished, finished_one, formed_error, masses, samples_joined
+from ghostclip.kernels.bounds import (
+    Masses,
+    Reduced,
+    Unfinished,
+    finished_one,
+    formed_error,
+    masses,
+    samples_joined,
+    vanished,
+)
 from ghostclip.kernels.products import full_convolutions
 
 
@@ -517,6 +526,18 @@ class Windows(Outer):
         found = masses(*self._position_norms(), *self.sizes[1:])
         return self._terms(found.mass_N, found.scale_N)
 
+    def terms_at_most(self) -> Terms:
+        """Return terms that are no smaller than those of `terms`, from the norms of inputs and output gradients."""
+        # By Cauchy and Schwarz; no pixel lies in more windows than `covering`. A norm comes out 2e-5 too small at most.
+        places = zip(self.geometry.kernel, self.geometry.stride, self.geometry.dilation, strict=True)
+        covering = prod(size if step > 1 else -(-size // stride) for size, stride, step in places)
+        positions, inputs, outputs = self.sizes
+        x_B, g_B = (to_accumulation(t.flatten(1)) for t in (self.x_BKC, self.g_BKO))
+        x_B, g_B = (torch.linalg.vector_norm(t, dim=1) for t in (x_B, g_B))
+        x_B, most = x_B * (1.001 * covering**0.5), (positions * self.slots) ** 0.5
+        mass_B = vanished(x_B * most, g_B * most, inputs, outputs).addcmul_(x_B, g_B)
+        return Terms(mass_B, mass_B.square(), positions, self._by_units())
+
     def _position_norms(self) -> tuple[Tensor, Tensor]:
         """Return the norms of windows and of output gradients, each of shape ``(B·S, T)``, none of them unfolded."""
         a_BSKT = self.geometry.window_squares(to_accumulation(self.x_BKC), self.g_BKO.shape[3:])
@@ -548,7 +569,9 @@ class Windows(Outer):
     def instantiated(self) -> Factor:
         """Return the factor of the materialised gradients, their axes in the order in which they are formed."""
         formed = self._formed()
-        if formed is None or not formed.channels_last or self.shape != self.geometry.shape:
+        if formed is not None and not formed.channels_last:
+            return Dense(formed.together().view(self.batch_size, *self.shape))
+        if formed is None or self.shape != self.geometry.shape:
             return super().instantiated()
         shape = self.geometry.shape
         inner = Dense(formed.together().view(-1, shape[0], *shape[2:], shape[1]))
