@@ -82,7 +82,7 @@ class HandedOut:
 
     def __init__(self) -> None:
         # By the tensor's `id`, with its version then: what is written into it later may be of any draw. What they are
-        # views of stands for them, unless batches of several draws are views of it.
+        # views of stands for them. What is handed out with several draws is of none: constants, a tensor of all data.
         self._of: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
         self._most = 64
 
@@ -94,12 +94,11 @@ class HandedOut:
         for tensor in tensors:
             if tensor.is_inference():
                 continue
-            version, base = _torch.version(tensor), _torch.base_of(tensor)
-            self._of[id(tensor)] = weakref.ref(tensor), number, version
-            if base is not None:
-                before = self._of.get(id(base))
-                own = before is None or before[0]() is not base or before[1] == number
-                self._of[id(base)] = weakref.ref(base), number if own else None, version
+            for own in (tensor, _torch.base_of(tensor)):
+                if own is not None:
+                    before = self._of.get(id(own))
+                    again = before is not None and before[0]() is own and before[1] != number
+                    self._of[id(own)] = weakref.ref(own), None if again else number, _torch.version(own)
 
     def draw_of(self, tensor: Tensor) -> int | None:
         """Return the number of the draw that a tensor, or what it is a view of, was handed out with."""

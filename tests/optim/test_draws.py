@@ -412,6 +412,15 @@ def test_draws_that_are_views_of_one_tensor():
     assert steps.step([second]).known == {1}
 
 
+def test_what_every_batch_has_is_of_no_draw():
+    steps, constant = Steps(), torch.randn(8, 3)
+    steps.draw(constant)
+    second = steps.draw()
+    steps.log.show([constant])
+    assert steps.step([constant.clone()]) != Replay(0)
+    assert steps.step([second, constant]).known == {1}
+
+
 def test_tensors_that_nobody_holds_are_forgotten():
     steps = Steps()
     for _ in range(1000):
