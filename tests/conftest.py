@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import itertools
 import logging
 import multiprocessing
 import os
 import re
+import secrets
 import sys
 import zlib
 from collections import defaultdict
@@ -223,6 +226,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def _seeded() -> None:
     """Each test starts from the same state of torch's global generator, whatever ran before it."""
     torch.manual_seed(20_24)
+
+
+@pytest.fixture(autouse=True)
+def _keys_of_the_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh keys follow from the test, so that it draws the same batches and noise in every run; not in forks of it."""
+    made, home = itertools.count(), os.getpid()
+
+    def token_bytes(length: int | None = None) -> bytes:
+        fork = os.getpid() - home
+        return hashlib.shake_128(f"{request.node.nodeid} {fork} {next(made)}".encode()).digest(length or 32)
+
+    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
 
 
 @pytest.fixture(autouse=True)
