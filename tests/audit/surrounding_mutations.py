@@ -45,16 +45,16 @@ def draws_not_followed() -> Any:
     return mock.patch.object(DPOptimizer, "require_draws", return_value=None)
 
 
-def _records_not_compared() -> Any:
-    """A step's rows are counted, and it is not asked which records they are of."""
-    return mock.patch.object(DrawLog, "trace", lambda _self, match, _passes, *, times: match)
+def _draws_not_compared() -> Any:
+    """A step's rows are counted, and it is not asked which draw they are of."""
+    return mock.patch.object(DrawLog, "trace", lambda _self, match, _passes: match)
 
 
 @contextlib.contextmanager
 def passes_over_a_draw_counted_once() -> Iterator[None]:
     """Virtual steps are taken for parts of one draw, whatever they went through."""
-    # Else the records would tell that they were not.
-    with _records_not_compared(), mock.patch.object(LogicalBatch, "participations", property(lambda _: 1)):
+    # Else the tensors would tell that they were not.
+    with _draws_not_compared(), mock.patch.object(LogicalBatch, "participations", property(lambda _: 1)):
         yield
 
 
