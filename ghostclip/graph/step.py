@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -140,19 +141,16 @@ class GraphStep:
 
     def _cut(self, tree: Any, samples: int, parts: Sequence[Part]) -> list[tuple[Any, Part]]:
         """Return the parts of a batch, without padding."""
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
-
+        axis_of = self._axis_of(samples)
         return [(part_of(tree, part, samples, axis_of, padded=False), part) for part in parts]
 
     def _padded(self, tree: Any, samples: int, size: int) -> Any:
         """Return a batch, or its first samples, padded to a size."""
+        return part_of(tree, Part(0, min(samples, size), size), samples, self._axis_of(samples), padded=True)
 
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
-
-        return part_of(tree, Part(0, min(samples, size), size), samples, axis_of, padded=True)
+    def _axis_of(self, samples: int) -> Callable[[Any], int | None]:
+        """Return what finds the sample axis of a tensor of a batch."""
+        return partial(batch_axis_of, batch_size=samples, axis=self.clipper.axis)
 
     def describe(self) -> str:
         """Return which graphs compute batches, padding included, and why others are computed eagerly.
@@ -407,12 +405,8 @@ class GraphStep:
 
     def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
         """Return the graph for a batch of a size."""
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=size, axis=self.clipper.axis)
-
         clipping = Clipping(self.clipper.policy, self.clipper.clip_groups(), masks=self.clipper.device_only)
-        model = self.clipper.model
+        model, axis_of = self.clipper.model, self._axis_of(size)
         with self.clipper.unwatched():
             step = CompiledStep(
                 model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses, branches=self.branches
