@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,19 +55,7 @@ def uncompared() -> Iterator[None]:
         _compares.reset(before)
 
 
-class SamplerCall(Protocol):
-    """A call of a module with a sampler, and the gradient of its output."""
-
-    grad_n: Tensor
-
-    def split(self, values_n: Tensor) -> Tensor:
-        """Reshape ``(n, *F)`` to ``(B, T, *F)``, padded with 0."""
-
-    def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the module again; return its output, rows first, and its parameters there."""
-
-
-def agrees(call: SamplerCall, module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
+def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
     """Compare a sampler's gradients for the sample with the largest ones with autograd's; refuse a difference."""
     # Random numbers and buffers are restored. What autograd cannot differentiate, or is random, is not compared, and
     # the log says so once. Returns False where all gradients are zero, so that nothing was settled.
@@ -103,7 +91,7 @@ def agrees(call: SamplerCall, module: nn.Module, factors: Mapping[str, Factor], 
     return largest > 0
 
 
-def _by_autograd(call: SamplerCall, module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
+def _by_autograd(call: "_CallRows", module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
     """Return gradients of the parameters that autograd knows; none where the module is random."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     with torch.random.fork_rng(devices=[alone.device] if alone.is_cuda else []):
@@ -221,7 +209,7 @@ class _CallRows:
     axis: int  # axis of its output along which rows lie
     inputs: list[Tensor]
     grad_n: Tensor
-    split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F)
+    split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F), padded with 0
     unwatched: Unwatched
 
     def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
