@@ -27,8 +27,8 @@ from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
 from ghostclip.capture.ranks import (
     Gathering,
+    OnParts,
     is_divided,
-    on_parts,
     quieten_wrapper,
     refuse_divided_outputs,
     refuse_whole_data,
@@ -339,7 +339,7 @@ class CaptureContext:
                 _torch.hear_gradient(tensor, gathered)
 
     def _let_compile(self) -> None:
-        hooks.resume_compiler(self._compiler)
+        _torch.restart_compiler(self._compiler)
         self._compiler = None
 
     def _break_off(self) -> None:
@@ -477,7 +477,7 @@ class CaptureContext:
             yield
         finally:
             self._unwatched = before
-            hooks.resume_compiler(compiler)
+            _torch.restart_compiler(compiler)
 
     @contextmanager
     def substituted(self) -> Iterator[None]:
@@ -493,7 +493,7 @@ class CaptureContext:
         finally:
             self.substitution.leave()
             self._rows.end()
-            hooks.resume_compiler(compiler)
+            _torch.restart_compiler(compiler)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -518,7 +518,7 @@ class CaptureContext:
             return self._intercept_plain(func, args, kwargs)
         args, kwargs = settled(args, kwargs)
         if is_divided(args, kwargs):
-            return on_parts(func, name, args, kwargs, forward=self.forward, run=self._intercept_plain)
+            return OnParts(func, name, args, kwargs, self.forward, self._intercept_plain).result()
         assert self.gathering is not None, "who divides"
         tracked = tracked_leaves((args, kwargs))
         if name in HOOKED and self.gathering.spread.issuperset(own for one in tracked for own in one.origin.names):

@@ -45,11 +45,6 @@ def suspend_compiler() -> Any:
     return _torch.stop_compiler(_UNTRACED)
 
 
-def resume_compiler(suspended: Any) -> None:
-    """Let the compiler go on as before."""
-    _torch.restart_compiler(suspended)
-
-
 def untraced(function: Any) -> Any:
     """Mark a function that the compiler must neither trace nor look into."""
     _UNTRACED.append(function.__code__)
@@ -168,27 +163,16 @@ def attach_inside(
     module: nn.Module, begins: Callable[[nn.Module], None], ends: Callable[[nn.Module], None]
 ) -> list[RemovableHandle]:
     """Register hooks that run after all others before a module's forward, and before all others after it."""
-
     # `ends` is called also when the forward raised.
-    def before(module: nn.Module, args: Any) -> None:
-        begins(module)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        ends(module)
-
     return [
-        module.register_forward_pre_hook(_Hook(before)),
-        module.register_forward_hook(_Hook(after), prepend=True, always_call=True),
+        module.register_forward_pre_hook(_Hook(lambda module, args: begins(module))),
+        module.register_forward_hook(_Hook(lambda module, args, output: ends(module)), prepend=True, always_call=True),
     ]
 
 
 def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> list[RemovableHandle]:
     """Register a hook, called with module and output, that runs after all others at the end of a module's call."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        ended(module, output)
-
-    return [module.register_forward_hook(_Hook(after))]
+    return [module.register_forward_hook(_Hook(lambda module, args, output: ended(module, output)))]
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -149,11 +149,9 @@ def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     """Return arguments of which none is still being written by a collective."""
     if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
         return args, kwargs
-
-    def one(item: Any) -> Any:
-        return _torch.arrived(item) if _torch.is_arriving(item) else item
-
-    found: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(one, (args, kwargs))
+    found: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(
+        lambda item: _torch.arrived(item) if _torch.is_arriving(item) else item, (args, kwargs)
+    )
     return found
 
 
@@ -203,24 +201,8 @@ def leaves_empty(rows: int, ranks: int) -> bool:
     return -(-rows // ranks) * (ranks - 1) >= rows
 
 
-def on_parts(
-    func: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    forward: ForwardContext,
-    run: Run,
-) -> Any:
-    """Run an operation on this rank's parts and return a DTensor; ``run`` captures it on plain tensors."""
-    operation = _OnParts(func, name, args, kwargs, forward, run)
-    if name == "linear":
-        return operation.linear()
-    return operation.embedding() if name == "embedding" else operation.alike()
-
-
-class _OnParts:
-    """One operation on parts."""
+class OnParts:
+    """One operation on parts; ``run`` captures it on plain tensors."""
 
     def __init__(
         self,
@@ -242,6 +224,12 @@ class _OnParts:
             self._refuse("its arguments lie on several meshes, or on one of several axes: one axis is supported")
 
     # -- operations -----------------------------------------------------------------------------------------------
+
+    def result(self) -> Any:
+        """Run the operation on this rank's parts and return a DTensor."""
+        if self._name == "linear":
+            return self.linear()
+        return self.embedding() if self._name == "embedding" else self.alike()
 
     def linear(self) -> Any:
         from torch.distributed.tensor import Partial, Shard
