@@ -51,11 +51,6 @@ def is_packed(item: Any) -> bool:
     return isinstance(item, PackedSequence)
 
 
-def with_a_step(lengths: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Return arguments of the packing function in which a dummy sample is not of length 0, which it refuses."""
-    return lengths.clamp(min=1), *rest
-
-
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
     """Return the number of samples in a model's inputs: the batch axis of the first tensor."""
     if args and type(args[0]) is Tensor and args[0].dim() > axis:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.inputs import PACK, PAD, positions, rows_of, with_a_step
+from ghostclip.capture.inputs import PACK, PAD, positions, rows_of
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
 from ghostclip.capture.sizes import CallLayout, Calls, Key, Resized, shapes_of
 from ghostclip.capture.tracked import TrackedTensor
@@ -103,7 +103,7 @@ class RowTracker(TorchFunctionMode):
         self._axis = 0
         self._resized: Resized | None = None
         self._calls = Calls()
-        self._key: Key = ()
+        self.key: Key = ()  # of the running call
         self._depth = 0
         self.active = False  # whether a forward is running
 
@@ -124,7 +124,7 @@ class RowTracker(TorchFunctionMode):
         self.missed = self.odd = False  # whether the latest forward should have been watched and was not
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
-        self._resized, self._calls, self._key, self._depth = resized, Calls(), (), 0
+        self._resized, self._calls, self.key, self._depth = resized, Calls(), (), 0
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
@@ -140,12 +140,7 @@ class RowTracker(TorchFunctionMode):
 
     def layout(self, tree: Any) -> CallLayout | None:
         """Return where samples lie in the arguments of the running call, as far as a resized forward tells."""
-        return None if self._resized is None else self._resized.layout(self._key, shapes_of(tree))
-
-    @property
-    def key(self) -> Key:
-        """The key of the running call."""
-        return self._key
+        return None if self._resized is None else self._resized.layout(self.key, shapes_of(tree))
 
     def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
         """Return the axis of samples in each tensor that a call returned, as far as a resized forward tells."""
@@ -160,7 +155,7 @@ class RowTracker(TorchFunctionMode):
             return
         self._depth += 1
         try:
-            with self._calls.inside(self._key), self:
+            with self._calls.inside(self.key), self:
                 yield
         finally:
             self._depth -= 1
@@ -217,7 +212,7 @@ class RowTracker(TorchFunctionMode):
         if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
             raise UnsupportedModelError(_RAGGED.format(func.__name__))
         if self._resized is not None:
-            self._key = self._calls.key(func)
+            self.key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
         if (func not in _SEEN and not self._rows.told) or self._depth:
             if ours and TrackedTensor in types and not _torch.active_modes():
@@ -225,7 +220,8 @@ class RowTracker(TorchFunctionMode):
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
         if func == PACK and self._dummy:
-            args = (args[0], *with_a_step(*args[1:]))
+            # The function refuses a sample of length 0.
+            args = (args[0], args[1].clamp(min=1), *args[2:])
         result = func(*args, **kwargs)
         if self._batch_size > 1:
             with _torch.overrides_off():
@@ -393,7 +389,7 @@ def _picked(
         return UNKNOWN_ORDER
     base = args[0] if args else kwargs["input"]
     if func is torch.Tensor.__getitem__:
-        return _indexed(rows, args[1], base, axis)
+        return _indexed(rows, args[1], axis)
     named = func.__name__
     if named in ("flipud", "take_along_dim"):
         return UNKNOWN_ORDER
@@ -413,7 +409,7 @@ def _picked(
     return rows[index] if isinstance(index, Tensor) and axis == 0 else UNKNOWN_ORDER
 
 
-def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None:
+def _indexed(rows: Tensor, index: Any, axis: int) -> Tensor | None:
     """Follow ``base[index]`` along the batch axis."""
     items = index if isinstance(index, tuple) else (index,)
     if axis:
