@@ -141,23 +141,16 @@ def _adds_up(region: Rerun, arrived: Sequence[Arrived], found: Sequence[Tensor])
     return all(_close(mine.sum(0), total) for mine, total in zip(found, whole, strict=True))
 
 
-@dataclass(eq=False)
-class _Local:
-    """The operation in a small graph of its own behind one node of the user's graph: nothing upstream is touched."""
-
-    operation: Operation
-    entered: dict[int, Tensor]
-
-    def run(self, local: Sequence[Tensor], items: list[Any]) -> Any:
-        """Run it on local copies of its plain tensors; leave the results in ``items``, return their structure."""
-        leaves, structure = _torch.tree_flatten((self.operation.args, self.operation.kwargs))
-        given = iter(local)
-        own = [self.entered.get(id(leaf), leaf) for leaf in leaves]
-        own = [next(given) if _is_plain(leaf) else mine for leaf, mine in zip(leaves, own, strict=True)]
-        args, kwargs = _torch.tree_unflatten(own, structure)
-        found, spec = _torch.tree_flatten(self.operation.func(*args, **kwargs))
-        items[:] = found
-        return spec
+def _run_locally(
+    operation: Operation, entered: Mapping[int, Tensor], local: Sequence[Tensor]
+) -> tuple[list[Any], _torch.TreeSpec]:
+    """Run an operation on local copies of its plain tensors: nothing upstream of its node is touched."""
+    # Returns the leaves of the result and their structure.
+    leaves, structure = _torch.tree_flatten((operation.args, operation.kwargs))
+    given = iter(local)
+    own = [next(given) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
+    args, kwargs = _torch.tree_unflatten(own, structure)
+    return _torch.tree_flatten(operation.func(*args, **kwargs))
 
 
 def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
@@ -167,7 +160,6 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     rerun = _rerun_of(operation, list(entered), list(entered.values()))
-    local = _Local(operation, entered)
     gathered = any(_gathered(tensor, forward) is not None for tensor in operation.plain if tensor.dim())
     site = site_of(forward, tracked, operation.name, GENERAL_FORM, "selected" if gathered else "")
     if site.at_once:
@@ -176,21 +168,20 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     use = ParamUse(site, forward, targets, _unset, 1, [], versions=versions_of(targets))
     use.wants_input_gradient = wants_gradient(operation.plain, forward)
     output_maps: list[list[RowMap]] = []
-    items: list[Any] = []
-    specs: list[Any] = []
+    ran: list[tuple[list[Any], _torch.TreeSpec]] = []
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         rerun.remember(tensors)
-        specs.append(local.run(tensors, items))
-        return [item for item in items if _in_graph(item)]
+        ran.append(_run_locally(operation, entered, tensors))
+        return [item for item in ran[0][0] if _in_graph(item)]
 
     deliver = _delivery(use, rerun, output_maps)
     results = list(Region.apply(run, deliver, forward.around.anchor, *operation.plain))
     nodes = [tensor.grad_fn for tensor in operation.plain if tensor.grad_fn is not None]
     register(use, results[0].grad_fn if results else None, nodes[0] if nodes else None)
-    fresh = iter(results)
+    fresh, ((items, structure),) = iter(results), ran
     leaves = [next(fresh) if _in_graph(item) else item for item in items]
-    returned = _torch.tree_unflatten(leaves, specs[-1])
+    returned = _torch.tree_unflatten(leaves, structure)
     axes = dict(zip(map(id, _tree.tensors(returned)), result_axes(layout, returned, forward), strict=False))
     output_maps += [_output_maps(output, operation, use, axes.get(id(output), layout.result)) for output in results]
     return returned
@@ -205,8 +196,7 @@ def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
 
 def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> Rerun:
     def again(plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-        items: list[Any] = []
-        _Local(operation, dict(zip(keys, parameters, strict=True))).run(plain, items)
+        items, _ = _run_locally(operation, dict(zip(keys, parameters, strict=True)), plain)
         return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
 
     return Rerun(again, inputs)
