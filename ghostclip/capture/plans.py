@@ -16,7 +16,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
 from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
-from ghostclip.capture.param_use import ParamUse, carry_out, register, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, attached, delivery, register, run_and_keep, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, wants_gradient
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -99,7 +99,8 @@ class ByRule(Plan):
 
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters; the result is in the graph."""
-        return carry_out(use, self.call, rows=self.rows, saved=self.saved, product=self.is_product)
+        output = run_and_keep(use, self.call, self.saved, product=self.is_product)
+        return attached(use, output, rows=self.rows, hook=delivery(use) if use.order else use.arrive)
 
     @property
     def is_product(self) -> bool:
