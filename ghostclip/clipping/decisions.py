@@ -75,7 +75,8 @@ class ClipWeights:
         group = self.group_of.get(name, 0)
         # Terms of those that are formed apart may be beyond the type of the sum, and 0 times that is no number.
         here = kept if self.ill_conditioned_B is None else kept.masked(~self.ill_conditioned_B)
-        _set_or_add_(here, self._coefficients(group, buffer), buffer, is_new=is_new)
+        add = here.write_clipped_sum_ if is_new else here.add_clipped_sum_
+        add(self._coefficients(group, buffer), buffer)
         if self.ill_conditioned_B is None:
             return
         apart = self._apart.get(name)
@@ -100,13 +101,6 @@ class ClipWeights:
     def _add_apart(self, sums: Sums, name: str) -> None:
         buffer, _ = sums.buffer(name)
         buffer += self._apart.pop(name)
-
-
-def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool) -> None:
-    if is_new:
-        factor.write_clipped_sum_(coef_B, buffer)
-    else:
-        factor.add_clipped_sum_(coef_B, buffer)
 
 
 class Decisions:
@@ -260,13 +254,13 @@ class Decisions:
         total, unread = self._non_finite_total, self._unread
         noted = list(self._noted)
         adaptation = self.policy.adaptation
-        count = None if adaptation is None else adaptation.peek()
+        count = None if adaptation is None else adaptation.shifted_count
 
         def restore() -> None:
             self._sensitivities, self._rows, self._noted = list(sensitivities), list(rows), list(noted)
             self._non_finite_total, self._unread = total, unread
             if adaptation is not None:
-                adaptation.put(count)
+                adaptation.shifted_count = count
 
         return restore
 
@@ -276,7 +270,7 @@ class Decisions:
         self._rows.clear()
         self._noted.clear()
         if self.policy.adaptation is not None:
-            self.policy.adaptation.forget()
+            self.policy.adaptation.shifted_count = None
 
     def whole_norms(self) -> Tensor:
         """Return the norm of each sample's whole gradient, shape ``(B,)``."""
