@@ -203,14 +203,11 @@ def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
     if len(plain) < len(given) and batch_size > 1:
         raise LossReductionError(_common(next(number for number in given if not number.plain)))
     inner = _inner_sizes(path, batch_size, axis)
-    constant = _constant(number for number in plain if not (number.divides and number.given in inner))
+    numbers = [number for number in plain if not (number.divides and number.given in inner)]
+    constant = prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
     if _is_counted(abs(constant), batch_size, counts):
         raise LossReductionError(_counted(plain))
     return constant
-
-
-def _constant(numbers: Iterable[Number]) -> float:
-    return prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
 
 
 def _is_counted(constant: float, batch_size: int, counts: Counts) -> bool:
