@@ -4,7 +4,6 @@ The checks of one batch: what the engine says, whether losses add up, whether cl
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -356,27 +355,20 @@ def validate(  # noqa: PLR0913 - the public function names every choice
         return _Validation(subject, batch, strategies, max_grad_norm, loss_reduction).report()
 
 
+@dataclass
 class _Validation:
     """One run of the checks, in an order in which later ones may rely on earlier ones."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        batch: Any,
-        strategies: Sequence[Strategy],
-        max_grad_norm: float | None,
-        reduction: Reduction,
-    ) -> None:
-        self.subject = subject
-        self.batch = batch
-        self.strategies = strategies
-        self.max_grad_norm = max_grad_norm
-        self.reduction: Reduction = reduction
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self.results: list[StrategyResult] = []
-        self.coverage: Coverage | None = None
-        self.per_sample = False
+    subject: Subject
+    batch: Any
+    strategies: Sequence[Strategy]
+    max_grad_norm: float | None
+    reduction: Reduction
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    results: list[StrategyResult] = field(default_factory=list)
+    coverage: Coverage | None = None
+    per_sample: bool = False
 
     def report(self) -> Report:
         """Run all checks."""
@@ -384,8 +376,7 @@ class _Validation:
             self.problems.append(Problem.from_error(error, place="model"))
         bound = None
         if self._engine_accepts():
-            with ExitStack() as stack:
-                stack.enter_context(without_dropout(self.subject.model))
+            with without_dropout(self.subject.model):
                 bound = self._compare()
         return Report(
             model=type(self.subject.model).__name__,
@@ -417,7 +408,8 @@ class _Validation:
     def _compare(self) -> float | None:
         """Compare with one sample at a time; returns C."""
         random = is_random(self.subject, self.batch)
-        self.per_sample = self._loss_is_per_sample()
+        with torch.no_grad():
+            self.per_sample = self.subject.loss(self.batch).dim() == 1
         try:
             reference = self._reference(random=random)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -473,10 +465,6 @@ class _Validation:
             found = f"leaving out one sample moves the clipped sum by {result.sensitivity:.4f} C"
             remedy = "One sample's gradient depends on the others: see the other problems, or freeze what mixes them."
             self.problems.append(Problem(f"strategy '{strategy}'", found, remedy))
-
-    def _loss_is_per_sample(self) -> bool:
-        with torch.no_grad():
-            return self.subject.loss(self.batch).dim() == 1
 
     def _run(self, strategy: Strategy, max_grad_norm: float) -> EngineRun:
         return EngineRun(self.subject, strategy=strategy, reduction=self.reduction, max_grad_norm=max_grad_norm)
