@@ -59,6 +59,11 @@ class ModuleCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword inputs."""
+        return self.args, dict(self.kwargs)
+
 
 class InputNotes(Protocol):
     """Whoever notes the inputs of forwards that take in samples."""
