@@ -268,7 +268,8 @@ class Probe:
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""
         key = (use.site, row_map.key)
-        if key not in self._rejected and not _explains(row_map, use, grad, self.weights):
+        dims, size = use.num_batch_dims, use.forward.batch_size
+        if key not in self._rejected and touches_others(row_map, grad, dims, self.weights, size):
             self._rejected.add(key)
         return key in self._rejected
 
@@ -317,10 +318,6 @@ class Probe:
             "themselves."
         )
         raise SampleMixingError(message)
-
-
-def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: Collection[int]) -> bool:
-    return not touches_others(row_map, grad, use.num_batch_dims, samples, use.forward.batch_size)
 
 
 def touches_others(
