@@ -14,7 +14,7 @@ from ghostclip._validate import suggests_options
 from ghostclip.capture.inputs import batch_as_rows
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UnsupportedModelError
-from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness
+from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness, taken
 from ghostclip.planning.coverage import Coverage
 from ghostclip.validation.fixers import ModuleValidator
 from ghostclip.validation.subject import (
@@ -25,7 +25,6 @@ from ghostclip.validation.subject import (
     plain_batch,
     preserved,
     relative_error,
-    take,
     without_dropout,
 )
 
@@ -165,7 +164,7 @@ def left_out(subject: Subject) -> list[int]:
 def without(subject: Subject, batch: Any, sample: int) -> Any:
     """Return the batch without one sample."""
     others = [other for other in range(subject.batch_size) if other != sample]
-    return take(batch, others, batch_size=subject.batch_size, axis=subject.axis)
+    return taken(batch, others, batch_size=subject.batch_size, axis=subject.axis)
 
 
 def find_mixing(subject: Subject, batch: Any) -> DependenceStart | None:
@@ -200,7 +199,7 @@ def in_one_graph(subject: Subject, batch: Any) -> Reference:
 def one_by_one(subject: Subject, batch: Any) -> Reference:
     """Differentiate the loss of every sample alone, given to the model as a batch of one."""
     singles = (
-        take(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
+        taken(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
     )
     return Reference([subject.gradient(single) for single in singles])
 
