@@ -221,8 +221,8 @@ class CaptureContext:
             call, tensors = self._tied(call)
         self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
-        self._running = hooks.Running(call.module, call.kwargs, self._break_off)
-        token = self._running.hand_over()
+        token = hooks.Token(call.kwargs)
+        self._running = hooks.Running(call.module, token, self._break_off)
         self._start(call.args, call.kwargs, tensors=tensors)
         if self._inner_calls_say_nothing():
             self._watch.inner_off(call.module)

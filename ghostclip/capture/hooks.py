@@ -207,32 +207,25 @@ class Token(dict[str, Any]):
 class Running:
     """The outermost module call."""
 
-    def __init__(self, module: Any, kwargs: dict[str, Any], expired: Callable[[], None]) -> None:
-        # `expired` is called when the call's frames are gone and it was never ended.
-        self.module = module
-        self.token: Token | None = Token(kwargs)  # referred to by the call's frames and by nobody else
+    def __init__(self, module: Any, token: Token, expired: Callable[[], None]) -> None:
+        # `token`: referred to by the call's frames and by nobody else. `expired` is called when these are gone and the
+        # call was never ended.
+        self.module, self._token = module, ref(token)
 
         def check() -> None:
             # Somebody else's hook may have put other arguments in the token's place.
             if not _calls_of(module):
                 expired()
 
-        self.token.expired = check
+        token.expired = check
 
     def was_broken_off(self, module: Any) -> bool:
         """Return whether a new call of the same module, which has begun, shows that this one is over."""
         return module is self.module and _calls_of(module) == 1
 
-    def hand_over(self) -> Token:
-        """Return the token, to which only the call's frames refer from now on."""
-        token, self.token = self.token, None
-        assert token is not None
-        self._last = ref(token)
-        return token
-
     def end(self) -> None:
         """Let the token expire unnoticed."""
-        token = self._last() if self.token is None else self.token
+        token = self._token()
         if token is not None:
             token.expired = None
 
