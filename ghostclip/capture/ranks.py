@@ -216,10 +216,10 @@ class OnParts:
         self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
         self._forward, self._run = forward, run
         self._tracked = tracked_leaves((args, kwargs))
-        data = [leaf for leaf in plain_leaves((args, kwargs)) if _torch.is_sharded_tensor(leaf)]
-        self._mesh: Any = data[0].device_mesh  # type: ignore[attr-defined]
+        self._data = [leaf for leaf in plain_leaves((args, kwargs)) if _torch.is_sharded_tensor(leaf)]
+        self._mesh: Any = self._data[0].device_mesh  # type: ignore[attr-defined]
         parameters = [leaf.parameter for one in self._tracked for leaf in one.origin.leaves.values()]
-        meshes = {part.device_mesh for part in (*data, *parameters) if _torch.is_sharded_tensor(part)}  # type: ignore[attr-defined]
+        meshes = {part.device_mesh for part in (*self._data, *parameters) if _torch.is_sharded_tensor(part)}  # type: ignore[attr-defined]
         if len(meshes) > 1 or self._mesh.ndim > 1:
             self._refuse("its arguments lie on several meshes, or on one of several axes: one axis is supported")
 
@@ -283,9 +283,8 @@ class OnParts:
         """Run an operation on parameters that every rank has, whose data all lies alike."""
         from torch.distributed.tensor import Replicate, Shard
 
-        data = [leaf for leaf in plain_leaves((self._args, self._kwargs)) if _torch.is_sharded_tensor(leaf)]
-        moving = [one for one in data if not isinstance(one, nn.Parameter)]
-        frozen = [one for one in data if isinstance(one, nn.Parameter)]
+        moving = [one for one in self._data if not isinstance(one, nn.Parameter)]
+        frozen = [one for one in self._data if isinstance(one, nn.Parameter)]
         if any(self._lies(one) is not None for one in (*self._tracked, *frozen)):
             self._refuse("an operation on a divided parameter other than linear and embedding has no rule")
         placed = {_placement(one) for one in moving} or {Replicate()}
@@ -296,7 +295,8 @@ class OnParts:
             self._require_by_position(moving, lies.dim)
         elif not isinstance(lies, Replicate):
             self._refuse(f"its data is {lies}: redistribute it to Replicate() or Shard(1) before")
-        self._note(spread=isinstance(lies, Shard))
+        for tracked in self._tracked:
+            self._note(tracked, spread=isinstance(lies, Shard))
         found = self._run(self._func, *self._with_parts(lies))
         if not isinstance(found, Tensor):
             self._refuse("it returns no single tensor")
@@ -344,7 +344,7 @@ class OnParts:
     def _part(self, operand: Any) -> Any:
         """Return this rank's part of an argument: a tracked part, or that of a frozen parameter."""
         if isinstance(operand, TrackedTensor):
-            self._note_one(operand, spread=False)
+            self._note(operand, spread=False)
             return operand
         return None if operand is None else _torch.local(operand)
 
@@ -384,11 +384,7 @@ class OnParts:
 
     # -- what is noted --------------------------------------------------------------------------------------------
 
-    def _note(self, *, spread: bool) -> None:
-        for tracked in self._tracked:
-            self._note_one(tracked, spread=spread)
-
-    def _note_one(self, tracked: TrackedTensor, *, spread: bool) -> None:
+    def _note(self, tracked: TrackedTensor, *, spread: bool) -> None:
         """Note whether ranks have parts of the gradients of the parameters behind a tracked tensor."""
         for name in tracked.origin.names:
             if self._forward.spread.setdefault(name, spread) != spread:
