@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import PACK, PAD, positions, rows_of
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
-from ghostclip.capture.sizes import CallLayout, Calls, Key, Resized, shapes_of
+from ghostclip.capture.sizes import Calls, Key, Resized
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import UnsupportedModelError
 
@@ -101,7 +101,7 @@ class RowTracker(TorchFunctionMode):
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
-        self._resized: Resized | None = None
+        self.resized: Resized | None = None  # the forward that runs, with another number of samples
         self._calls = Calls()
         self.key: Key = ()  # of the running call
         self._depth = 0
@@ -124,7 +124,7 @@ class RowTracker(TorchFunctionMode):
         self.missed = self.odd = False  # whether the latest forward should have been watched and was not
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
-        self._resized, self._calls, self.key, self._depth = resized, Calls(), (), 0
+        self.resized, self._calls, self.key, self._depth = resized, Calls(), (), 0
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
@@ -138,19 +138,10 @@ class RowTracker(TorchFunctionMode):
         """Watch forwards as those of a new model."""
         self._seen = self._changed = self.detaches = False
 
-    def layout(self, tree: Any) -> CallLayout | None:
-        """Return where samples lie in the arguments of the running call, as far as a resized forward tells."""
-        return None if self._resized is None else self._resized.layout(self.key, shapes_of(tree))
-
-    def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
-        """Return the axis of samples in each tensor that a call returned, as far as a resized forward tells."""
-        # Else empty.
-        return () if self._resized is None else self._resized.of_results(key, shapes_of(result))
-
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Yield while the operations inside the running call are told apart as well."""
-        if self._resized is None:
+        if self.resized is None:
             yield
             return
         self._depth += 1
@@ -211,7 +202,7 @@ class RowTracker(TorchFunctionMode):
         ours = _OURS.issuperset(types)
         if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
             raise UnsupportedModelError(_RAGGED.format(func.__name__))
-        if self._resized is not None:
+        if self.resized is not None:
             self.key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
         if (func not in _SEEN and not self._rows.told) or self._depth:
