@@ -142,18 +142,16 @@ def attach(model: nn.Module, enter: Enter, leave: Leave, watch: Watch) -> None:
     """Register hooks on every module that has parameters in its tree and none of these hooks yet."""
     watched = {module for module in model.modules() if _is_watched(module)}
     if watched and not watch:
-        message = (
+        raise GhostClipError(
             f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one "
             "first, or remove_hooks() on the private model."
         )
-        raise GhostClipError(message)
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-            message = (
+            raise UnsupportedModelError(
                 f"{path or 'model'} is a scripted or traced module, whose operations on parameters cannot be seen. "
                 "Give the original module to ghostclip; the trained one can be scripted."
             )
-            raise UnsupportedModelError(message)
     for module in model.modules():
         if module not in watched and next(module.parameters(), None) is not None:
             watch.add(module, enter, leave)

@@ -141,8 +141,7 @@ class OpaqueModules:
         given, structure = _torch.tree_flatten((args, dict(kwargs)))
         place = f"{describe(next(iter(tracked.values())).origin.names[0])} with a registered sampler"
         if any(isinstance(leaf, TrackedTensor) for leaf in given):
-            message = f"{place} is called on a parameter of another module. Give it data."
-            raise UnsupportedModelError(message)
+            raise UnsupportedModelError(f"{place} is called on a parameter of another module. Give it data.")
         node = keep([leaf for leaf in given if isinstance(leaf, Tensor)])
         leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
         self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, place))
@@ -229,11 +228,10 @@ class _CallRows:
             shape = tuple(values.shape) if isinstance(values, Tensor) else None
             if not isinstance(values, Tensor) or shape != expected:
                 came = type(values).__name__ if shape is None else f"shape {shape}"
-                message = (
+                raise UnsupportedModelError(
                     f"{self.call.place}: '{getattr(sampler, '__name__', sampler)}' returned {came} for parameter "
                     f"'{name}', not a tensor of shape {expected}, rows first. Return one for every trainable parameter."
                 )
-                raise UnsupportedModelError(message)
             found[name] = values
         return found
 

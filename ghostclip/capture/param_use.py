@@ -93,11 +93,10 @@ class ParamUse:
         for row_map in self.maps:
             if row_map.kind == "whole" or (row_map.kind, row_map.axis) == chosen:
                 return row_map
-        message = (
+        raise BatchAxisError(
             f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
             f"step (batch size {self.forward.batch_size}) do not allow it. Keep the layout of the batch constant."
         )
-        raise BatchAxisError(message)
 
     def arrive(self, grad: Tensor) -> Tensor:
         """Deliver the gradient of the output, as the hook on it."""

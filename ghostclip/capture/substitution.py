@@ -261,17 +261,15 @@ class Substitution:
             self._stands(name, parameter)
             return cached[0]
         if parameter.is_complex():
-            message = (
+            raise UnsupportedModelError(
                 f"parameter '{name}' is complex, and norms and noise are those of real numbers. Hold its real view "
                 "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
             )
-            raise UnsupportedModelError(message)
         if _torch.is_sharded_tensor(parameter) and not self._divided:
-            message = (
+            raise UnsupportedModelError(
                 f"parameter '{name}' is held in parts (DTensor), and was not when the clipper was attached. Divide the "
                 "model first (fully_shard), then build the optimizer from its parameters, then call make_private."
             )
-            raise UnsupportedModelError(message)
         self._guard(name, parameter)
         self._stands(name, parameter)
         self.generation += 1
@@ -289,14 +287,13 @@ class Substitution:
             return
 
         def refuse(grad: Tensor) -> None:
-            message = (
+            raise UncoveredParameterError(
                 f"parameter '{name}' received a gradient that was not clipped per sample: it was used outside the "
                 "forward of its modules (a method called directly, or a penalty built from parameters). Call the "
                 "module itself. A penalty on parameters has no samples: use the optimizer's weight_decay, add its "
                 "gradient to the released one in a hook (optimizer.register_step_pre_hook), or change the parameters "
                 "after step()."
             )
-            raise UncoveredParameterError(message)
 
         self._guards[id(parameter)] = parameter.register_hook(refuse)
 

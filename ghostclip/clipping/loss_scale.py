@@ -148,12 +148,11 @@ class Scale:
         forms = self.forms & other.forms
         if not forms or differ(self.constant, other.constant):
             before, now = self._described(), other._described()
-            message = (
+            raise LossReductionError(
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
                 f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} A backward through this "
                 "model that is for another one (a generator's) runs after model.requires_grad_(False)."
             )
-            raise LossReductionError(message)
         return Scale(forms, self.constant)
 
     def _described(self) -> str:
@@ -355,51 +354,46 @@ def _take_divisor(
     unclear = [number for number in numbers if number.factor < 1 or not number.plain]
     unclear.sort(key=lambda number: (number.plain, not number.divides))
     if unclear:
-        message = (
+        raise LossReductionError(
             f"the loss is a sum over samples {unclear[0].describe()}, which is neither the batch size {batch_size} "
             "nor a number of values that every sample has alike. Each sample's gradient would depend on the others, on "
             f"their lengths for instance. {remedy(reduction)}"
         )
-        raise LossReductionError(message)
     return SUM
 
 
 def _refuse_beyond_range(number: Number) -> None:
     if not isfinite(number.factor) or (number.factor and not isfinite(1 / number.factor)):
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}: no gradient can have such a scale. Leave out what is not finite before "
             "it becomes a factor of all samples."
         )
-        raise LossReductionError(message)
 
 
 def _check_number(
     number: Number, inner: set[int], batch_size: int, reduction: str, whole: set[int], counts: Counts
 ) -> None:
     if number.chosen:
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}, which may have been computed from other samples: each sample's gradient "
             "would depend on them. Choose for each sample by itself, before losses are reduced; samples whose gradient "
             f"is not finite are left out anyway. {remedy(reduction)}"
         )
-        raise LossReductionError(message)
     if not number.plain:
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}, which may have been computed from other samples (their lengths, the "
             "scale of a GradScaler that adapts to them). Use a number of Python for a public constant; no GradScaler, "
             f"which torch.autocast with bfloat16 does not need. {remedy(reduction)}"
         )
-        raise LossReductionError(message)
     if number.divides and number.given in inner:
         return
     of_batch = [size for size in whole if size % batch_size == 0]
     too_large = reduction == "sum" and number.divides and batch_size > 1 and number.given in of_batch
     if too_large or _is_counted(number.factor, batch_size, lambda: (*of_batch, *counts())):
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}, a number of the batch (its size, its lengths): then each sample's "
             f"gradient depends on the others. {remedy(reduction)} {SCHEDULES}"
         )
-        raise LossReductionError(message)
 
 
 def _unshown(path: Path, reduction: str) -> str:

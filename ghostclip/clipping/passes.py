@@ -163,12 +163,11 @@ class Pass(ABC):
             return []
         both = next((name for one in self.forwards for name in names if not one.spread.get(name, True)), None)
         if both is not None:
-            message = (
+            raise UnsupportedModelError(
                 f"parameter '{both}' is used with all positions in one forward and with divided ones in another of the "
                 "same backward, on ranks that share samples. Let its input lie the same way in both, or run a backward "
                 "for each."
             )
-            raise UnsupportedModelError(message)
         batch_size, ranks = self.forwards[0].batch_size, self._ranks
         parts: list[Tensor] = []
         for name in names:
@@ -186,19 +185,17 @@ class Pass(ABC):
     def admit(self, forward: ForwardContext) -> None:
         """Add a forward once; all forwards of one backward must have the same samples."""
         if forward.consumed:
-            message = (
+            raise GhostClipError(
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
                 "twice. Add "
                 "the losses before one backward, or run the model again."
             )
-            raise GhostClipError(message)
         if self.forwards and self.forwards[0].batch_size != forward.batch_size:
-            message = (
+            raise BatchAxisError(
                 f"one backward went through forwards of {self.forwards[0].batch_size} and {forward.batch_size} "
                 "samples: which sample "
                 "is which cannot be known. Give every call of the model the same batch."
             )
-            raise BatchAxisError(message)
         self.forwards.append(forward)
 
     @abstractmethod
