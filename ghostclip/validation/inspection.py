@@ -31,14 +31,32 @@ from ghostclip.validation.validate import Problem
 Shape = tuple[int, ...]
 
 
-# The rest of the operators' arguments changes nothing in the products.
-def _attention(query: Shape, key: Shape, value: Shape, *_rest: object, **_named: object) -> int:
+def _attention(  # noqa: PLR0913 - the operator's own arguments, by their names
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    dropout_p: object = None,
+    is_causal: object = None,
+    out_shape: object = None,
+) -> int:
     # The formula knows no heads that share keys, which change nothing in the products of each head.
     heads = query[1:2]
     return int(sdpa_flop_count(query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
 
 
-def _attention_backward(grad: Shape, query: Shape, key: Shape, value: Shape, *_rest: object, **_named: object) -> int:
+def _attention_backward(  # noqa: PLR0913 - as above
+    grad: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *_rest: object,
+    attn_mask: object = None,
+    scale: object = None,
+    out_shape: object = None,
+) -> int:
     heads = query[1:2]
     return int(sdpa_backward_flop_count(grad, query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
 
