@@ -22,7 +22,7 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.decisions import ClipWeights, Sums
+from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.clipping.held_factors import HeldFactor, Keeper, Repeats, changed_in_place, formed, restored, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
@@ -33,6 +33,7 @@ from ghostclip.clipping.norms import (
     loses_nothing,
     terms_of_uses,
 )
+from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.together import Alike, Joint, Together, most_waiting
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
@@ -187,14 +188,12 @@ class Pass(ABC):
         if forward.consumed:
             raise GhostClipError(
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
-                "twice. Add "
-                "the losses before one backward, or run the model again."
+                "twice. Add the losses before one backward, or run the model again."
             )
         if self.forwards and self.forwards[0].batch_size != forward.batch_size:
             raise BatchAxisError(
                 f"one backward went through forwards of {self.forwards[0].batch_size} and {forward.batch_size} "
-                "samples: which sample "
-                "is which cannot be known. Give every call of the model the same batch."
+                "samples: which sample is which cannot be known. Give every call of the model the same batch."
             )
         self.forwards.append(forward)
 
@@ -337,7 +336,7 @@ class BookKeeping(Pass):
         found.complete(len(index_D))
         return found
 
-    def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
+    def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once."""
         # `scale` turns the arrived gradients into those of each sample's own loss. A factor that was changed in place
         # after its norm had been taken is refused.
@@ -404,7 +403,7 @@ class Hooks(BookKeeping):
         self._leaves_out()
         return self.total
 
-    def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
+    def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
         for name, (held,) in self.factors.items():
             grad_BP = restored(held).materialize()
@@ -594,7 +593,7 @@ class SumPass(OneOfTwo):
     # Small gradients that were stored when they were measured are not formed again.
     def __init__(
         self,
-        sums: Sums,
+        sums: GradientStore,
         weights: "ClipWeights",
         *,
         repeats: Repeats,

@@ -398,8 +398,8 @@ class GradientStore:
             name = next((key for key, value in self._parameters.items() if value is parameter), "?")
             raise TamperedGradientError(
                 f"the gradient of parameter '{name}' was changed between backward and step. What is released must "
-                "be the clipped "
-                "sum: set max_grad_norm instead of clipping again, and let the private optimizer scale and accumulate."
+                "be the clipped sum: set max_grad_norm instead of clipping again, and let the private optimizer scale "
+                "and accumulate."
             )
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
