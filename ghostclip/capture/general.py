@@ -209,21 +209,19 @@ def _delivery(
 
     def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         arrived = [
-            (output, grad, maps)
-            for output, grad, maps in zip(outputs, grads, output_maps, strict=True)
+            Arrived(place, output, grad, maps[0])
+            for place, (output, grad, maps) in enumerate(zip(outputs, grads, output_maps, strict=True))
             if grad is not None
         ]
         if not arrived:
             return
         # Evidence decides between the row maps of the first output that takes part.
-        use.maps = arrived[0][2]
+        use.maps = output_maps[arrived[0].place]
         use.num_batch_dims = max(row_map.axis for row_map in use.maps) + 1
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-            rest = [(output, other, maps[0]) for output, other, maps in arrived[1:]]
-            every = [(arrived[0][0], grad, use.row_map), *rest]
-            places = [place for place, other in enumerate(grads) if other is not None]
-            at_once = _at_once(use, rerun, [Arrived(n, *one) for n, one in zip(places, every, strict=True)])
+            every = [replace(arrived[0], grad=grad, row_map=use.row_map), *arrived[1:]]
+            at_once = _at_once(use, rerun, every)
             if at_once is not None:
                 return at_once
             if use.forward.batch_size > 1:
@@ -231,7 +229,7 @@ def _delivery(
             return _one_by_one(every, rerun.inputs, use.forward.batch_size)
 
         use.factors = factors
-        around.deliver(use, arrived[0][1])
+        around.deliver(use, arrived[0].grad)
         # The closure holds the local graph and the use holds the closure: without this, both wait for the collector.
         use.factors = _unset
 
@@ -299,18 +297,17 @@ def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int
     return maps
 
 
-def _one_by_one(
-    arrived: Sequence[tuple[Tensor, Tensor, RowMap]], inputs: Sequence[Tensor], batch_size: int
-) -> Mapping[str, Factor]:
+def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size: int) -> Mapping[str, Factor]:
     """Return per-sample gradients of ``inputs`` by masking the output gradient to one sample at a time."""
     totals: dict[str, Tensor] = {}
-    for output, grad, row_map in arrived:
+    for item in arrived:
+        row_map = item.row_map
         if row_map.kind == "whole":
-            masked_B = grad.unsqueeze(0)
+            masked_B = item.grad.unsqueeze(0)
         else:
-            moved = broadcast.own_rows(grad.movedim(row_map.axis, 0), row_map, batch_size)
+            moved = broadcast.own_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
             masked_B = moved.movedim(1, row_map.axis + 1)
-        for number, found in enumerate(batched_grad(output, inputs, masked_B)):
+        for number, found in enumerate(batched_grad(item.output, inputs, masked_B)):
             if found is not None:
                 key = str(number)
                 totals[key] = totals[key] + found if key in totals else found
