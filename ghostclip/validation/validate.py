@@ -239,62 +239,6 @@ def _does_not_add_up(error: float, what: str) -> Problem:
     return Problem("loss_fn", found, remedy)
 
 
-class EngineRun:
-    """A clipper at work on a subject."""
-
-    def __init__(self, subject: Subject, *, strategy: Strategy, reduction: Reduction, max_grad_norm: float) -> None:
-        self._subject = subject
-        self._max_grad_norm = max_grad_norm
-        self._make: Callable[[], GhostClipper] = lambda: GhostClipper(
-            subject.model,
-            max_grad_norm=max_grad_norm,
-            strategy=strategy,
-            loss_reduction=reduction,
-            batch_first=subject.axis == 0,
-        )
-        self.strategy: str = strategy
-
-    def attempt(self, batch: Any) -> tuple[Coverage, GhostClipError | None]:
-        """Run forward and backward once."""
-        # Returns how parameters were handled as far as it came, and why it was refused if it was.
-        with self._make() as clipper:
-            try:
-                self._step(clipper, batch)
-            except GhostClipError as error:
-                return clipper.coverage(), error
-            finally:
-                clipper.reset()
-            return clipper.coverage(), None
-
-    def compare(self, batch: Any, reference: Reference, parts: Sequence[tuple[int, Any]]) -> StrategyResult:
-        """Compare the clipped sum with the reference, and leave samples out."""
-        # `parts`: samples, and the batch without each of them.
-        bound = self._max_grad_norm
-        with self._make() as clipper:
-            # What a clipper asks of its first forward may draw random numbers.
-            self._step(clipper, batch)
-            whole = self._step(clipper, batch)
-            norms_B = clipper.per_sample_norms.double().cpu()
-            self.strategy = clipper.resolve_strategy()
-            moved = [float((whole - self._step(clipper, rest)).norm()) / bound for _, rest in parts]
-        finite_B = reference.norms_B.isfinite() & (reference.norms_B > 0)
-        apart_B = ((norms_B - reference.norms_B).abs() / reference.norms_B)[finite_B]
-        return StrategyResult(
-            self.strategy,
-            relative_error(whole, reference.clipped_sum(bound)),
-            float(apart_B.max()) if apart_B.numel() else 0.0,
-            max(moved, default=None),
-        )
-
-    def _step(self, clipper: GhostClipper, batch: Any) -> Flat:
-        with same_randomness(self._subject.model.parameters()):
-            loss: Tensor = self._subject.loss_fn(self._subject.model, batch)
-            clipper.backward(loss)
-        total = self._subject.collect()
-        clipper.reset()
-        return total
-
-
 @suggests_options
 def validate(  # noqa: PLR0913 - the public function names every choice
     model: nn.Module,
@@ -391,8 +335,15 @@ class _Validation:
 
     def _engine_accepts(self) -> bool:
         """Run the engine once as it would in training; whatever it refuses is a problem with a place."""
-        run = self._run(self.strategies[0], 1.0)
-        self.coverage, refusal = run.attempt(self.batch)
+        refusal: GhostClipError | None = None
+        with self._clipper(self.strategies[0], 1.0) as clipper:
+            try:
+                self._step(clipper, self.batch)
+            except GhostClipError as error:
+                refusal = error
+            finally:
+                clipper.reset()
+            self.coverage = clipper.coverage()
         if refusal is None:
             return True
         start = find_mixing(self.subject, self.batch) if isinstance(refusal, SampleMixingError) else None
@@ -450,7 +401,7 @@ class _Validation:
         self, strategy: Strategy, bound: float, reference: Reference, parts: Sequence[tuple[int, Any]]
     ) -> None:
         try:
-            result = self._run(strategy, bound).compare(self.batch, reference, parts)
+            result = self._compared(strategy, bound, reference, parts)
         except GhostClipError as error:
             self.problems.append(Problem.from_error(error, place=f"strategy '{strategy}'"))
             return
@@ -465,8 +416,42 @@ class _Validation:
             remedy = "One sample's gradient depends on the others: see the other problems, or freeze what mixes them."
             self.problems.append(Problem(f"strategy '{strategy}'", found, remedy))
 
-    def _run(self, strategy: Strategy, max_grad_norm: float) -> EngineRun:
-        return EngineRun(self.subject, strategy=strategy, reduction=self.reduction, max_grad_norm=max_grad_norm)
+    def _compared(
+        self, strategy: Strategy, bound: float, reference: Reference, parts: Sequence[tuple[int, Any]]
+    ) -> StrategyResult:
+        """Compare the clipped sum with the reference, and leave samples out."""
+        # `parts`: samples, and the batch without each of them.
+        with self._clipper(strategy, bound) as clipper:
+            # What a clipper asks of its first forward may draw random numbers.
+            self._step(clipper, self.batch)
+            whole = self._step(clipper, self.batch)
+            norms_B = clipper.per_sample_norms.double().cpu()
+            resolved = clipper.resolve_strategy()
+            moved = [float((whole - self._step(clipper, rest)).norm()) / bound for _, rest in parts]
+        finite_B = reference.norms_B.isfinite() & (reference.norms_B > 0)
+        apart_B = ((norms_B - reference.norms_B).abs() / reference.norms_B)[finite_B]
+        return StrategyResult(
+            resolved,
+            relative_error(whole, reference.clipped_sum(bound)),
+            float(apart_B.max()) if apart_B.numel() else 0.0,
+            max(moved, default=None),
+        )
+
+    def _clipper(self, strategy: Strategy, max_grad_norm: float) -> GhostClipper:
+        return GhostClipper(
+            self.subject.model,
+            max_grad_norm=max_grad_norm,
+            strategy=strategy,
+            loss_reduction=self.reduction,
+            batch_first=self.subject.axis == 0,
+        )
+
+    def _step(self, clipper: GhostClipper, batch: Any) -> Flat:
+        with same_randomness(self.subject.model.parameters()):
+            clipper.backward(self.subject.loss_fn(self.subject.model, batch))
+        total = self.subject.collect()
+        clipper.reset()
+        return total
 
 
 def _mixing(start: DependenceStart) -> Problem:
