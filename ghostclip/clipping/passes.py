@@ -530,13 +530,10 @@ class NormPass(OneOfTwo):
         if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
             self._waiting[name].append(formed(factor))
             return
-        self._arrives(name)
-        if not self._waits(name, factor):
-            self._add(name, factor, together=use)
-
-    def _arrives(self, name: str) -> None:
         # A second use came after the first one was dropped: only the whole pass again can give the cross term.
         (self.late if name in self.arrived else self.arrived).add(name)
+        if not self._waits(name, factor):
+            self._add(name, factor, together=use)
 
     def _join(self, joint: Joint) -> None:
         self.total.add_norms_of(joint.names, joint.factor)
