@@ -42,7 +42,7 @@ from ghostclip.evidence.loss_graph import (
     refuse_beyond_outputs,
     refuse_hooks_of_layers,
 )
-from ghostclip.evidence.module_state import ModuleState
+from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
     is_linear,
@@ -139,14 +139,10 @@ class Evidence:
             raise LossReductionError(self._without_scale)
         refuse_means_without_scale(capture, roots, forward)
 
-    @contextmanager
-    def unseen(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
-        """Yield while a loss is proved by backwards of its own: what hooks and backward functions write is put back."""
-        state = ModuleState(capture.model, arguments=hooks_below(roots, forward))
-        try:
-            yield
-        finally:
-            state.restore()
+    @staticmethod
+    def unseen(capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> AbstractContextManager[None]:
+        """Return a context for backwards that prove a loss: what hooks and backward functions write is put back."""
+        return restored(capture.model, arguments=hooks_below(roots, forward))
 
     def refuse_padding(
         self, capture: CaptureContext, roots: Sequence[Any], found: Iterable[Path], forward: ForwardContext
