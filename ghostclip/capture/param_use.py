@@ -154,7 +154,11 @@ class ParamUse:
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
         assert self.versions is not None, "who computed the target noted them"
         if _torch.version(origin.graph) != self.versions[key]:
-            raise UnsupportedModelError(_changed_since(self.site))
+            raise UnsupportedModelError(
+                f"{self.site.describe()}: what was computed from the parameter was changed in place after this "
+                "operation had used it. Change a copy of it (w = w + 1 in the place of w += 1), or freeze the "
+                "parameter."
+            )
         pulled = pull_back(self.targets[key], factor)
         return [(name, part) for name, part in pulled if origin.leaves[name].parameter.requires_grad]
 
@@ -241,13 +245,6 @@ def versions_of(targets: Mapping[str, TrackedTensor]) -> Mapping[str, int]:
     """Return the versions of targets that were computed from parameters, by argument."""
     computed = {key: target.origin for key, target in targets.items() if target.origin.func}
     return {key: _torch.version(origin.graph) for key, origin in computed.items()}
-
-
-def _changed_since(site: CallSite) -> str:
-    return (
-        f"{site.describe()}: what was computed from the parameter was changed in place after this operation had used "
-        "it. Change a copy of it (w = w + 1 in the place of w += 1), or freeze the parameter."
-    )
 
 
 def site_of(

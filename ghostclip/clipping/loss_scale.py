@@ -205,7 +205,11 @@ def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
     numbers = [number for number in plain if not (number.divides and number.given in inner)]
     constant = prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
     if _is_counted(abs(constant), batch_size, counts):
-        raise LossReductionError(_counted(plain))
+        raise LossReductionError(
+            f"every sample's loss is {' and '.join(number.describe() for number in plain)}, which is a number of the "
+            "batch (its tokens, its size): each sample's gradient would depend on the others. Divide each sample's "
+            f"loss by its own count, as ghostclip.losses.token_losses(logits, labels) does. {SCHEDULES}"
+        )
     return constant
 
 
@@ -233,14 +237,6 @@ def _common(number: Number) -> str:
     )
 
 
-def _counted(numbers: Iterable[Number]) -> str:
-    return (
-        f"every sample's loss is {' and '.join(number.describe() for number in numbers)}, which is a number of "
-        "the batch (its tokens, its size): each sample's gradient would depend on the others. Divide each sample's "
-        f"loss by its own count, as ghostclip.losses.token_losses(logits, labels) does. {SCHEDULES}"
-    )
-
-
 def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str, counts: Counts) -> Scale:
     """Return the factor between samples' terms and the scalar, without sizes of the batch."""
     # It must be the same in every step.
@@ -249,7 +245,10 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     steps = list(_over_samples(path, row_map, batch_size, axis))
     none = not steps and row_map.kind != "one"
     if batch_size > 1 and (none or any(step.kind == "spread" for step in steps)):
-        raise LossReductionError(_unshown(path, reduction))
+        raise LossReductionError(
+            f"the loss comes out of '{in_words(path.name)}', and no operation after it reduces samples by a mean or a "
+            f"sum, so its scale is not known. {remedy(reduction)}"
+        )
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
         raise LossReductionError(_MEAN_AS_SUM)
@@ -394,10 +393,3 @@ def _check_number(
             f"the loss is {number.describe()}, a number of the batch (its size, its lengths): then each sample's "
             f"gradient depends on the others. {remedy(reduction)} {SCHEDULES}"
         )
-
-
-def _unshown(path: Path, reduction: str) -> str:
-    return (
-        f"the loss comes out of '{in_words(path.name)}', and no operation after it reduces samples by a mean or a sum, "
-        f"so its scale is not known. {remedy(reduction)}"
-    )
