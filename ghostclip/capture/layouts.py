@@ -103,8 +103,6 @@ def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardC
 def own_axis(tracked: TrackedTensor, layout: ArgumentLayout, forward: ForwardContext) -> int:
     """Return the axis along which a tracked tensor has copies of a parameter for each sample; `CONSTANT` if none."""
     known = layout.axis(tracked)
-    if forward.batch_size < 2:
-        return CONSTANT
     if known >= 0:
         return known
     guessed = known == UNKNOWN and broadcast_over(tracked, forward.batch_size, forward.batch_axis)

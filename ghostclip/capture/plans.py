@@ -52,18 +52,8 @@ class Write(Plan):
 
 
 @dataclass(frozen=True, eq=False)
-class Plain(Plan):
-    """The parameters' values take no part: only their dtype, device or shape."""
-
-    operation: Operation
-
-    def run(self, forward: ForwardContext) -> Any:
-        return self.operation.run_plain()
-
-
-@dataclass(frozen=True, eq=False)
 class Inside(Plan):
-    """The same computation as operations of its own, which are intercepted one by one."""
+    """The same computation in another form: operations of its own, which are intercepted, or one on plain values."""
 
     call: Callable[[], Any]
 
