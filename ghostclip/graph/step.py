@@ -361,7 +361,8 @@ class GraphStep:
         """Return whether norms and sums are those of the eager engine's latest backward, no norm being smaller."""
         narrowest = _narrowest(self.clipper.model)
         tolerance, below = _ALIKE[narrowest], _BELOW[narrowest]
-        own_B, other_B = self.clipper.per_sample_norms.double(), _whole(found.norm_GB)
+        own_B = self.clipper.per_sample_norms.double()
+        other_B = torch.linalg.vector_norm(torch.stack(found.norm_GB).double(), dim=0)
         floor = own_B.max().clamp(min=1e-30) * 1e-6
         more_B = other_B - own_B
         if not bool(((more_B <= tolerance * own_B + floor) & (-more_B <= below * own_B + floor)).all()):
@@ -456,10 +457,6 @@ def _doubt(found: Outcome) -> str | None:
 
 def _returned(found: Outcome) -> Any:
     return (found.losses_B, *found.extra) if found.extra else found.losses_B
-
-
-def _whole(norm_GB: list[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(norm_GB).double(), dim=0)
 
 
 def _narrowest(model: nn.Module) -> torch.dtype:
