@@ -20,7 +20,6 @@ from ghostclip import _torch
 from ghostclip._tree import leaves as leaves_of
 from ghostclip.errors import BatchAxisError
 
-PACK, PAD = _torch.PACK, _torch.PAD
 # Where keyword inputs begin: their order says nothing.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 

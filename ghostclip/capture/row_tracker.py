@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.inputs import PACK, PAD, positions, rows_of
+from ghostclip.capture.inputs import positions, rows_of
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
 from ghostclip.capture.sizes import Calls, Key, Resized
 from ghostclip.capture.tracked import TrackedTensor
@@ -45,7 +45,7 @@ _TURNS = {
     torch.Tensor.T.__get__, torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
 _JOINS = {torch.cat, torch.concat, torch.concatenate}
-_PACKING = {PACK, PAD}
+_PACKING = {_torch.PACK, _torch.PAD}
 _PRODUCTS = {
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm,
     torch.bmm, torch.Tensor.bmm, torch.einsum, torch.tensordot, torch.addmm, torch.Tensor.addmm,
@@ -210,7 +210,7 @@ class RowTracker(TorchFunctionMode):
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
-        if func == PACK and self._dummy:
+        if func == _torch.PACK and self._dummy:
             # The function refuses a sample of length 0.
             args = (args[0], args[1].clamp(min=1), *args[2:])
         result = func(*args, **kwargs)
@@ -218,7 +218,7 @@ class RowTracker(TorchFunctionMode):
             with _torch.overrides_off():
                 if func in _PACKING:
                     self._changed = True
-                    (self._packed if func == PACK else self._unpacked)(args, result)
+                    (self._packed if func == _torch.PACK else self._unpacked)(args, result)
                 else:
                     self._note(func, args, kwargs, result)
         return result
