@@ -191,11 +191,7 @@ class CaptureContext:
         self._compiler = hooks.suspend_compiler()
         if _torch.transform() is not None:
             self._break_off()
-            raise UnsupportedModelError(
-                f"{type(call.module).__name__} runs inside a transform of torch.func (grad, vmap, jacrev), where "
-                "nothing can be followed to the parameters. Call the model itself on the batch; gradients of samples "
-                "are what is clipped here anyway. For a look at it use a copy: copy.deepcopy(model)."
-            )
+            raise UnsupportedModelError(_transformed(call.module))
         if _torch.in_backward():
             # Activation checkpointing runs a part of the latest forward again.
             self._start(call.args, call.kwargs)
@@ -678,6 +674,14 @@ class CaptureContext:
             return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
         except AttributeError:
             return path
+
+
+def _transformed(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} runs inside a transform of torch.func (grad, vmap, jacrev), where nothing can be "
+        "followed to the parameters. Call the model itself on the batch; gradients of samples are what is clipped here "
+        "anyway. For a look at it use a copy: copy.deepcopy(model)."
+    )
 
 
 @contextmanager
