@@ -196,12 +196,11 @@ def refuse_unseen(forward: ForwardContext) -> None:
                 "and make that one private: make_private(module=both, optimizer=[one, other], ...) takes an optimizer "
                 "for each."
             )
-        message = (
+        raise LossReductionError(
             "a backward reached the model without passing torch.autograd.backward, where losses are examined: it was "
             "started by a function that was taken from torch before the model became private. Call loss.backward() or "
             "clipper.backward(loss)."
         )
-        raise LossReductionError(message)
 
 
 def is_output(edge: Edge) -> bool:

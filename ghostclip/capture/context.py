@@ -27,8 +27,8 @@ from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
 from ghostclip.capture.ranks import (
     Gathering,
+    OnParts,
     is_divided,
-    on_parts,
     quieten_wrapper,
     refuse_divided_outputs,
     refuse_whole_data,
@@ -58,6 +58,11 @@ class ModuleCall(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword inputs."""
+        return self.args, dict(self.kwargs)
 
 
 class InputNotes(Protocol):
@@ -216,8 +221,8 @@ class CaptureContext:
             call, tensors = self._tied(call)
         self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
-        self._running = hooks.Running(call.module, call.kwargs, self._break_off)
-        token = self._running.hand_over()
+        token = hooks.Token(call.kwargs)
+        self._running = hooks.Running(call.module, token, self._break_off)
         self._start(call.args, call.kwargs, tensors=tensors)
         if self._inner_calls_say_nothing():
             self._watch.inner_off(call.module)
@@ -339,7 +344,7 @@ class CaptureContext:
                 _torch.hear_gradient(tensor, gathered)
 
     def _let_compile(self) -> None:
-        hooks.resume_compiler(self._compiler)
+        _torch.restart_compiler(self._compiler)
         self._compiler = None
 
     def _break_off(self) -> None:
@@ -477,7 +482,7 @@ class CaptureContext:
             yield
         finally:
             self._unwatched = before
-            hooks.resume_compiler(compiler)
+            _torch.restart_compiler(compiler)
 
     @contextmanager
     def substituted(self) -> Iterator[None]:
@@ -493,7 +498,7 @@ class CaptureContext:
         finally:
             self.substitution.leave()
             self._rows.end()
-            hooks.resume_compiler(compiler)
+            _torch.restart_compiler(compiler)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -518,7 +523,7 @@ class CaptureContext:
             return self._intercept_plain(func, args, kwargs)
         args, kwargs = settled(args, kwargs)
         if is_divided(args, kwargs):
-            return on_parts(func, name, args, kwargs, forward=self.forward, run=self._intercept_plain)
+            return OnParts(func, name, args, kwargs, self.forward, self._intercept_plain).result()
         assert self.gathering is not None, "who divides"
         tracked = tracked_leaves((args, kwargs))
         if name in HOOKED and self.gathering.spread.issuperset(own for one in tracked for own in one.origin.names):

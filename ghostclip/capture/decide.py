@@ -24,7 +24,7 @@ from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
 from ghostclip.capture.nodes import KeptForm, keep
 from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_keep
-from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plain, Plan, Write
+from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
@@ -68,7 +68,7 @@ def decide(operation: Operation, layout: ArgumentLayout, forward: ForwardContext
         return Decision(Inside(partial(_inside, again, forward)), orders)
     if operation.name in _LIKE:
         is_target = isinstance(operation.args[0], TrackedTensor)
-        return Decision(Derive(operation) if is_target else Plain(operation), orders)
+        return Decision(Derive(operation) if is_target else Inside(operation.run_plain), orders)
     plan, more = _consuming(operation, layout, data, forward)
     return Decision(plan, (*orders, *more))
 

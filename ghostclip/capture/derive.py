@@ -127,7 +127,7 @@ def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
         pick = pick_of(name, parent.shape, origin.arguments, origin.keywords)
         if pick is not None:
             return of_constant(pick, factor)
-    if name in ("__getitem__", "select", "narrow", "chunk", "split", "unbind", "tensor_split"):
+    if name in ("__getitem__", "chunk", "split", "unbind"):
         index = _slice_of(origin, parent)
         return None if index is None else _through_index(factor, index, parent)
     if name in _BROADCASTS and isinstance(factor, Diagonal):
@@ -168,18 +168,12 @@ def _slice_of(origin: Origin, parent: Tensor) -> tuple[Any, ...] | None:
     """Return the integers and slices that select the derived tensor from its parent, or None."""
     if origin.func == "__getitem__":
         return basic_index(origin.arguments[0], parent.dim())
-    if origin.keywords or not origin.arguments:
-        dim = 0 if not origin.keywords else origin.keywords.get("dim", 0)
-    else:
-        dim = None
-    place = origin.arguments[-1] if origin.arguments else None
-    view = origin.value
-    if origin.func in ("select", "narrow", "tensor_split") or place is None:
-        return None
     if origin.func == "unbind":
-        axis = (dim if dim is not None else (origin.arguments[0] if len(origin.arguments) > 1 else 0)) % parent.dim()
-        return (*[slice(None)] * axis, int(place))
+        *given, place = origin.arguments
+        axis = origin.keywords.get("dim", given[0] if given else 0) % parent.dim()
+        return (*[slice(None)] * axis, place)
     # chunk and split of a parameter: the piece's own offset into the parent says where it lies.
+    view = origin.value
     differing = [axis for axis in range(parent.dim()) if view.shape[axis] != parent.shape[axis]]
     if not differing:
         return (slice(0, parent.shape[0]),)

@@ -34,10 +34,6 @@ class _Counts(NamedTuple):
 _NO_COUNTS: Final = _Counts(0, Counter(), frozenset(), Counter())
 
 
-def _lists() -> defaultdict[str, list[Tensor]]:
-    return defaultdict(list)
-
-
 @dataclass(frozen=True, eq=False)
 class Surroundings:
     """State that all forwards of a model share."""
@@ -101,7 +97,7 @@ class ForwardContext:
     # unproved ways, each with the set of proved ones that it is to join
     met: list[tuple[set[Any], Any]] = field(default_factory=list)
     # ids by which rows of tables were looked up, by parameter
-    looked_up: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
+    looked_up: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     # positions of its outputs that samples have only because others are longer, once computed
     padded: list[Any] = field(default_factory=list)
     has_float16: bool = False  # it may compute with numbers of float16

@@ -141,23 +141,16 @@ def _adds_up(region: Rerun, arrived: Sequence[Arrived], found: Sequence[Tensor])
     return all(_close(mine.sum(0), total) for mine, total in zip(found, whole, strict=True))
 
 
-@dataclass(eq=False)
-class _Local:
-    """The operation in a small graph of its own behind one node of the user's graph: nothing upstream is touched."""
-
-    operation: Operation
-    entered: dict[int, Tensor]
-
-    def run(self, local: Sequence[Tensor], items: list[Any]) -> Any:
-        """Run it on local copies of its plain tensors; leave the results in ``items``, return their structure."""
-        leaves, structure = _torch.tree_flatten((self.operation.args, self.operation.kwargs))
-        given = iter(local)
-        own = [self.entered.get(id(leaf), leaf) for leaf in leaves]
-        own = [next(given) if _is_plain(leaf) else mine for leaf, mine in zip(leaves, own, strict=True)]
-        args, kwargs = _torch.tree_unflatten(own, structure)
-        found, spec = _torch.tree_flatten(self.operation.func(*args, **kwargs))
-        items[:] = found
-        return spec
+def _run_locally(
+    operation: Operation, entered: Mapping[int, Tensor], local: Sequence[Tensor]
+) -> tuple[list[Any], _torch.TreeSpec]:
+    """Run an operation on local copies of its plain tensors: nothing upstream of its node is touched."""
+    # Returns the leaves of the result and their structure.
+    leaves, structure = _torch.tree_flatten((operation.args, operation.kwargs))
+    given = iter(local)
+    own = [next(given) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
+    args, kwargs = _torch.tree_unflatten(own, structure)
+    return _torch.tree_flatten(operation.func(*args, **kwargs))
 
 
 def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
@@ -167,7 +160,6 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
     rerun = _rerun_of(operation, list(entered), list(entered.values()))
-    local = _Local(operation, entered)
     gathered = any(_gathered(tensor, forward) is not None for tensor in operation.plain if tensor.dim())
     site = site_of(forward, tracked, operation.name, GENERAL_FORM, "selected" if gathered else "")
     if site.at_once:
@@ -176,21 +168,20 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     use = ParamUse(site, forward, targets, _unset, 1, [], versions=versions_of(targets))
     use.wants_input_gradient = wants_gradient(operation.plain, forward)
     output_maps: list[list[RowMap]] = []
-    items: list[Any] = []
-    specs: list[Any] = []
+    ran: list[tuple[list[Any], _torch.TreeSpec]] = []
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         rerun.remember(tensors)
-        specs.append(local.run(tensors, items))
-        return [item for item in items if _in_graph(item)]
+        ran.append(_run_locally(operation, entered, tensors))
+        return [item for item in ran[0][0] if _in_graph(item)]
 
     deliver = _delivery(use, rerun, output_maps)
     results = list(Region.apply(run, deliver, forward.around.anchor, *operation.plain))
     nodes = [tensor.grad_fn for tensor in operation.plain if tensor.grad_fn is not None]
     register(use, results[0].grad_fn if results else None, nodes[0] if nodes else None)
-    fresh = iter(results)
+    fresh, ((items, structure),) = iter(results), ran
     leaves = [next(fresh) if _in_graph(item) else item for item in items]
-    returned = _torch.tree_unflatten(leaves, specs[-1])
+    returned = _torch.tree_unflatten(leaves, structure)
     axes = dict(zip(map(id, _tree.tensors(returned)), result_axes(layout, returned, forward), strict=False))
     output_maps += [_output_maps(output, operation, use, axes.get(id(output), layout.result)) for output in results]
     return returned
@@ -205,8 +196,7 @@ def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
 
 def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> Rerun:
     def again(plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-        items: list[Any] = []
-        _Local(operation, dict(zip(keys, parameters, strict=True))).run(plain, items)
+        items, _ = _run_locally(operation, dict(zip(keys, parameters, strict=True)), plain)
         return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
 
     return Rerun(again, inputs)
@@ -219,21 +209,19 @@ def _delivery(
 
     def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         arrived = [
-            (output, grad, maps)
-            for output, grad, maps in zip(outputs, grads, output_maps, strict=True)
+            Arrived(place, output, grad, maps[0])
+            for place, (output, grad, maps) in enumerate(zip(outputs, grads, output_maps, strict=True))
             if grad is not None
         ]
         if not arrived:
             return
         # Evidence decides between the row maps of the first output that takes part.
-        use.maps = arrived[0][2]
+        use.maps = output_maps[arrived[0].place]
         use.num_batch_dims = max(row_map.axis for row_map in use.maps) + 1
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-            rest = [(output, other, maps[0]) for output, other, maps in arrived[1:]]
-            every = [(arrived[0][0], grad, use.row_map), *rest]
-            places = [place for place, other in enumerate(grads) if other is not None]
-            at_once = _at_once(use, rerun, [Arrived(n, *one) for n, one in zip(places, every, strict=True)])
+            every = [replace(arrived[0], grad=grad, row_map=use.row_map), *arrived[1:]]
+            at_once = _at_once(use, rerun, every)
             if at_once is not None:
                 return at_once
             if use.forward.batch_size > 1:
@@ -241,7 +229,7 @@ def _delivery(
             return _one_by_one(every, rerun.inputs, use.forward.batch_size)
 
         use.factors = factors
-        around.deliver(use, arrived[0][1])
+        around.deliver(use, arrived[0].grad)
         # The closure holds the local graph and the use holds the closure: without this, both wait for the collector.
         use.factors = _unset
 
@@ -309,18 +297,17 @@ def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int
     return maps
 
 
-def _one_by_one(
-    arrived: Sequence[tuple[Tensor, Tensor, RowMap]], inputs: Sequence[Tensor], batch_size: int
-) -> Mapping[str, Factor]:
+def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size: int) -> Mapping[str, Factor]:
     """Return per-sample gradients of ``inputs`` by masking the output gradient to one sample at a time."""
     totals: dict[str, Tensor] = {}
-    for output, grad, row_map in arrived:
+    for item in arrived:
+        row_map = item.row_map
         if row_map.kind == "whole":
-            masked_B = grad.unsqueeze(0)
+            masked_B = item.grad.unsqueeze(0)
         else:
-            moved = broadcast.own_rows(grad.movedim(row_map.axis, 0), row_map, batch_size)
+            moved = broadcast.own_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
             masked_B = moved.movedim(1, row_map.axis + 1)
-        for number, found in enumerate(batched_grad(output, inputs, masked_B)):
+        for number, found in enumerate(batched_grad(item.output, inputs, masked_B)):
             if found is not None:
                 key = str(number)
                 totals[key] = totals[key] + found if key in totals else found

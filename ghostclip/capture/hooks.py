@@ -45,11 +45,6 @@ def suspend_compiler() -> Any:
     return _torch.stop_compiler(_UNTRACED)
 
 
-def resume_compiler(suspended: Any) -> None:
-    """Let the compiler go on as before."""
-    _torch.restart_compiler(suspended)
-
-
 def untraced(function: Any) -> Any:
     """Mark a function that the compiler must neither trace nor look into."""
     _UNTRACED.append(function.__code__)
@@ -147,18 +142,16 @@ def attach(model: nn.Module, enter: Enter, leave: Leave, watch: Watch) -> None:
     """Register hooks on every module that has parameters in its tree and none of these hooks yet."""
     watched = {module for module in model.modules() if _is_watched(module)}
     if watched and not watch:
-        message = (
+        raise GhostClipError(
             f"{type(model).__name__} has a clipper already, on it or on a part of it. Call remove() on that one "
             "first, or remove_hooks() on the private model."
         )
-        raise GhostClipError(message)
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-            message = (
+            raise UnsupportedModelError(
                 f"{path or 'model'} is a scripted or traced module, whose operations on parameters cannot be seen. "
                 "Give the original module to ghostclip; the trained one can be scripted."
             )
-            raise UnsupportedModelError(message)
     for module in model.modules():
         if module not in watched and next(module.parameters(), None) is not None:
             watch.add(module, enter, leave)
@@ -168,27 +161,16 @@ def attach_inside(
     module: nn.Module, begins: Callable[[nn.Module], None], ends: Callable[[nn.Module], None]
 ) -> list[RemovableHandle]:
     """Register hooks that run after all others before a module's forward, and before all others after it."""
-
     # `ends` is called also when the forward raised.
-    def before(module: nn.Module, args: Any) -> None:
-        begins(module)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        ends(module)
-
     return [
-        module.register_forward_pre_hook(_Hook(before)),
-        module.register_forward_hook(_Hook(after), prepend=True, always_call=True),
+        module.register_forward_pre_hook(_Hook(lambda module, args: begins(module))),
+        module.register_forward_hook(_Hook(lambda module, args, output: ends(module)), prepend=True, always_call=True),
     ]
 
 
 def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> list[RemovableHandle]:
     """Register a hook, called with module and output, that runs after all others at the end of a module's call."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        ended(module, output)
-
-    return [module.register_forward_hook(_Hook(after))]
+    return [module.register_forward_hook(_Hook(lambda module, args, output: ended(module, output)))]
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -223,32 +205,25 @@ class Token(dict[str, Any]):
 class Running:
     """The outermost module call."""
 
-    def __init__(self, module: Any, kwargs: dict[str, Any], expired: Callable[[], None]) -> None:
-        # `expired` is called when the call's frames are gone and it was never ended.
-        self.module = module
-        self.token: Token | None = Token(kwargs)  # referred to by the call's frames and by nobody else
+    def __init__(self, module: Any, token: Token, expired: Callable[[], None]) -> None:
+        # `token`: referred to by the call's frames and by nobody else. `expired` is called when these are gone and the
+        # call was never ended.
+        self.module, self._token = module, ref(token)
 
         def check() -> None:
             # Somebody else's hook may have put other arguments in the token's place.
             if not _calls_of(module):
                 expired()
 
-        self.token.expired = check
+        token.expired = check
 
     def was_broken_off(self, module: Any) -> bool:
         """Return whether a new call of the same module, which has begun, shows that this one is over."""
         return module is self.module and _calls_of(module) == 1
 
-    def hand_over(self) -> Token:
-        """Return the token, to which only the call's frames refer from now on."""
-        token, self.token = self.token, None
-        assert token is not None
-        self._last = ref(token)
-        return token
-
     def end(self) -> None:
         """Let the token expire unnoticed."""
-        token = self._last() if self.token is None else self.token
+        token = self._token()
         if token is not None:
             token.expired = None
 

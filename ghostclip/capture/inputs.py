@@ -20,7 +20,6 @@ from ghostclip import _torch
 from ghostclip._tree import leaves as leaves_of
 from ghostclip.errors import BatchAxisError
 
-PACK, PAD = _torch.PACK, _torch.PAD
 # Where keyword inputs begin: their order says nothing.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 
@@ -49,11 +48,6 @@ def packed_inputs(tree: Any) -> Iterator[PackedSequence]:
 def is_packed(item: Any) -> bool:
     """Return whether an input is a packed sequence, which counts as one."""
     return isinstance(item, PackedSequence)
-
-
-def with_a_step(lengths: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Return arguments of the packing function in which a dummy sample is not of length 0, which it refuses."""
-    return lengths.clamp(min=1), *rest
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:

@@ -15,7 +15,7 @@ from ghostclip.capture.call_sites import NEVER, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.row_origin import UNKNOWN_ORDER
-from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Key, Shapes
+from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Key, Shapes, shapes_of
 from ghostclip.capture.tracked import Operation, TrackedTensor
 
 
@@ -54,7 +54,7 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     if forward.batch_size < 2:
         return ArgumentLayout(place)
     rows = forward.around.rows
-    layout = rows.layout(tree)
+    layout = None if rows.resized is None else rows.resized.layout(rows.key, shapes_of(tree))
     if layout is not None:
         layouts[place] = layout
     else:
@@ -68,8 +68,9 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
 
 def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:
     """Return the axis of samples in each tensor of a result; empty where that is not known."""
-    layouts = forward.around.sites.layouts
-    axes, known = forward.around.rows.of_results(layout.call, result), layouts.get(layout.place)
+    layouts, resized = forward.around.sites.layouts, forward.around.rows.resized
+    axes = () if resized is None else resized.of_results(layout.call, shapes_of(result))
+    known = layouts.get(layout.place)
     if axes and known is not None:
         layouts[layout.place] = replace(known, outputs=axes)
     return axes or (() if known is None else known.outputs)
@@ -102,8 +103,6 @@ def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardC
 def own_axis(tracked: TrackedTensor, layout: ArgumentLayout, forward: ForwardContext) -> int:
     """Return the axis along which a tracked tensor has copies of a parameter for each sample; `CONSTANT` if none."""
     known = layout.axis(tracked)
-    if forward.batch_size < 2:
-        return CONSTANT
     if known >= 0:
         return known
     guessed = known == UNKNOWN and broadcast_over(tracked, forward.batch_size, forward.batch_axis)

@@ -85,19 +85,6 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("a side node never takes part in a backward")
 
 
-class _Enter(torch.autograd.Function):
-    """Make a fresh tensor part of the graph in place, so that in-place operations after it still work."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
-
-
 class _Source(torch.autograd.Function):
     """An alias of a tensor outside the graph, as a node of the graph."""
 
@@ -106,8 +93,17 @@ class _Source(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:
         return None, None
+
+
+class _Enter(_Source):
+    """Make a fresh tensor part of the graph in place, so that in-place operations after it still work."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
 
 
 class _Own(torch.autograd.Function):
@@ -122,12 +118,8 @@ class _Own(torch.autograd.Function):
         return grads[0], None
 
 
-class _Tie(torch.autograd.Function):
+class _Tie(_Source):
     """An alias of a tensor in the graph, with the anchor as second parent."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
@@ -292,11 +284,6 @@ def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
     # Itself if it is one already. An in-place operation on a view rewrites the history of its base and drops the view's
     # own node, with the hooks on it.
     return _Own.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
-
-
-def separated(tensor: Tensor, anchor: Tensor) -> Tensor:
-    """Return an alias of a tensor of the graph with a node of its own at its end."""
-    return _Own.apply(tensor, anchor)
 
 
 def edge_of(root: Any) -> Edge:

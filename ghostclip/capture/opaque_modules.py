@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,19 +55,7 @@ def uncompared() -> Iterator[None]:
         _compares.reset(before)
 
 
-class SamplerCall(Protocol):
-    """A call of a module with a sampler, and the gradient of its output."""
-
-    grad_n: Tensor
-
-    def split(self, values_n: Tensor) -> Tensor:
-        """Reshape ``(n, *F)`` to ``(B, T, *F)``, padded with 0."""
-
-    def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the module again; return its output, rows first, and its parameters there."""
-
-
-def agrees(call: SamplerCall, module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
+def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
     """Compare a sampler's gradients for the sample with the largest ones with autograd's; refuse a difference."""
     # Random numbers and buffers are restored. What autograd cannot differentiate, or is random, is not compared, and
     # the log says so once. Returns False where all gradients are zero, so that nothing was settled.
@@ -103,7 +91,7 @@ def agrees(call: SamplerCall, module: nn.Module, factors: Mapping[str, Factor], 
     return largest > 0
 
 
-def _by_autograd(call: SamplerCall, module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
+def _by_autograd(call: "_CallRows", module: nn.Module, alone: Tensor) -> dict[str, Tensor]:
     """Return gradients of the parameters that autograd knows; none where the module is random."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     with torch.random.fork_rng(devices=[alone.device] if alone.is_cuda else []):
@@ -153,8 +141,7 @@ class OpaqueModules:
         given, structure = _torch.tree_flatten((args, dict(kwargs)))
         place = f"{describe(next(iter(tracked.values())).origin.names[0])} with a registered sampler"
         if any(isinstance(leaf, TrackedTensor) for leaf in given):
-            message = f"{place} is called on a parameter of another module. Give it data."
-            raise UnsupportedModelError(message)
+            raise UnsupportedModelError(f"{place} is called on a parameter of another module. Give it data.")
         node = keep([leaf for leaf in given if isinstance(leaf, Tensor)])
         leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
         self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, place))
@@ -221,7 +208,7 @@ class _CallRows:
     axis: int  # axis of its output along which rows lie
     inputs: list[Tensor]
     grad_n: Tensor
-    split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F)
+    split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F), padded with 0
     unwatched: Unwatched
 
     def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
@@ -241,11 +228,10 @@ class _CallRows:
             shape = tuple(values.shape) if isinstance(values, Tensor) else None
             if not isinstance(values, Tensor) or shape != expected:
                 came = type(values).__name__ if shape is None else f"shape {shape}"
-                message = (
+                raise UnsupportedModelError(
                     f"{self.call.place}: '{getattr(sampler, '__name__', sampler)}' returned {came} for parameter "
                     f"'{name}', not a tensor of shape {expected}, rows first. Return one for every trainable parameter."
                 )
-                raise UnsupportedModelError(message)
             found[name] = values
         return found
 

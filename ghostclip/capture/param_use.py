@@ -4,23 +4,26 @@ Uses live in the autograd graph (in the closure of the hook on their output), so
 nothing behind. What outlives them is the call site's memory of how rows map to samples.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.call_sites import (
+    AT_ONCE_FORM,
+    GENERAL_FORM,
     NEVER,
     CallSite,
-    Circumstances,
+    MatrixProduct,
     OperationForm,
+    Statistics,
     Way,
     counted_as,
     key_of,
-    statistics_of,
 )
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
@@ -29,7 +32,7 @@ from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.row_origin import METADATA_KEY, leads_to, note
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
-from ghostclip.factors import Factor, Head
+from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
 
 
 def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
@@ -90,11 +93,10 @@ class ParamUse:
         for row_map in self.maps:
             if row_map.kind == "whole" or (row_map.kind, row_map.axis) == chosen:
                 return row_map
-        message = (
+        raise BatchAxisError(
             f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
             f"step (batch size {self.forward.batch_size}) do not allow it. Keep the layout of the batch constant."
         )
-        raise BatchAxisError(message)
 
     def arrive(self, grad: Tensor) -> Tensor:
         """Deliver the gradient of the output, as the hook on it."""
@@ -138,9 +140,7 @@ class ParamUse:
     def explain(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
         """Store statistics of an argument for the coverage report."""
         # `pulled`: the factor of the parameter behind the argument where there is one only.
-        self.site.statistics[key] = statistics_of(
-            self.targets[key], factor, grad, where=self._circumstances(key, saved), pulled=pulled
-        )
+        self.site.statistics[key] = statistics_of(self, key, factor, grad, saved, pulled)
         self.site.largest = grad.numel()
 
     def _pulled(self, key: str, factor: Factor) -> list[tuple[str, Factor]]:
@@ -154,27 +154,97 @@ class ParamUse:
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.
         assert self.versions is not None, "who computed the target noted them"
         if _torch.version(origin.graph) != self.versions[key]:
-            raise UnsupportedModelError(_changed_since(self.site))
+            raise UnsupportedModelError(
+                f"{self.site.describe()}: what was computed from the parameter was changed in place after this "
+                "operation had used it. Change a copy of it (w = w + 1 in the place of w += 1), or freeze the "
+                "parameter."
+            )
         pulled = pull_back(self.targets[key], factor)
         return [(name, part) for name, part in pulled if origin.leaves[name].parameter.requires_grad]
 
-    def _circumstances(self, key: str, saved: Sequence[Tensor]) -> Circumstances:
-        form = self.site.forms.get(self.targets[key].origin.names[0], "")
-        recomputed = self.forward.runs_again
-        return Circumstances(self.site.operation, form, self.wants_input_gradient, recomputed, saved)
+
+def statistics_of(
+    use: ParamUse, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None
+) -> Statistics:
+    """Return the statistics of an argument, without any tensor."""
+    tracked = use.targets[key]
+    form, value = use.site.forms.get(tracked.origin.names[0], ""), tracked.origin.value
+    parts = list(_parts(factor))
+    products = tuple(_product(part) for part in parts if isinstance(part, (Outer, Head)))
+    kind = _kind(parts[0]) if parts else "dense"
+    if form in (GENERAL_FORM, AT_ONCE_FORM):
+        kind, products = "general", _guessed(value, grad, factor.batch_size)
+    inside = next((item.index for item in (factor, pulled) if isinstance(item, Placed)), ())
+    return Statistics(
+        names=tracked.origin.names,
+        kind=kind,
+        samples=factor.batch_size,
+        products=products,
+        materialised=bool(products) and not _stays_factored(pulled),
+        derived=bool(tracked.origin.func),
+        elements=sum(grad.numel() if isinstance(part, Windows) else _added_elements(part) for part in parts),
+        itemsize=grad.element_size(),
+        needs_input_gradient=use.wants_input_gradient,
+        recomputed=use.forward.runs_again,
+        input_key=_key_of(saved[0]) if saved else 0,
+        input_elements=saved[0].numel() if saved else 0,
+        slice_of=str(inside) if inside else "",
+    )
+
+
+def _key_of(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor among those that live; also where it has no memory."""
+    return hash((_torch.memory_key(tensor), tensor.storage_offset(), tensor.shape))
+
+
+def _parts(factor: Factor) -> Iterator[Factor]:
+    if isinstance(factor, (Placed, Permuted)):
+        yield from _parts(factor.inner)
+    elif isinstance(factor, Stacked):
+        for part in factor.parts.values():
+            yield from _parts(part)
+    else:
+        yield factor
+
+
+def _stays_factored(pulled: Factor | None) -> bool:
+    return pulled is not None and any(isinstance(part, (Outer, Head)) for part in _parts(pulled))
+
+
+def _kind(part: Factor) -> str:
+    kinds = {Outer: "outer", Head: "outer", Rows: "rows", Diagonal: "diagonal"}
+    return kinds.get(type(part), "dense")
+
+
+def _product(outer: Outer | Head) -> MatrixProduct:
+    if isinstance(outer, Head):
+        # Its logits are formed twice more, for the norm and for the sum.
+        norm = outer.norm_flops() + 4 * prod(outer.sizes)
+        return MatrixProduct(outer.batch_size, *outer.sizes, kept=False, norm=norm, plan="tiles of logits")
+    count = outer.batch_size * outer.slots
+    if not isinstance(outer, Windows) and min(outer.a_NTI.element_size(), outer.g_NTO.element_size()) >= 4:
+        return MatrixProduct(count, *outer.sizes)
+    plan, flops = outer.norm_plan()
+    return MatrixProduct(count, *outer.sizes, kept=outer.keeps_gradient(), norm=flops, plan=plan)
+
+
+def _added_elements(part: Factor) -> int:
+    if isinstance(part, Head):
+        return part.element_count() - part.x_BTI.numel()
+    return part.g_NTO.numel() if isinstance(part, Outer) else part.element_count()
+
+
+def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[MatrixProduct, ...]:
+    if weight.dim() < 2 or grad.dim() == 0:
+        return ()
+    positions = grad.numel() // max(1, grad.shape[-1] * samples)
+    return (MatrixProduct(samples, positions, weight.shape[-1], weight.numel() // max(1, weight.shape[-1])),)
 
 
 def versions_of(targets: Mapping[str, TrackedTensor]) -> Mapping[str, int]:
     """Return the versions of targets that were computed from parameters, by argument."""
     computed = {key: target.origin for key, target in targets.items() if target.origin.func}
     return {key: _torch.version(origin.graph) for key, origin in computed.items()}
-
-
-def _changed_since(site: CallSite) -> str:
-    return (
-        f"{site.describe()}: what was computed from the parameter was changed in place after this operation had used "
-        "it. Change a copy of it (w = w + 1 in the place of w += 1), or freeze the parameter."
-    )
 
 
 def site_of(
@@ -228,21 +298,6 @@ def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None)
             forward.meet(site.ways, way)
 
 
-def carry_out(
-    use: ParamUse,
-    run: Callable[[], Tensor],
-    *,
-    rows: Tensor,
-    saved: Sequence[Tensor],
-    product: bool = False,
-) -> Tensor:
-    """Run an operation on detached parameters and attach its use to the output."""
-    # rows: the data that it consumes the parameters with. product: a product of matrices, which autocast forms in 16
-    # bits and which changes no input.
-    output = run_and_keep(use, run, saved, product=product)
-    return attached(use, output, rows=rows, hook=delivery(use) if use.order else use.arrive)
-
-
 def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Counted | None) -> Tensor:
     """Attach a use to its output where the operation was decided on in an earlier forward, at a proven site."""
     # No backward is running. `anchored`: the graph of its data leads to the anchor.
@@ -261,6 +316,7 @@ def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Co
 
 def run_and_keep(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
     """Run an operation, store what its backward needs in the use, and return the output as it is."""
+    # product: a product of matrices, which autocast forms in 16 bits and which changes no input.
     if use.site.operation == "embedding":
         look_up(use, saved[0])
     if product and saved and may_cast(saved[0]):

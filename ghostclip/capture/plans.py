@@ -16,7 +16,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
 from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
-from ghostclip.capture.param_use import ParamUse, carry_out, register, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, attached, delivery, register, run_and_keep, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, wants_gradient
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -52,18 +52,8 @@ class Write(Plan):
 
 
 @dataclass(frozen=True, eq=False)
-class Plain(Plan):
-    """The parameters' values take no part: only their dtype, device or shape."""
-
-    operation: Operation
-
-    def run(self, forward: ForwardContext) -> Any:
-        return self.operation.run_plain()
-
-
-@dataclass(frozen=True, eq=False)
 class Inside(Plan):
-    """The same computation as operations of its own, which are intercepted one by one."""
+    """The same computation in another form: operations of its own, which are intercepted, or one on plain values."""
 
     call: Callable[[], Any]
 
@@ -99,7 +89,8 @@ class ByRule(Plan):
 
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters; the result is in the graph."""
-        return carry_out(use, self.call, rows=self.rows, saved=self.saved, product=self.is_product)
+        output = run_and_keep(use, self.call, self.saved, product=self.is_product)
+        return attached(use, output, rows=self.rows, hook=delivery(use) if use.order else use.arrive)
 
     @property
     def is_product(self) -> bool:

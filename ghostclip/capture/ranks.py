@@ -149,11 +149,9 @@ def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     """Return arguments of which none is still being written by a collective."""
     if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
         return args, kwargs
-
-    def one(item: Any) -> Any:
-        return _torch.arrived(item) if _torch.is_arriving(item) else item
-
-    found: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(one, (args, kwargs))
+    found: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(
+        lambda item: _torch.arrived(item) if _torch.is_arriving(item) else item, (args, kwargs)
+    )
     return found
 
 
@@ -203,24 +201,8 @@ def leaves_empty(rows: int, ranks: int) -> bool:
     return -(-rows // ranks) * (ranks - 1) >= rows
 
 
-def on_parts(
-    func: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    forward: ForwardContext,
-    run: Run,
-) -> Any:
-    """Run an operation on this rank's parts and return a DTensor; ``run`` captures it on plain tensors."""
-    operation = _OnParts(func, name, args, kwargs, forward, run)
-    if name == "linear":
-        return operation.linear()
-    return operation.embedding() if name == "embedding" else operation.alike()
-
-
-class _OnParts:
-    """One operation on parts."""
+class OnParts:
+    """One operation on parts; ``run`` captures it on plain tensors."""
 
     def __init__(
         self,
@@ -234,14 +216,20 @@ class _OnParts:
         self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
         self._forward, self._run = forward, run
         self._tracked = tracked_leaves((args, kwargs))
-        data = [leaf for leaf in plain_leaves((args, kwargs)) if _torch.is_sharded_tensor(leaf)]
-        self._mesh: Any = data[0].device_mesh  # type: ignore[attr-defined]
+        self._data = [leaf for leaf in plain_leaves((args, kwargs)) if _torch.is_sharded_tensor(leaf)]
+        self._mesh: Any = self._data[0].device_mesh  # type: ignore[attr-defined]
         parameters = [leaf.parameter for one in self._tracked for leaf in one.origin.leaves.values()]
-        meshes = {part.device_mesh for part in (*data, *parameters) if _torch.is_sharded_tensor(part)}  # type: ignore[attr-defined]
+        meshes = {part.device_mesh for part in (*self._data, *parameters) if _torch.is_sharded_tensor(part)}  # type: ignore[attr-defined]
         if len(meshes) > 1 or self._mesh.ndim > 1:
             self._refuse("its arguments lie on several meshes, or on one of several axes: one axis is supported")
 
     # -- operations -----------------------------------------------------------------------------------------------
+
+    def result(self) -> Any:
+        """Run the operation on this rank's parts and return a DTensor."""
+        if self._name == "linear":
+            return self.linear()
+        return self.embedding() if self._name == "embedding" else self.alike()
 
     def linear(self) -> Any:
         from torch.distributed.tensor import Partial, Shard
@@ -295,9 +283,8 @@ class _OnParts:
         """Run an operation on parameters that every rank has, whose data all lies alike."""
         from torch.distributed.tensor import Replicate, Shard
 
-        data = [leaf for leaf in plain_leaves((self._args, self._kwargs)) if _torch.is_sharded_tensor(leaf)]
-        moving = [one for one in data if not isinstance(one, nn.Parameter)]
-        frozen = [one for one in data if isinstance(one, nn.Parameter)]
+        moving = [one for one in self._data if not isinstance(one, nn.Parameter)]
+        frozen = [one for one in self._data if isinstance(one, nn.Parameter)]
         if any(self._lies(one) is not None for one in (*self._tracked, *frozen)):
             self._refuse("an operation on a divided parameter other than linear and embedding has no rule")
         placed = {_placement(one) for one in moving} or {Replicate()}
@@ -308,7 +295,8 @@ class _OnParts:
             self._require_by_position(moving, lies.dim)
         elif not isinstance(lies, Replicate):
             self._refuse(f"its data is {lies}: redistribute it to Replicate() or Shard(1) before")
-        self._note(spread=isinstance(lies, Shard))
+        for tracked in self._tracked:
+            self._note(tracked, spread=isinstance(lies, Shard))
         found = self._run(self._func, *self._with_parts(lies))
         if not isinstance(found, Tensor):
             self._refuse("it returns no single tensor")
@@ -356,7 +344,7 @@ class _OnParts:
     def _part(self, operand: Any) -> Any:
         """Return this rank's part of an argument: a tracked part, or that of a frozen parameter."""
         if isinstance(operand, TrackedTensor):
-            self._note_one(operand, spread=False)
+            self._note(operand, spread=False)
             return operand
         return None if operand is None else _torch.local(operand)
 
@@ -396,11 +384,7 @@ class _OnParts:
 
     # -- what is noted --------------------------------------------------------------------------------------------
 
-    def _note(self, *, spread: bool) -> None:
-        for tracked in self._tracked:
-            self._note_one(tracked, spread=spread)
-
-    def _note_one(self, tracked: TrackedTensor, *, spread: bool) -> None:
+    def _note(self, tracked: TrackedTensor, *, spread: bool) -> None:
         """Note whether ranks have parts of the gradients of the parameters behind a tracked tensor."""
         for name in tracked.origin.names:
             if self._forward.spread.setdefault(name, spread) != spread:

@@ -81,15 +81,7 @@ def rewritten(operation: Operation) -> Callable[[], Any] | None:
     """Return the same computation in other operations, which are intercepted as usual, or None."""
     rule = _RULES.get(operation.name)
     run = None if rule is None else rule(operation)
-    if run is None:
-        return None
-
-    def again() -> Any:
-        # Interception is off inside ``__torch_function__``.
-        with _torch.overrides_on():
-            return run()
-
-    return again
+    return None if run is None else _reentered(run)
 
 
 def _einsum(operation: Operation) -> Callable[[], Any] | None:

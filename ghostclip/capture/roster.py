@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ghostclip import _torch
 
 _is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
+_is_training: Final[Callable[[nn.Module], bool]] = attrgetter("training")
 # What tells, with an address, where the elements of a plain tensor lie; no function of ours stands in between, as all
 # parameters are asked in every forward.
 _FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
@@ -163,10 +164,6 @@ class Snapshot:
             and _addresses_of(self._aliases) == places[0]
             and all(_torch.memory_of(parameter) == memory for parameter, memory in self._others)
         )
-
-
-def _is_training(module: nn.Module) -> bool:
-    return module.training
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -172,12 +172,11 @@ def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: For
         if order.unknown:
             order.note(forward)
         elif order.samples is not None and order.samples.tolist() != list(range(size)):
-            message = (
+            raise BatchAxisError(
                 f"{type(model).__name__} returns an output of shape {tuple(output.shape)} whose rows lie in another "
                 "order than the samples of the batch: a loss would bring each of them together with another sample's "
                 "targets. Put them back, as in outputs[order.argsort()], before they are returned."
             )
-            raise BatchAxisError(message)
 
 
 def refuse_other_axis(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:
@@ -188,13 +187,12 @@ def refuse_other_axis(model: nn.Module, outputs: Sequence[Tensor], forward: Forw
         return
     for output, axis in zip(outputs, known, strict=True):
         if axis >= 0 and axis != forward.batch_axis and output.shape[forward.batch_axis] == forward.batch_size:
-            message = (
+            raise BatchAxisError(
                 f"{type(model).__name__} returns an output of shape {tuple(output.shape)} whose samples lie along axis "
                 f"{axis}, and the next stage takes them along axis {forward.batch_axis}: it would clip positions in "
                 "their place. Return them along that axis (transpose before a stage ends, and again where the next "
                 "one begins)."
             )
-            raise BatchAxisError(message)
 
 
 def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:

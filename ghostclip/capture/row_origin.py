@@ -30,7 +30,6 @@ _PLACING: Final = frozenset(
     {"MmBackward0", "BmmBackward0", "IndexPutBackward0", "IndexCopyBackward0", "IndexAddBackward0", "ScatterBackward0"}
 )
 _VIEWS: Final = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
-_SELECT: Final = frozenset({"SelectBackward0"})
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
 # Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
 _PACKED: Final = frozenset({"PackPaddedSequenceBackward0"})
@@ -142,7 +141,7 @@ def _samples(  # noqa: C901 - what each kind of node does to rows
             if is_known:
                 return samples
         if name in _SELECTING:
-            if _is_last_state(node, output_nr):
+            if output_nr > 0 and name == "_RecurrenceBackward":
                 return _of_first_step(node, rows, batch_size, expected_axis)
             joined = _joined(node, rows, batch_size, expected_axis)
             if joined is not None:
@@ -200,10 +199,6 @@ def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Ten
     if gathered is None and x.shape[axis] == batch_size:
         return torch.arange(batch_size)
     return gathered
-
-
-def _is_last_state(node: Any, output_nr: int) -> bool:
-    return output_nr > 0 and node.name() == "_RecurrenceBackward"
 
 
 def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
@@ -476,7 +471,7 @@ def _start(node: Any, name: str, output_nr: int) -> int:
 
 
 def _same_rows(node: Any, name: str, rows: int) -> tuple[Any, int] | None:
-    if name in _SELECT and _torch.saved(node, "dim") == 0:
+    if name == "SelectBackward0" and _torch.saved(node, "dim") == 0:
         # The rows lay on the second axis; of a stack, they are those of one part.
         stack, _ = node.next_functions[0]
         stacked = stack is not None and stack.name() == "StackBackward0" and _torch.saved(stack, "dim") == 0

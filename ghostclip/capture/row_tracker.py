@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.inputs import PACK, PAD, positions, rows_of, with_a_step
+from ghostclip.capture.inputs import positions, rows_of
 from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
-from ghostclip.capture.sizes import CallLayout, Calls, Key, Resized, shapes_of
+from ghostclip.capture.sizes import Calls, Key, Resized
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import UnsupportedModelError
 
@@ -45,7 +45,7 @@ _TURNS = {
     torch.Tensor.T.__get__, torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
 _JOINS = {torch.cat, torch.concat, torch.concatenate}
-_PACKING = {PACK, PAD}
+_PACKING = {_torch.PACK, _torch.PAD}
 _PRODUCTS = {
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm,
     torch.bmm, torch.Tensor.bmm, torch.einsum, torch.tensordot, torch.addmm, torch.Tensor.addmm,
@@ -101,9 +101,9 @@ class RowTracker(TorchFunctionMode):
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
-        self._resized: Resized | None = None
+        self.resized: Resized | None = None  # the forward that runs, with another number of samples
         self._calls = Calls()
-        self._key: Key = ()
+        self.key: Key = ()  # of the running call
         self._depth = 0
         self.active = False  # whether a forward is running
 
@@ -124,7 +124,7 @@ class RowTracker(TorchFunctionMode):
         self.missed = self.odd = False  # whether the latest forward should have been watched and was not
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
-        self._resized, self._calls, self._key, self._depth = resized, Calls(), (), 0
+        self.resized, self._calls, self.key, self._depth = resized, Calls(), (), 0
         if self._rows.told:
             self._rows = _RowsOf()
         if len(self._columns):
@@ -138,29 +138,15 @@ class RowTracker(TorchFunctionMode):
         """Watch forwards as those of a new model."""
         self._seen = self._changed = self.detaches = False
 
-    def layout(self, tree: Any) -> CallLayout | None:
-        """Return where samples lie in the arguments of the running call, as far as a resized forward tells."""
-        return None if self._resized is None else self._resized.layout(self._key, shapes_of(tree))
-
-    @property
-    def key(self) -> Key:
-        """The key of the running call."""
-        return self._key
-
-    def of_results(self, key: Key, result: Any) -> tuple[int, ...]:
-        """Return the axis of samples in each tensor that a call returned, as far as a resized forward tells."""
-        # Else empty.
-        return () if self._resized is None else self._resized.of_results(key, shapes_of(result))
-
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Yield while the operations inside the running call are told apart as well."""
-        if self._resized is None:
+        if self.resized is None:
             yield
             return
         self._depth += 1
         try:
-            with self._calls.inside(self._key), self:
+            with self._calls.inside(self.key), self:
                 yield
         finally:
             self._depth -= 1
@@ -216,22 +202,23 @@ class RowTracker(TorchFunctionMode):
         ours = _OURS.issuperset(types)
         if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
             raise UnsupportedModelError(_RAGGED.format(func.__name__))
-        if self._resized is not None:
-            self._key = self._calls.key(func)
+        if self.resized is not None:
+            self.key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
         if (func not in _SEEN and not self._rows.told) or self._depth:
             if ours and TrackedTensor in types and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
-        if func == PACK and self._dummy:
-            args = (args[0], *with_a_step(*args[1:]))
+        if func == _torch.PACK and self._dummy:
+            # The function refuses a sample of length 0.
+            args = (args[0], args[1].clamp(min=1), *args[2:])
         result = func(*args, **kwargs)
         if self._batch_size > 1:
             with _torch.overrides_off():
                 if func in _PACKING:
                     self._changed = True
-                    (self._packed if func == PACK else self._unpacked)(args, result)
+                    (self._packed if func == _torch.PACK else self._unpacked)(args, result)
                 else:
                     self._note(func, args, kwargs, result)
         return result
@@ -393,7 +380,7 @@ def _picked(
         return UNKNOWN_ORDER
     base = args[0] if args else kwargs["input"]
     if func is torch.Tensor.__getitem__:
-        return _indexed(rows, args[1], base, axis)
+        return _indexed(rows, args[1], axis)
     named = func.__name__
     if named in ("flipud", "take_along_dim"):
         return UNKNOWN_ORDER
@@ -413,7 +400,7 @@ def _picked(
     return rows[index] if isinstance(index, Tensor) and axis == 0 else UNKNOWN_ORDER
 
 
-def _indexed(rows: Tensor, index: Any, base: Tensor, axis: int) -> Tensor | None:
+def _indexed(rows: Tensor, index: Any, axis: int) -> Tensor | None:
     """Follow ``base[index]`` along the batch axis."""
     items = index if isinstance(index, tuple) else (index,)
     if axis:

@@ -162,7 +162,11 @@ class Substitution:
                     id(self._held.get(prefix + key, p)) for key, p in table.items() if p is not None and p.requires_grad
                 ]
             if isinstance(module, _torch.AnyBatchNorm) and module.training:
-                raise SampleMixingError(_batch_norm(prefix[:-1], module))
+                raise SampleMixingError(
+                    f"{prefix[:-1] or 'model'} ({type(module).__name__}): in training mode every sample's output "
+                    "depends on the whole batch, so that per-sample gradients do not exist. Replace it by GroupNorm, "
+                    "or put the layer in eval mode."
+                )
         if found is not None:
             found.note_trained(
                 [parameter for _, _, parameter, _ in own.parameters],
@@ -242,7 +246,13 @@ class Substitution:
             if parameter is None or isinstance(parameter, TrackedTensor) or not parameter.requires_grad:
                 continue
             if not isinstance(parameter, nn.Parameter):
-                raise UncoveredParameterError(_no_parameter(prefix + key))
+                raise UncoveredParameterError(
+                    f"parameter '{prefix + key}': a tensor that is no parameter stands in its place while the model "
+                    "runs (torch.func.functional_call, or an entry of module._parameters that was exchanged), and what "
+                    "is learned would not reach the parameter that the optimizer holds. Call the model itself. Weights "
+                    "that are computed from the parameters: "
+                    "torch.nn.utils.parametrize.register_parametrization(module, name, ...), before make_private."
+                )
             held = self._held.get(prefix + key, parameter)
             if held is not parameter:
                 self._gathered[id(parameter)] = parameter, held
@@ -261,17 +271,15 @@ class Substitution:
             self._stands(name, parameter)
             return cached[0]
         if parameter.is_complex():
-            message = (
+            raise UnsupportedModelError(
                 f"parameter '{name}' is complex, and norms and noise are those of real numbers. Hold its real view "
                 "(nn.Parameter(torch.view_as_real(w))) and take torch.view_as_complex of it in the forward."
             )
-            raise UnsupportedModelError(message)
         if _torch.is_sharded_tensor(parameter) and not self._divided:
-            message = (
+            raise UnsupportedModelError(
                 f"parameter '{name}' is held in parts (DTensor), and was not when the clipper was attached. Divide the "
                 "model first (fully_shard), then build the optimizer from its parameters, then call make_private."
             )
-            raise UnsupportedModelError(message)
         self._guard(name, parameter)
         self._stands(name, parameter)
         self.generation += 1
@@ -289,14 +297,13 @@ class Substitution:
             return
 
         def refuse(grad: Tensor) -> None:
-            message = (
+            raise UncoveredParameterError(
                 f"parameter '{name}' received a gradient that was not clipped per sample: it was used outside the "
                 "forward of its modules (a method called directly, or a penalty built from parameters). Call the "
                 "module itself. A penalty on parameters has no samples: use the optimizer's weight_decay, add its "
                 "gradient to the released one in a hook (optimizer.register_step_pre_hook), or change the parameters "
                 "after step()."
             )
-            raise UncoveredParameterError(message)
 
         self._guards[id(parameter)] = parameter.register_hook(refuse)
 
@@ -333,22 +340,6 @@ def _put_flat(unit: _Unit, module: nn.RNNBase) -> None:
     unit.flat.append((module, _torch.flat_weights(module)))
     table: dict[str, Any] = _torch.parameter_table(module)
     _torch.set_flat_weights(module, [table.get(name) for name in _torch.flat_weight_names(module)])
-
-
-def _no_parameter(name: str) -> str:
-    return (
-        f"parameter '{name}': a tensor that is no parameter stands in its place while the model runs "
-        "(torch.func.functional_call, or an entry of module._parameters that was exchanged), and what is learned would "
-        "not reach the parameter that the optimizer holds. Call the model itself. Weights that are computed from the "
-        "parameters: torch.nn.utils.parametrize.register_parametrization(module, name, ...), before make_private."
-    )
-
-
-def _batch_norm(path: str, module: nn.Module) -> str:
-    return (
-        f"{path or 'model'} ({type(module).__name__}): in training mode every sample's output depends on the whole "
-        "batch, so that per-sample gradients do not exist. Replace it by GroupNorm, or put the layer in eval mode."
-    )
 
 
 @contextmanager

@@ -115,13 +115,12 @@ def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
 
     def refuse(grad: Tensor) -> Tensor:
         listed = ", ".join(names)
-        message = (
+        raise UncoveredParameterError(
             f"parameter '{listed}' is used by an operation that cannot be captured (a custom autograd.Function, a "
             "scripted function, a sparse tensor, or as an argument of a torch.func transform such as vmap). Write the "
             "operation with torch functions, or freeze the parameter. Of peft's adapters LoHa, RandLora, C3A and SHiRA "
             "are exact after ghostclip.integrations.peft.use_plain_operations(); in the place of others use LoRA."
         )
-        raise UncoveredParameterError(message)
 
     with _torch.subclasses_off():
         tracked.register_hook(refuse)

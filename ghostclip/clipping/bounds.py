@@ -139,7 +139,7 @@ class QuantileAdaptation:
             raise InvalidOptionError(
                 f"min_clipbound={min_clipbound!r}: must lie below max_clipbound={max_clipbound!r}."
             )
-        self._shifted_count: Tensor | None = None
+        self.shifted_count: Tensor | None = None  # of the logical batch so far; not private
 
     def within(self, bound: float) -> float:
         """Return a bound clamped between the smallest and the largest."""
@@ -161,23 +161,11 @@ class QuantileAdaptation:
         for norm_B, bound in zip(norm_GB, bounds, strict=True):
             inside_B &= (norm_B <= bound).to(inside_B.device)
         shifted = inside_B.sum(dtype=torch.float64) - 0.5 * keep_B.sum(dtype=torch.float64)
-        self._shifted_count = shifted if self._shifted_count is None else self._shifted_count + shifted
-
-    def peek(self) -> Tensor | None:
-        """Return the shifted count so far, or None. Not private."""
-        return self._shifted_count
-
-    def put(self, count: Tensor | None) -> None:
-        """Restore the shifted count that `peek` returned."""
-        self._shifted_count = count
-
-    def forget(self) -> None:
-        """Drop the count of a logical batch that was released or abandoned."""
-        self._shifted_count = None
+        self.shifted_count = shifted if self.shifted_count is None else self.shifted_count + shifted
 
     def take_count(self) -> Tensor:
         """Return the shifted count of the logical batch, a float64 scalar, not private, and start the next."""
-        count, self._shifted_count = self._shifted_count, None
+        count, self.shifted_count = self.shifted_count, None
         return torch.zeros((), dtype=torch.float64) if count is None else count
 
     def next_bound(self, bound: float, noisy_count: float, expected_batch_size: float) -> float:

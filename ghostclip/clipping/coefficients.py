@@ -106,8 +106,15 @@ def _rounded_down(max_grad_norm: float, denominator_B: Tensor, *, at_most: float
     return torch.where(quotient_B >= limits.tiny, quotient_B, 0.0)
 
 
+class _Rule:
+    """What rules have in common."""
+
+    def describe(self) -> dict[str, float]:
+        return dict(vars(self))
+
+
 @dataclass(frozen=True)
-class Flat:
+class Flat(_Rule):
     """Clipping: min(1, C/‖g‖).
 
     Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
@@ -119,12 +126,9 @@ class Flat:
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
         return clip_coefficients(norm_B, max_grad_norm)
 
-    def describe(self) -> dict[str, float]:
-        return {}
-
 
 @dataclass(frozen=True)
-class AutoS:
+class AutoS(_Rule):
     """Automatic clipping with a stabiliser: C / (‖g‖ + γ).
 
     Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-S.
@@ -142,12 +146,9 @@ class AutoS:
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
         return _quotient(max_grad_norm, norm_B + self.gamma)
 
-    def describe(self) -> dict[str, float]:
-        return {"gamma": self.gamma}
-
 
 @dataclass(frozen=True)
-class Normalised:
+class Normalised(_Rule):
     """Every gradient is scaled to length C: C / ‖g‖ (AUTO-V); below the floor as if its norm were the floor.
 
     Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-V; Das et al. 2021 (arXiv 2106.07094), normalised updates.
@@ -159,12 +160,9 @@ class Normalised:
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
         return _quotient(max_grad_norm, norm_B)
 
-    def describe(self) -> dict[str, float]:
-        return {}
-
 
 @dataclass(frozen=True)
-class PSAC:
+class PSAC(_Rule):
     """Per-sample adaptive clipping: C / (‖g‖ + r/(‖g‖ + r)).
 
     Reference: Xia et al. 2023 (arXiv 2212.00328), equation for the weight of DP-PSAC.
@@ -181,6 +179,3 @@ class PSAC:
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
         return _quotient(max_grad_norm, norm_B + self.r / (norm_B + self.r))
-
-    def describe(self) -> dict[str, float]:
-        return {"r": self.r}

@@ -6,7 +6,7 @@ Shape letters: B samples, G clip groups.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,9 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.clipping.bounds import Grouping
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, relation_factor
+from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.together import Joint
 from ghostclip.factors import Factor
-
-
-class Sums(Protocol):
-    """Accumulators of clipped sums."""
-
-    def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is new: uninitialised, to be written at once."""
-
-    def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Add the clipped sums ``(L, *P)`` of several parameters of one shape; consumes them."""
-
-    def takes_at_once(self, elements: int) -> bool:
-        """Return whether the sums of several parameters, of so many elements, may be formed in one operation."""
-
-    def in_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Return parameters in the order in which their sums are wanted."""
-
-    def complete(self, name: str) -> None:
-        """Note that nothing will be added to a parameter's sum any more in this backward."""
-
-    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
-        """Take the materialised per-sample gradients ``(B, *P)`` of a parameter, of each sample's own loss."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +46,7 @@ class ClipWeights:
             self._converted[key] = coef_B.to(device=buffer.device, dtype=buffer.dtype)
         return self._converted[key]
 
-    def into(self, sums: Sums, factor: Factor, name: str, *, more: bool = False) -> None:
+    def into(self, sums: GradientStore, factor: Factor, name: str, *, more: bool = False) -> None:
         """Add a factor's clipped sum to its parameter's."""
         # ``more``: other uses may follow, with which this one may cancel.
         buffer, is_new = sums.buffer(name)
@@ -75,7 +54,8 @@ class ClipWeights:
         group = self.group_of.get(name, 0)
         # Terms of those that are formed apart may be beyond the type of the sum, and 0 times that is no number.
         here = kept if self.ill_conditioned_B is None else kept.masked(~self.ill_conditioned_B)
-        _set_or_add_(here, self._coefficients(group, buffer), buffer, is_new=is_new)
+        add = here.write_clipped_sum_ if is_new else here.add_clipped_sum_
+        add(self._coefficients(group, buffer), buffer)
         if self.ill_conditioned_B is None:
             return
         apart = self._apart.get(name)
@@ -87,26 +67,19 @@ class ClipWeights:
         if not more:
             self._add_apart(sums, name)
 
-    def into_several(self, sums: Sums, joint: Joint) -> None:
+    def into_several(self, sums: GradientStore, joint: Joint) -> None:
         """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned."""
         kept = joint if self.keep_B is None else joint.masked(self.keep_B)
         sums.add_several(kept.names, kept.clipped_sums(self._coefficients(0, kept.like)))
 
-    def finish(self, sums: Sums) -> None:
+    def finish(self, sums: GradientStore) -> None:
         """Add what waited for all uses of a parameter."""
         for name in list(self._apart):
             self._add_apart(sums, name)
 
-    def _add_apart(self, sums: Sums, name: str) -> None:
+    def _add_apart(self, sums: GradientStore, name: str) -> None:
         buffer, _ = sums.buffer(name)
         buffer += self._apart.pop(name)
-
-
-def _set_or_add_(factor: Factor, coef_B: Tensor, buffer: Tensor, *, is_new: bool) -> None:
-    if is_new:
-        factor.write_clipped_sum_(coef_B, buffer)
-    else:
-        factor.add_clipped_sum_(coef_B, buffer)
 
 
 class Decisions:
@@ -260,13 +233,13 @@ class Decisions:
         total, unread = self._non_finite_total, self._unread
         noted = list(self._noted)
         adaptation = self.policy.adaptation
-        count = None if adaptation is None else adaptation.peek()
+        count = None if adaptation is None else adaptation.shifted_count
 
         def restore() -> None:
             self._sensitivities, self._rows, self._noted = list(sensitivities), list(rows), list(noted)
             self._non_finite_total, self._unread = total, unread
             if adaptation is not None:
-                adaptation.put(count)
+                adaptation.shifted_count = count
 
         return restore
 
@@ -276,7 +249,7 @@ class Decisions:
         self._rows.clear()
         self._noted.clear()
         if self.policy.adaptation is not None:
-            self.policy.adaptation.forget()
+            self.policy.adaptation.shifted_count = None
 
     def whole_norms(self) -> Tensor:
         """Return the norm of each sample's whole gradient, shape ``(B,)``."""

@@ -47,17 +47,15 @@ def back_propagate(loss: Tensor) -> None:
 def check_shape(loss: Tensor, *, batch_size: int) -> None:
     """Refuse a loss that is neither one value per sample nor a scalar; an empty batch has losses of any length."""
     if loss.dim() > 1:
-        message = (
+        raise LossReductionError(
             f"the loss has shape {tuple(loss.shape)}; expected per-sample losses of shape (B,) or a scalar. "
             "Remove extra axes with loss.flatten() or loss.squeeze(1) where there is one value per sample."
         )
-        raise LossReductionError(message)
     if loss.dim() == 1 and batch_size and loss.shape[0] != batch_size:
-        message = (
+        raise LossReductionError(
             f"{loss.shape[0]} losses were given for a batch of {batch_size} samples. Reduce the loss over everything "
             "but the samples (reduction='none', then a mean over each sample's own positions)."
         )
-        raise LossReductionError(message)
 
 
 def in_chunks(

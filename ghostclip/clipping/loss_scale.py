@@ -148,12 +148,11 @@ class Scale:
         forms = self.forms & other.forms
         if not forms or differ(self.constant, other.constant):
             before, now = self._described(), other._described()
-            message = (
+            raise LossReductionError(
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
                 f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} A backward through this "
                 "model that is for another one (a generator's) runs after model.requires_grad_(False)."
             )
-            raise LossReductionError(message)
         return Scale(forms, self.constant)
 
     def _described(self) -> str:
@@ -203,14 +202,15 @@ def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
     if len(plain) < len(given) and batch_size > 1:
         raise LossReductionError(_common(next(number for number in given if not number.plain)))
     inner = _inner_sizes(path, batch_size, axis)
-    constant = _constant(number for number in plain if not (number.divides and number.given in inner))
+    numbers = [number for number in plain if not (number.divides and number.given in inner)]
+    constant = prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
     if _is_counted(abs(constant), batch_size, counts):
-        raise LossReductionError(_counted(plain))
+        raise LossReductionError(
+            f"every sample's loss is {' and '.join(number.describe() for number in plain)}, which is a number of the "
+            "batch (its tokens, its size): each sample's gradient would depend on the others. Divide each sample's "
+            f"loss by its own count, as ghostclip.losses.token_losses(logits, labels) does. {SCHEDULES}"
+        )
     return constant
-
-
-def _constant(numbers: Iterable[Number]) -> float:
-    return prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
 
 
 def _is_counted(constant: float, batch_size: int, counts: Counts) -> bool:
@@ -237,14 +237,6 @@ def _common(number: Number) -> str:
     )
 
 
-def _counted(numbers: Iterable[Number]) -> str:
-    return (
-        f"every sample's loss is {' and '.join(number.describe() for number in numbers)}, which is a number of "
-        "the batch (its tokens, its size): each sample's gradient would depend on the others. Divide each sample's "
-        f"loss by its own count, as ghostclip.losses.token_losses(logits, labels) does. {SCHEDULES}"
-    )
-
-
 def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str, counts: Counts) -> Scale:
     """Return the factor between samples' terms and the scalar, without sizes of the batch."""
     # It must be the same in every step.
@@ -253,7 +245,10 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
     steps = list(_over_samples(path, row_map, batch_size, axis))
     none = not steps and row_map.kind != "one"
     if batch_size > 1 and (none or any(step.kind == "spread" for step in steps)):
-        raise LossReductionError(_unshown(path, reduction))
+        raise LossReductionError(
+            f"the loss comes out of '{in_words(path.name)}', and no operation after it reduces samples by a mean or a "
+            f"sum, so its scale is not known. {remedy(reduction)}"
+        )
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
         raise LossReductionError(_MEAN_AS_SUM)
@@ -358,55 +353,43 @@ def _take_divisor(
     unclear = [number for number in numbers if number.factor < 1 or not number.plain]
     unclear.sort(key=lambda number: (number.plain, not number.divides))
     if unclear:
-        message = (
+        raise LossReductionError(
             f"the loss is a sum over samples {unclear[0].describe()}, which is neither the batch size {batch_size} "
             "nor a number of values that every sample has alike. Each sample's gradient would depend on the others, on "
             f"their lengths for instance. {remedy(reduction)}"
         )
-        raise LossReductionError(message)
     return SUM
 
 
 def _refuse_beyond_range(number: Number) -> None:
     if not isfinite(number.factor) or (number.factor and not isfinite(1 / number.factor)):
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}: no gradient can have such a scale. Leave out what is not finite before "
             "it becomes a factor of all samples."
         )
-        raise LossReductionError(message)
 
 
 def _check_number(
     number: Number, inner: set[int], batch_size: int, reduction: str, whole: set[int], counts: Counts
 ) -> None:
     if number.chosen:
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}, which may have been computed from other samples: each sample's gradient "
             "would depend on them. Choose for each sample by itself, before losses are reduced; samples whose gradient "
             f"is not finite are left out anyway. {remedy(reduction)}"
         )
-        raise LossReductionError(message)
     if not number.plain:
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}, which may have been computed from other samples (their lengths, the "
             "scale of a GradScaler that adapts to them). Use a number of Python for a public constant; no GradScaler, "
             f"which torch.autocast with bfloat16 does not need. {remedy(reduction)}"
         )
-        raise LossReductionError(message)
     if number.divides and number.given in inner:
         return
     of_batch = [size for size in whole if size % batch_size == 0]
     too_large = reduction == "sum" and number.divides and batch_size > 1 and number.given in of_batch
     if too_large or _is_counted(number.factor, batch_size, lambda: (*of_batch, *counts())):
-        message = (
+        raise LossReductionError(
             f"the loss is {number.describe()}, a number of the batch (its size, its lengths): then each sample's "
             f"gradient depends on the others. {remedy(reduction)} {SCHEDULES}"
         )
-        raise LossReductionError(message)
-
-
-def _unshown(path: Path, reduction: str) -> str:
-    return (
-        f"the loss comes out of '{in_words(path.name)}', and no operation after it reduces samples by a mean or a sum, "
-        f"so its scale is not known. {remedy(reduction)}"
-    )

@@ -95,11 +95,12 @@ class NormSum:
         self._found: SquaredNorm | None = None
         self._settled: tuple[Tensor, Tensor] | None = None
 
-    def add(self, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
+    def add(self, norm: SquaredNorm | Unfinished | Reduced | Product, *, layers: int = 1) -> None:
         """Add one factor's squared norms, or what they are worked out from; the argument must not change afterwards."""
+        # `layers`: of how many layers it is, those of one layer side by side.
         self._root_B = self._found = None
         if isinstance(norm, (Unfinished, Reduced)):
-            self._unfinished.append((norm, 1))
+            self._unfinished.append((norm, layers))
         elif isinstance(norm, Product):
             self._products.append(norm)
         else:
@@ -108,11 +109,6 @@ class NormSum:
                 self._errors.append(norm.error_B)
             if norm.terms is not None:
                 self._terms.append(norm.terms)
-
-    def add_layers(self, norm: Unfinished | Reduced, layers: int) -> None:
-        """Add the squared norms of several layers that were formed as one, those of one layer side by side."""
-        self._root_B = self._found = None
-        self._unfinished.append((norm, layers))
 
     def add_blocks(self, norms: Sequence[Tensor]) -> None:
         """Add the squares of norms ``(B, K)`` that need no error bound."""
@@ -268,7 +264,7 @@ class GroupNorms:
         square = factor.sqnorm() if norm is None and blocks is None else None
         for total, numbers in self._by_sum(names):
             if isinstance(norm, (Unfinished, Reduced)) and len(numbers) == layers:
-                total.add_layers(norm, layers)
+                total.add(norm, layers=layers)
             elif norm is not None:
                 parts = _layers_apart(norm, layers)
                 for number in numbers:

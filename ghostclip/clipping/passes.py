@@ -22,7 +22,7 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Kept
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.decisions import ClipWeights, Sums
+from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.clipping.held_factors import HeldFactor, Keeper, Repeats, changed_in_place, formed, restored, versions
 from ghostclip.clipping.norms import (
     GroupNorms,
@@ -33,6 +33,7 @@ from ghostclip.clipping.norms import (
     loses_nothing,
     terms_of_uses,
 )
+from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.together import Alike, Joint, Together, most_waiting
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
@@ -163,12 +164,11 @@ class Pass(ABC):
             return []
         both = next((name for one in self.forwards for name in names if not one.spread.get(name, True)), None)
         if both is not None:
-            message = (
+            raise UnsupportedModelError(
                 f"parameter '{both}' is used with all positions in one forward and with divided ones in another of the "
                 "same backward, on ranks that share samples. Let its input lie the same way in both, or run a backward "
                 "for each."
             )
-            raise UnsupportedModelError(message)
         batch_size, ranks = self.forwards[0].batch_size, self._ranks
         parts: list[Tensor] = []
         for name in names:
@@ -186,19 +186,15 @@ class Pass(ABC):
     def admit(self, forward: ForwardContext) -> None:
         """Add a forward once; all forwards of one backward must have the same samples."""
         if forward.consumed:
-            message = (
+            raise GhostClipError(
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
-                "twice. Add "
-                "the losses before one backward, or run the model again."
+                "twice. Add the losses before one backward, or run the model again."
             )
-            raise GhostClipError(message)
         if self.forwards and self.forwards[0].batch_size != forward.batch_size:
-            message = (
+            raise BatchAxisError(
                 f"one backward went through forwards of {self.forwards[0].batch_size} and {forward.batch_size} "
-                "samples: which sample "
-                "is which cannot be known. Give every call of the model the same batch."
+                "samples: which sample is which cannot be known. Give every call of the model the same batch."
             )
-            raise BatchAxisError(message)
         self.forwards.append(forward)
 
     @abstractmethod
@@ -340,7 +336,7 @@ class BookKeeping(Pass):
         found.complete(len(index_D))
         return found
 
-    def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
+    def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once."""
         # `scale` turns the arrived gradients into those of each sample's own loss. A factor that was changed in place
         # after its norm had been taken is refused.
@@ -407,7 +403,7 @@ class Hooks(BookKeeping):
         self._leaves_out()
         return self.total
 
-    def add_sums(self, sums: Sums, weights: "ClipWeights", scale: float) -> None:
+    def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
         for name, (held,) in self.factors.items():
             grad_BP = restored(held).materialize()
@@ -534,13 +530,10 @@ class NormPass(OneOfTwo):
         if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
             self._waiting[name].append(formed(factor))
             return
-        self._arrives(name)
-        if not self._waits(name, factor):
-            self._add(name, factor, together=use)
-
-    def _arrives(self, name: str) -> None:
         # A second use came after the first one was dropped: only the whole pass again can give the cross term.
         (self.late if name in self.arrived else self.arrived).add(name)
+        if not self._waits(name, factor):
+            self._add(name, factor, together=use)
 
     def _join(self, joint: Joint) -> None:
         self.total.add_norms_of(joint.names, joint.factor)
@@ -597,7 +590,7 @@ class SumPass(OneOfTwo):
     # Small gradients that were stored when they were measured are not formed again.
     def __init__(
         self,
-        sums: Sums,
+        sums: GradientStore,
         weights: "ClipWeights",
         *,
         repeats: Repeats,

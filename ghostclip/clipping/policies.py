@@ -374,8 +374,4 @@ def policy_of(max_grad_norm: float | None, policy: ClipPolicy | None) -> ClipPol
     """
     if (max_grad_norm is None) == (policy is None):
         raise InvalidOptionError("give exactly one of max_grad_norm and policy.")
-    return (
-        policy
-        if policy is not None
-        else ClipPolicy(_validate.positive(max_grad_norm, "max_grad_norm", allow_infinity=True))
-    )
+    return policy or ClipPolicy(_validate.positive(max_grad_norm, "max_grad_norm", allow_infinity=True))

@@ -117,12 +117,11 @@ class LossExaminer:
             )
             before = self._constants.setdefault(key, constant)
             if differ(before, constant):
-                message = (
+                raise LossReductionError(
                     f"every sample's loss was multiplied by {before:g} in earlier steps and is multiplied by "
                     f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
                     f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
                 )
-                raise LossReductionError(message)
         if size > 1:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
 
@@ -136,11 +135,10 @@ class LossExaminer:
             forms |= {scale.forms == SUM for scale in scales}
             self._agree(key, scales)
         if len(forms) > 1:
-            message = (
+            raise LossReductionError(
                 "one part of the loss is averaged over the samples and another is summed: the norms of one of them "
                 f"would be off by the batch size. {remedy(self._reduction)}"
             )
-            raise LossReductionError(message)
         return True in forms
 
     def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
@@ -163,11 +161,10 @@ class LossExaminer:
         if grad is not None and grad.numel():
             value = float(grad.flatten()[0])
             if not bool((grad == value).all()):
-                message = (
+                raise LossReductionError(
                     "a backward was given a gradient whose entries differ: weights of the samples that cannot be told "
                     "from a normalisation over the batch. Multiply the losses by them, then clipper.backward(losses)."
                 )
-                raise LossReductionError(message)
             numbers = () if value == 1 else (Number(abs(value), value, divides=False, plain=True),)
         sizes = shape_at(edge) or ()
         reduced = (ReducedAxes("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 import torch
@@ -37,9 +36,7 @@ class Savepoint:
     def __enter__(self) -> Savepoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self._forget()
 
 
@@ -399,12 +396,11 @@ class GradientStore:
         stranger = parameter.dtype in _FULL_PRECISION and grad is not kept
         if stranger or _torch.version(grad) != self._versions.get(parameter, _torch.version(grad)):
             name = next((key for key, value in self._parameters.items() if value is parameter), "?")
-            message = (
+            raise TamperedGradientError(
                 f"the gradient of parameter '{name}' was changed between backward and step. What is released must "
-                "be the clipped "
-                "sum: set max_grad_norm instead of clipping again, and let the private optimizer scale and accumulate."
+                "be the clipped sum: set max_grad_norm instead of clipping again, and let the private optimizer scale "
+                "and accumulate."
             )
-            raise TamperedGradientError(message)
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the accumulators, None where nothing contributed, to an owner for its release, and drop them."""

@@ -121,51 +121,11 @@ class Joint:
         return torch.bmm(g_LRO.mT, a_LRI).view(layers, *factor.shape)
 
 
-class SmallGradients:
-    """Collects gradients of few numbers (biases, affine weights) until others of their shape have come."""
-
-    def __init__(self) -> None:
-        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
-        self._elements = 0
-        self._most = 0
-
-    def takes(self, name: str, factor: Factor) -> bool:
-        """Take a parameter's gradients if they are few numbers that others may be like."""
-        # Return whether they were taken. Nothing else in this backward may contribute to the parameter, and the factor
-        # must not change until `together`.
-        if type(factor) is not Dense:
-            return False
-        grad_BP = factor.grad_BP
-        most = _SMALL if grad_BP.is_cpu else _SMALL_ON_A_GPU
-        if grad_BP.numel() > most:
-            return False
-        key = grad_BP.shape, grad_BP.dtype, grad_BP.device
-        self._formed[key].append(_Formed(name, factor, _torch.version(grad_BP)))
-        self._elements += grad_BP.numel()
-        self._most = most * _WAITING
-        return True
-
-    @property
-    def full(self) -> bool:
-        """Whether as much waits as may."""
-        return self._elements > self._most
-
-    def together(self) -> Iterator[tuple[list[str], list[Dense]]]:
-        """Yield names and gradients of each shape, and drop them; those of one parameter where too few are alike."""
-        self._elements = 0
-        while self._formed:
-            found = self._formed.popitem()[1]
-            for name, factor, version in found:
-                if _torch.version(factor.grad_BP) != version:
-                    raise TamperedGradientError(changed_in_place(name))
-            size = len(found) if len(found) > _FEW else 1
-            for start in range(0, len(found), size):
-                some = found[start : start + size]
-                yield [one.name for one in some], [one.factor for one in some]
-
-
 class Alike:
-    """Collects uses of small layers until there are many, and forms their factors in one operation."""
+    """Collects uses of small layers until there are many, and forms their factors in one operation.
+
+    Gradients of few numbers (biases, affine weights) are collected until others of their shape have come.
+    """
 
     # Which layers are joined follows from the sizes of the batch and the form of the model alone, so that a step that
     # is made again rounds as it did.
@@ -182,11 +142,12 @@ class Alike:
         # is like. single: takes one parameter's gradients. keep: is told of gradients that waited before they are
         # handed on. final: no other backward follows, so that what uses have saved may go.
         self._join, self._alone, self._single, self._keep, self._final = join, alone, single, keep, final
-        self._small = SmallGradients()
-        self.takes_gradients = self._small.takes
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
         self.full = False
+        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
+        self._formed_elements = 0
+        self.gradients_full = False  # whether as many gradients wait as may where they are not stored
 
     def takes(self, use: ParamUse, grad: Tensor, kept: frozenset[str]) -> bool:
         """Take the gradient of a use's output if its layer is small and others may be like it."""
@@ -215,10 +176,21 @@ class Alike:
         self.full = self._elements > most * _WAITING
         return True
 
-    @property
-    def gradients_full(self) -> bool:
-        """Whether as many gradients wait as may where they are not stored."""
-        return self._small.full
+    def takes_gradients(self, name: str, factor: Factor) -> bool:
+        """Take a parameter's gradients if they are few numbers that others may be like."""
+        # Return whether they were taken. Nothing else in this backward may contribute to the parameter, and the factor
+        # must not change until `finish_gradients`.
+        if type(factor) is not Dense:
+            return False
+        grad_BP = factor.grad_BP
+        most = _SMALL if grad_BP.is_cpu else _SMALL_ON_A_GPU
+        if grad_BP.numel() > most:
+            return False
+        key = grad_BP.shape, grad_BP.dtype, grad_BP.device
+        self._formed[key].append(_Formed(name, factor, _torch.version(grad_BP)))
+        self._formed_elements += grad_BP.numel()
+        self.gradients_full = self._formed_elements > most * _WAITING
+        return True
 
     def finish(self) -> None:
         """Form the factors of all waiting uses and hand them on."""
@@ -238,15 +210,21 @@ class Alike:
                     use.release()
 
     def finish_gradients(self) -> None:
-        """Hand on all waiting gradients."""
-        for names, factors in self._small.together():
-            alone = len(names) == 1
-            joint = Joint(names, factors[0] if alone else Dense(torch.cat([factor.grad_BP for factor in factors])))
-            self._keep(joint)
-            if alone:
-                self._single(names[0], factors[0])
-            else:
+        """Hand on all waiting gradients, those of each shape together unless too few are alike."""
+        self._formed_elements, self.gradients_full = 0, False
+        while self._formed:
+            found = self._formed.popitem()[1]
+            for name, factor, version in found:
+                if _torch.version(factor.grad_BP) != version:
+                    raise TamperedGradientError(changed_in_place(name))
+            if len(found) > _FEW:
+                joint = Joint([one.name for one in found], Dense(torch.cat([one.factor.grad_BP for one in found])))
+                self._keep(joint)
                 self._join(joint)
+                continue
+            for name, factor, _ in found:
+                self._keep(Joint([name], factor))
+                self._single(name, factor)
 
     def _joined(self, found: Sequence[_Waiting]) -> bool:
         """Join uses; return False, with nothing done, where their factors have no form that can be joined."""
@@ -258,10 +236,6 @@ class Alike:
             torch.cat([grad for _, grad, _ in found]),
             lambda tensor, num_batch_dims: first.row_map.split(tensor, num_batch_dims, samples),
         )
-        if not all(
-            type(factor) is Dense or (type(factor) is Outer and factor.slots == 1) for factor in formed.values()
-        ):
-            return False
         if any(
             accumulation_dtype(target.origin.value.dtype) != _dtype(formed[key])
             for key, target in first.targets.items()

@@ -8,6 +8,7 @@ Shape letter: B samples.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, product
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from ghostclip import _tree
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of, has_lists, of_samples, with_lists
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, taken, with_lists
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.rules.registry import operation_name
@@ -129,18 +130,13 @@ class Batch:
 
     def of_samples(self, samples: Sequence[int]) -> Any:
         """Return the inputs of some samples, those without B samples as they are."""
-        return self._mapped(lambda leaf, place: of_samples(leaf, samples, place))
+        return taken(self.inputs, samples, batch_size=self.size, axis=self.axis)
 
     def zeros(self) -> Any:
         """Return the inputs with zeros for all samples."""
-        return self._mapped(lambda leaf, place: of_samples(leaf, range(self.size), place) * 0)
-
-    def _mapped(self, change: Callable[[Any, int], Any]) -> Any:
-        def changed(leaf: Any) -> Any:
-            place = batch_axis_of(leaf, batch_size=self.size, axis=self.axis)
-            return leaf if place is None else change(leaf, place)
-
-        return _tree.mapped(changed, self.inputs)
+        place_of = partial(batch_axis_of, batch_size=self.size, axis=self.axis)
+        copies = self.of_samples(range(self.size))
+        return _tree.mapped(lambda leaf: leaf if place_of(leaf) is None else leaf * 0, copies)
 
 
 class _Recorder(TorchFunctionMode):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -110,17 +111,19 @@ def dependence_start(
 
 def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
     """Return a batch in which one sample is a copy of the next one."""
-    # Tensors without B samples stay as they are; axis 0 serves where there are no B samples at `axis`.
+    order = list(range(batch_size))
+    order[sample] = (sample + 1) % batch_size
+    return taken(batch, order, batch_size=batch_size, axis=axis)
 
-    def replace(leaf: Any) -> Any:
+
+def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> Any:
+    """Return some samples of a batch, the batch axis kept, those without B samples as they are."""
+
+    def pick(leaf: Any) -> Any:
         place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
-        if place is None:
-            return leaf
-        order = list(range(batch_size))
-        order[sample] = (sample + 1) % batch_size
-        return of_samples(leaf, order, place)
+        return leaf if place is None else of_samples(leaf, samples, place)
 
-    return _tree.mapped(replace, batch)
+    return _tree.mapped(pick, batch)
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
@@ -202,23 +205,17 @@ def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Event
     events: _Events = {}
     calls: Counter[tuple[str, bool]] = Counter()
 
-    def note(path: str, module: nn.Module, tree: Any, *, is_output: bool) -> None:
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        is_output = bool(output)
         calls[path, is_output] += 1
         # Cloned, since later operations may change them in place.
-        tensors = [leaf.detach().clone() for leaf in _tree.leaves(tree) if _is_plain(leaf)]
+        tensors = [leaf.detach().clone() for leaf in _tree.leaves(output or (args, kwargs)) if _is_plain(leaf)]
         events[path, is_output, calls[path, is_output]] = _Event(path, module, is_output, tensors)
 
     handles = []
     for path, module in model.named_modules():
-
-        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            note(path, module, (args, kwargs), is_output=False)
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
-            note(path, module, output, is_output=True)
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(note, path), with_kwargs=True))
     try:
         with same_randomness(model.parameters()):
             run(batch)

@@ -234,7 +234,8 @@ def _changed(
         try:
             for some in (batch.apart, batch.left):
                 # What is rounded otherwise in a batch of another size is not in every one.
-                fewer = _alone(batch, some, base, run(batch.of_samples(some)), coarsest)
+                alone = _Outputs(batch, len(some), some, range(len(some)), FEWER_TOLERANCE, coarsest)
+                fewer = alone.differ(base, run(batch.of_samples(some)))
                 if not fewer:
                     break
             _note(unchecked, FEWER, [fewer])
@@ -277,13 +278,6 @@ def _shows(batch: Batch, samples: Sequence[int]) -> bool:
     one, other = (_tree.leaves(found) for found in (batch.inputs, batch.with_lists(samples)))
     values = [pair for pair in zip(one, other, strict=True) if pair[0] is not pair[1]]
     return any(batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None for leaf, _ in values)
-
-
-def _alone(
-    batch: Batch, some: Sequence[int], base: list[Tensor], found: list[Tensor], coarsest: torch.dtype
-) -> bool | None:
-    """Return whether samples by themselves come out otherwise than in the batch."""
-    return _Outputs(batch, len(some), some, range(len(some)), FEWER_TOLERANCE, coarsest).differ(base, found)
 
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:

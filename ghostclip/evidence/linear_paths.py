@@ -187,12 +187,12 @@ def _ended(edge: Edge, name: str, path: Path) -> Path:
     if kind is None:
         return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key, path.way)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
-    sizes = _loss_sizes(node, name, shape_at(ends[0]) or ())
+    sizes = _loss_sizes(name, shape_at(ends[0]) or ())
     step = ReducedAxes(kind, sizes, tuple(range(len(sizes))))
     return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind), path.way)
 
 
-def _loss_sizes(node: Any, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _loss_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes of what a loss of torch reduces."""
     if name in CLASSES:
         return sizes[:1] + sizes[2:] if len(sizes) > 1 else ()

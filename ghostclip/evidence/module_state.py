@@ -304,9 +304,9 @@ class ModuleState:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers and attributes back afterwards."""
-    state = ModuleState(model)
+def restored(model: nn.Module, *, arguments: Iterable[Any] = ()) -> Iterator[None]:
+    """Put a model's buffers and attributes back afterwards, and what objects among ``arguments`` hold."""
+    state = ModuleState(model, arguments=arguments)
     try:
         yield
     finally:

@@ -357,7 +357,9 @@ class Padding:
         # What was another number when the inputs had other lengths follows them.
         others = before if self._following and lengths != self._lengths and len(before) == len(now) else now
         for (count, step, axes), other in zip(means, others, strict=False):
-            if count != other or _is_over(axes, sizes):
+            # Or over the first axis that is as long as positions of outputs that follow the batch.
+            is_over = next((is_reduced for size, is_reduced in axes if size in sizes), False)
+            if count != other or is_over:
                 how = f"a mean over {count} positions of a tensor of shape {step.sizes}"
                 raise LossReductionError(_DIVIDED.format(how=how, own=_OWN))
         for number, other in zip(divisors, others[len(means) :], strict=True):
@@ -365,11 +367,6 @@ class Padding:
             # The number of records is no length, though it may be near one.
             if number != forward.batch_size and ((number != other and is_length) or number in sizes):
                 raise LossReductionError(_DIVIDED.format(how=f"divided by {number:g}, a number of positions", own=_OWN))
-
-
-def _is_over(axes: Sequence[tuple[int, bool]], sizes: set[int]) -> bool:
-    """Return whether a mean is over the first axis that is as long as positions of outputs that follow the batch."""
-    return next((is_reduced for size, is_reduced in axes if size in sizes), False)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,8 @@ class Probe:
     def _rejects(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> bool:
         """Return whether this set of samples or an earlier one contradicts a row map."""
         key = (use.site, row_map.key)
-        if key not in self._rejected and not _explains(row_map, use, grad, self.weights):
+        dims, size = use.num_batch_dims, use.forward.batch_size
+        if key not in self._rejected and touches_others(row_map, grad, dims, self.weights, size):
             self._rejected.add(key)
         return key in self._rejected
 
@@ -284,43 +285,35 @@ class Probe:
         place = self.describe_module(use.site.names[0])
         forward = use.forward
         if forward.reordered:
-            message = (
+            raise BatchAxisError(
                 f"{place}: {use.site.describe()} has rows {shapes} in another order than the samples of the batch: the "
                 "model sorts, flips or gathers its inputs before this layer, in a way that cannot be followed or is "
                 "not undone. Index with x[order] or index_select, return outputs in the batch's own order, or reorder "
                 "outside the model."
             )
-            raise BatchAxisError(message)
         coincidence = (
             [size for size in use.batch_dim_sizes[1:] if size == forward.batch_size] if use.batch_dim_sizes else []
         )
         if coincidence or forward.stays_small or use.maps[0].kind in ("major", "minor"):
-            message = (
+            raise BatchAxisError(
                 f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
                 f"{forward.batch_size} samples that the model's first input holds: another axis has that size, rows "
                 "are folded in an order of their own, or that input is not the batch. Hand the batch over before masks "
                 "and tables, and start with a batch size that no other axis has; later steps may have any size."
             )
-            raise BatchAxisError(message)
-        message = (
+        raise SampleMixingError(
             "the output of one sample depends on other samples of the batch, so that per-sample gradients do not "
             f"exist. {where()} (Seen in the gradient of {use.site.describe()}, rows {shapes}, in {place}.)"
         )
-        raise SampleMixingError(message)
 
     def _refuse_unsteady(self, use: ParamUse) -> None:
         """Refuse a backward that makes another gradient of a sample's in other company."""
-        message = (
+        raise SampleMixingError(
             f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
             f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a backward "
             "function follows the whole batch (g / g.norm(), a clip by the norm). Treat each sample's rows by "
             "themselves."
         )
-        raise SampleMixingError(message)
-
-
-def _explains(row_map: RowMap, use: ParamUse, grad: Tensor, samples: Collection[int]) -> bool:
-    return not touches_others(row_map, grad, use.num_batch_dims, samples, use.forward.batch_size)
 
 
 def touches_others(
@@ -407,13 +400,12 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
     exact, folded = _sorted_out(places, forward)
     if places and not (exact or folded[0]):
         shapes = ", ".join(str(tuple(place.shape)) for place in places)
-        message = (
+        raise BatchAxisError(
             f"the batch has the {forward.batch_size} samples that the model's first input holds, but the outputs, of "
             f"shape {shapes}, have no axis for them. Hand the tensor whose axis {forward.batch_axis} is the batch to "
             "the model first (masks and tables after it), and return outputs with one row, or the same number of rows, "
             "for each sample."
         )
-        raise BatchAxisError(message)
     if not places:
         # Rows of several samples' tokens may be any of them, so that what has one row per sample is looked for first.
         found = reduced_sources(usable, lambda place: _certain_map(place, forward) is not None)

@@ -42,7 +42,7 @@ from ghostclip.evidence.loss_graph import (
     refuse_beyond_outputs,
     refuse_hooks_of_layers,
 )
-from ghostclip.evidence.module_state import ModuleState
+from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.own_backwards import (
     has_own_backwards,
     is_linear,
@@ -139,14 +139,10 @@ class Evidence:
             raise LossReductionError(self._without_scale)
         refuse_means_without_scale(capture, roots, forward)
 
-    @contextmanager
-    def unseen(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
-        """Yield while a loss is proved by backwards of its own: what hooks and backward functions write is put back."""
-        state = ModuleState(capture.model, arguments=hooks_below(roots, forward))
-        try:
-            yield
-        finally:
-            state.restore()
+    @staticmethod
+    def unseen(capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> AbstractContextManager[None]:
+        """Return a context for backwards that prove a loss: what hooks and backward functions write is put back."""
+        return restored(capture.model, arguments=hooks_below(roots, forward))
 
     def refuse_padding(
         self, capture: CaptureContext, roots: Sequence[Any], found: Iterable[Path], forward: ForwardContext
@@ -304,16 +300,17 @@ class Evidence:
             self._refuse_mixing(capture, call, probe)
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         own = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
-        looked_at, parts = None if probe is None else rows, parts or _parts_of(output)
+        seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state)
         if aside:
-            parts, output, probe = [part.detach() for part in parts], None, None
+            seen, output, probe = replace(seen, parts=[part.detach() for part in seen.parts]), None, None
+        parts = []
         if writes:
             self._refuse_data(capture, call, writes, state)
         if asks:
-            self._refuse_dependence(capture, call, parts, rows, state=state)
-            self._refuse_own_backwards(capture, call, parts, rows, own=own, state=state)
+            self._refuse_dependence(capture, seen)
+            self._refuse_own_backwards(capture, seen, own=own)
             self.unchecked.tell()
-        self._refuse_padding(capture, call, parts, looked_at, state=state)
+        self._refuse_padding(capture, seen)
         if self.asks(capture):
             capture.forward.prove()
         if writes and self._watch is not None:
@@ -324,8 +321,7 @@ class Evidence:
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
         """Refuse a model whose gradients of one sample's outputs lead to other samples."""
         forward, model, module = capture.forward, capture.model, call.module
-        inputs: Any = call.args, dict(call.kwargs)
-        size, axis = forward.batch_size, forward.batch_axis
+        inputs, size, axis = call.inputs, forward.batch_size, forward.batch_axis
 
         def where() -> str:
             if capture.gathering is not None and capture.gathering.divides:
@@ -361,11 +357,11 @@ class Evidence:
         """Refuse a model whose state follows the samples."""
         watch, forward = self._watched(capture), capture.forward
         assert watch is not None, "it has seen the writes"
-        if _has_packed((call.args, call.kwargs)) or not (self._asked or capture.gathering is None):
+        if _has_packed(call.inputs) or not (self._asked or capture.gathering is None):
             watch.refuse_unshown(writes)
         runs = Runs(
-            Batch((call.args, dict(call.kwargs)), forward.batch_size, forward.batch_axis),
-            run=lambda given: capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))),
+            Batch(call.inputs, forward.batch_size, forward.batch_axis),
+            run=lambda given: capture.run(call.module, *_copied(given, of=call.inputs)),
             begin=lambda: _begin_anew(state),
             drew=self._drew,
             proves=forward.proves,
@@ -382,10 +378,9 @@ class Evidence:
 
     def _resized(self, capture: CaptureContext, call: ModuleCall) -> Resized | None:
         """Run a forward with another number of samples; None where it cannot."""
-        inputs: Any = (call.args, dict(call.kwargs))
-        if _has_packed(inputs):
+        if _has_packed(call.inputs):
             return None
-        on_rows, *inputs = capture.bags.as_rows(call.module, *inputs)
+        on_rows, *inputs = capture.bags.as_rows(*call)
 
         def run(given: Any) -> list[Tensor]:
             own, args, kwargs = as_flat(on_rows, *given)
@@ -424,33 +419,22 @@ class Evidence:
             self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return probe
 
-    def _refuse_dependence(
-        self,
-        capture: CaptureContext,
-        call: ModuleCall,
-        parts: list[Tensor],
-        rows: Mapping[int, RowMap],
-        *,
-        state: ModuleState | None,
-    ) -> None:
+    def _refuse_dependence(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose outputs for one sample change with the others."""
-        if _has_packed((call.args, dict(call.kwargs))):
+        if _has_packed(seen.call.inputs):
             self.unchecked.missed("samples of a packed sequence cannot be exchanged", REPLACED, FEWER, BEHIND)
             return
         forward = capture.forward
         # Ranks that share samples run the model equally often, whatever each of them finds.
-        batch = self._batch(
-            capture, call, parts, rows, outputs=() if self._drew or capture.gathering is not None else parts
-        )
-
+        batch = self._batch(capture, seen, () if self._drew or capture.gathering is not None else seen.parts)
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             # Copies of one sample may be refused, and show nothing for others.
             unchecked = self.unchecked if forward.proves else Unchecked()
-            refuse_dependence(capture.model, self._run_anew(capture, call, state), batch, unchecked)
-            if self._remembers or state is None or state.changed():
+            refuse_dependence(capture.model, seen.run_anew(capture), batch, unchecked)
+            if self._remembers or seen.state is None or seen.state.changed():
                 # What was met in a forward that nobody was to ask about may begin to remember there.
-                run = self._run_anew(capture, call, None)
-                refuse_memory(capture.model, state or _state_of(capture, call), run, batch, unchecked)
+                run, state = replace(seen, state=None).run_anew(capture), seen.state or _state_of(capture, seen.call)
+                refuse_memory(capture.model, state, run, batch, unchecked)
 
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
         """Return whether outputs have backwards that are not torch's; note_proved whether these follow their scale."""
@@ -460,37 +444,18 @@ class Evidence:
             self._without_scale = without_scale(capture, starts)
         return own
 
-    def _refuse_own_backwards(
-        self,
-        capture: CaptureContext,
-        call: ModuleCall,
-        parts: list[Tensor],
-        rows: Mapping[int, RowMap],
-        *,
-        own: bool,
-        state: ModuleState | None,
-    ) -> None:
+    def _refuse_own_backwards(self, capture: CaptureContext, seen: "_ReadForward", *, own: bool) -> None:
         """Refuse a model whose own backward functions, hooks or detached values make gradients follow the batch."""
         if not capture.forward.proves or not (own or capture.forward.around.rows.detaches):
             return
-        if capture.gathering is not None or _has_packed((call.args, call.kwargs)):
+        if capture.gathering is not None or _has_packed(seen.call.inputs):
             self.unchecked.missed("samples cannot be exchanged", BACKWARDS)
             return
-        batch = self._batch(capture, call, parts, rows)
+        batch = self._batch(capture, seen)
         with capture.substitution.unwatched():
-            refuse_backwards_of_the_batch(
-                capture, self._run_anew(capture, call, state), batch, self.unchecked, alone=own
-            )
+            refuse_backwards_of_the_batch(capture, seen.run_anew(capture), batch, self.unchecked, alone=own)
 
-    def _refuse_padding(
-        self,
-        capture: CaptureContext,
-        call: ModuleCall,
-        parts: list[Tensor],
-        rows: Mapping[int, RowMap] | None,
-        *,
-        state: ModuleState | None,
-    ) -> None:
+    def _refuse_padding(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
         forward = capture.forward
         # Ranks that gather parameters together would run the model differently often.
@@ -498,43 +463,25 @@ class Evidence:
             return
         if not (self.padding.is_pending() or self.asks(capture)):
             return
-        batch, axes = self._batch(capture, call, parts, rows or {}, outputs=parts), capture.sites.outputs
-        if rows is None and len(axes) == len(parts):
+        batch, axes = self._batch(capture, seen, seen.parts), capture.sites.outputs
+        if seen.rows is None and len(axes) == len(seen.parts):
             batch = replace(batch, maps=[RowMap("axis", axis) if axis >= 0 else None for axis in axes])
         with capture.substitution.unwatched():
-            self.padding.refuse(capture.model, self._run_anew(capture, call, state), batch, forward, self.unchecked)
+            self.padding.refuse(capture.model, seen.run_anew(capture), batch, forward, self.unchecked)
 
-    @staticmethod
-    def _run_anew(capture: CaptureContext, call: ModuleCall, state: ModuleState | None) -> Run:
-        """Return what runs a forward on other inputs, from what the model held before it."""
-
-        def run(given: Any) -> list[Tensor]:
-            _begin_anew(state)
-            return _parts_of(capture.run(call.module, *_copied(given, of=(call.args, dict(call.kwargs)))))
-
-        return run
-
-    def _batch(
-        self,
-        capture: CaptureContext,
-        call: ModuleCall,
-        parts: list[Tensor],
-        rows: Mapping[int, RowMap],
-        *,
-        outputs: Sequence[Tensor] = (),
-    ) -> Batch:
+    def _batch(self, capture: CaptureContext, seen: "_ReadForward", outputs: Sequence[Tensor] = ()) -> Batch:
         """Return what the latest forward was called with, for runs on other batches."""
         forward = capture.forward
-        known = dict(rows)
+        known = dict(seen.rows or {})
         if self.hands_on:
             as_they_lie = RowMap("axis", forward.batch_axis)
-            known |= {number: as_they_lie for number, found in enumerate(parts) if _has_samples(found, forward)}
+            known |= {number: as_they_lie for number, found in enumerate(seen.parts) if _has_samples(found, forward)}
         return Batch(
-            (call.args, dict(call.kwargs)),
+            seen.call.inputs,
             forward.batch_size,
             forward.batch_axis,
             gathered=forward.gathered,
-            maps=[known.get(number) for number in range(len(parts))],
+            maps=[known.get(number) for number in range(len(seen.parts))],
             outputs=outputs,
             seed=self.unchecked.forwards,
             again=self._asks_again(capture),
@@ -567,12 +514,12 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
 
 def _state_of(capture: CaptureContext, call: ModuleCall, *, outside: bool = True) -> ModuleState:
     """Return what a call of a model may write to."""
-    objects = [leaf for leaf in _tree.leaves((call.args, dict(call.kwargs))) if not isinstance(leaf, Tensor)]
+    objects = [leaf for leaf in _tree.leaves(call.inputs) if not isinstance(leaf, Tensor)]
     return ModuleState(capture.model, arguments=objects, outside=outside)
 
 
 def _copied_call(call: ModuleCall) -> ModuleCall:
-    return ModuleCall(call.module, *_copied((call.args, dict(call.kwargs))))
+    return ModuleCall(call.module, *_copied(call.inputs))
 
 
 def _copied(inputs: Any, *, of: Any = None) -> Any:
@@ -597,11 +544,30 @@ def _copied(inputs: Any, *, of: Any = None) -> Any:
 
 def _has_iterators(call: ModuleCall) -> bool:
     """Return whether an argument is used up by a forward."""
-    return any(isinstance(leaf, Iterator) for leaf in _tree.leaves((call.args, dict(call.kwargs))))
+    return any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
 
 
 class _UsersError(Exception):
     """A forward of the user's raised something of its own."""
+
+
+@dataclass(frozen=True)
+class _ReadForward:
+    """A forward as it was read."""
+
+    call: ModuleCall
+    parts: list[Tensor]  # tensors of its output
+    rows: Mapping[int, RowMap] | None  # how the rows of which of them map to samples; None where nothing was asked
+    state: ModuleState | None  # what the model held before it
+
+    def run_anew(self, capture: CaptureContext) -> Run:
+        """Return what runs it on other inputs, from what the model held before it."""
+
+        def run(given: Any) -> list[Tensor]:
+            _begin_anew(self.state)
+            return _parts_of(capture.run(self.call.module, *_copied(given, of=self.call.inputs)))
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -647,7 +613,7 @@ def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]
 
 def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
     """Return tensors on every device that a forward uses."""
-    return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors((call.args, dict(call.kwargs)))]
+    return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors(call.inputs)]
 
 
 def _has_float16(tensors: Iterable[Tensor]) -> bool:

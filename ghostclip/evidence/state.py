@@ -35,9 +35,6 @@ _SMALL: Final = 1 << 16
 # Elements of an integer entry up to which its steps are told apart: a counter does not jump.
 _COUNTER: Final = 16
 _EXTRA: Final = "_extra_state"
-_NOTHING: Final[dict[str, bytes]] = {}
-_NO_COPIES: Final[dict[str, Tensor]] = {}
-_NOWHERE: Final[dict[str, int]] = {}
 
 _ADVICE: Final = (
     "Switch that off (running statistics, moving averages of codebooks, max_norm of an embedding), put the module in "
@@ -148,8 +145,8 @@ class StateWatch:
 
     def _marks(self) -> _StateMarks:
         tables = self._current()
-        extra = {name: _pickled(module) for name, module in tables.extra} if tables.extra else _NOTHING
-        places = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else _NOWHERE
+        extra = {name: pickle.dumps(module.get_extra_state()) for name, module in tables.extra}
+        places = {name: _place(tables.entries[name]) for name in tables.buffers}
         return _StateMarks(tables.entries, _torch.versions(tables.tensors), places, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------
@@ -166,7 +163,7 @@ class StateWatch:
         tables = self._tables
         assert tables is not None, "the state was marked"
         if not (proves or self._known or tables.small):
-            return _NO_COPIES
+            return {}
         if not proves:
             known = {name: tables.entries[name] for name in self._known if name in tables.entries}
             held = {name: entry for name, entry in known.items() if entry.numel() <= _SMALL} | tables.small
@@ -422,10 +419,6 @@ def _is_small(entry: Tensor) -> bool:
 def _place(tensor: Tensor) -> int:
     """Return where a plain tensor lies."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
-
-
-def _pickled(module: nn.Module) -> bytes:
-    return pickle.dumps(module.get_extra_state())
 
 
 def _equal(one: Any, other: Any) -> bool:

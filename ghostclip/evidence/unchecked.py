@@ -71,8 +71,10 @@ class Unchecked:
         self._why: dict[str, str] = {}
         self._done: set[str] = set()
         self._told: set[str] = set()
-        self._forwards = self._alone = 0
-        self._schedule, self._is_again = CheckSchedule(numbers), False
+        self.forwards = 0  # number of the latest forward of several samples, since evidence was asked for anew
+        # whether it is one that the schedule asks about after the first: its kind was asked about before
+        self.is_scheduled_again = False
+        self._alone, self._schedule = 0, CheckSchedule(numbers)
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
         """Count a forward and decide whether it is one to ask for evidence."""
@@ -85,32 +87,22 @@ class Unchecked:
             return False
         if min(batch_size, batch_size if records is None else records) < 2:
             self._alone += 1
-            if not self._forwards:
+            if not self.forwards:
                 self.missed(_LONE, *_ALL)
             if self._alone == _ALONE:
                 self.tell()
-            return batch_size > 1 and self._schedule.is_due(self._forwards + 1)
+            return batch_size > 1 and self._schedule.is_due(self.forwards + 1)
         # Whoever asks for the others says what became of it; the losses may be asked for by nobody.
         if self._why.get(LOSSES) == _LONE:
             del self._why[LOSSES]
-        self._forwards += 1
-        due = self._schedule.take(self._forwards)
-        self._is_again = due and self._forwards > 1
+        self.forwards += 1
+        due = self._schedule.take(self.forwards)
+        self.is_scheduled_again = due and self.forwards > 1
         return due
-
-    @property
-    def forwards(self) -> int:
-        """The number of the latest forward of several samples, since evidence was asked for anew."""
-        return self._forwards
-
-    @property
-    def is_scheduled_again(self) -> bool:
-        """Whether it is one that the schedule asks about after the first: its kind was asked about before."""
-        return self._is_again
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
-        self._forwards, self._schedule = 0, CheckSchedule(self._numbers)
+        self.forwards, self._schedule = 0, CheckSchedule(self._numbers)
 
     def ran(self, *checks: str) -> None:
         """Note checks that ran and found nothing wrong."""

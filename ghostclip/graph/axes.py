@@ -11,7 +11,7 @@ Shape letters: B samples.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -245,7 +245,7 @@ def _seen_through(
 def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset[fx.Node]:
     """Return the values that are sums over samples and lead to gradients; what samples depend on must be none."""
     ends = outputs_of(graph)[: 1 + trainable]
-    summed = frozenset(_sums_above(ends[1:], reader))
+    summed = frozenset(_ancestors(ends[1:], lambda node: node in reader.depends and not _has_axis(node, reader)))
     of_losses = set(_ancestors(ends[:1]))
     for node in _ancestors(ends):
         if node not in reader.depends or node not in reader.layouts or reader.layouts[node] is not None:
@@ -258,18 +258,6 @@ def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset
     return summed
 
 
-def _sums_above(ends: Sequence[Any], reader: _Reader) -> Iterator[fx.Node]:
-    """Yield the sums over samples that lead to the ends, once each."""
-    pending, seen = [end for end in ends if end is not None], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen or node not in reader.depends or _has_axis(node, reader):
-            continue
-        seen.add(node)
-        yield node
-        pending += node.all_input_nodes
-
-
 def _has_axis(node: fx.Node, reader: _Reader) -> bool:
     """Return whether a value has a sample axis; of several results, whether the operands have one."""
     if node in reader.layouts:
@@ -277,12 +265,12 @@ def _has_axis(node: fx.Node, reader: _Reader) -> bool:
     return any(_has_axis(parent, reader) for parent in node.all_input_nodes if parent in reader.layouts)
 
 
-def _ancestors(ends: Sequence[Any]) -> Iterator[fx.Node]:
-    """Yield the nodes that lead to the ends, once each, the ends among them."""
+def _ancestors(ends: Sequence[Any], through: Callable[[fx.Node], bool] = lambda node: True) -> Iterator[fx.Node]:
+    """Yield the nodes that lead to the ends through nodes of some kind, once each, the ends among them."""
     pending, seen = [end for end in ends if end is not None], set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node not in seen:
+        if node not in seen and through(node):
             seen.add(node)
             yield node
             pending += node.all_input_nodes

@@ -10,7 +10,7 @@ Shape letters: B samples, P of a padded part, G clip groups.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -175,15 +175,11 @@ def part_of(tree: Any, part: Part, whole: int, axis_of: Callable[[Any], int | No
         rows = leaf if part.samples == whole else leaf.narrow(axis, part.start, part.samples)
         if size > part.samples:
             last = rows.narrow(axis, part.samples - 1, 1)
-            rows = torch.cat([rows, last.expand(*_sizes(last, axis, size - part.samples))], axis)
+            more = last.expand(*last.shape[:axis], size - part.samples, *last.shape[axis + 1 :])
+            rows = torch.cat([rows, more], axis)
         return rows.contiguous() if padded else rows
 
     return _tree.mapped(taken, tree)
-
-
-def _sizes(tensor: Tensor, axis: int, size: int) -> Iterator[int]:
-    for place, own in enumerate(tensor.shape):
-        yield size if place == axis else own
 
 
 def repeated(tree: Any, axis_of: Callable[[Any], int | None]) -> Any:
@@ -233,13 +229,13 @@ class CompiledStep:
         self.size = next(
             x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None
         )
-        more = repeated(tree, axis_of)
+        more, axes_of_more = repeated(tree, axis_of), iter(inputs.in_batch)
         # the graph of forward, loss and backward that it was made of
         self.joint = trace(model, loss, inputs, branches)
         self.branches = self.joint.branches
         if self.branches and clipping.masks:
             raise NoGraphError("it branches on data, which device_only=True does not read")
-        grown = trace(model, loss, inputs_of(model, more, _of_size(self.size + 1, inputs)), self.branches)
+        grown = trace(model, loss, inputs_of(model, more, lambda _: next(axes_of_more)), self.branches)
         axes = analysed(self.joint, grown, inputs, self.size)
         self._extra_axes = _extra_axes(self.joint, axes, len(inputs.trainable))
         self._trainable, self._extra = inputs.trainable, self.joint.extra
@@ -334,12 +330,6 @@ class CompiledStep:
             whole = self._valid[self.size]
             found = self._valid[count] = torch.arange(self.size, device=whole.device) < count
         return found
-
-
-def _of_size(size: int, inputs: Inputs) -> Callable[[Any], int | None]:
-    """Return a function that finds the axes of a batch that was grown: those of the batch itself, in order."""
-    axes = iter(inputs.in_batch)
-    return lambda tensor: next(axes)
 
 
 def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:

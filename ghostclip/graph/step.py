@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -140,19 +141,16 @@ class GraphStep:
 
     def _cut(self, tree: Any, samples: int, parts: Sequence[Part]) -> list[tuple[Any, Part]]:
         """Return the parts of a batch, without padding."""
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
-
+        axis_of = self._axis_of(samples)
         return [(part_of(tree, part, samples, axis_of, padded=False), part) for part in parts]
 
     def _padded(self, tree: Any, samples: int, size: int) -> Any:
         """Return a batch, or its first samples, padded to a size."""
+        return part_of(tree, Part(0, min(samples, size), size), samples, self._axis_of(samples), padded=True)
 
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
-
-        return part_of(tree, Part(0, min(samples, size), size), samples, axis_of, padded=True)
+    def _axis_of(self, samples: int) -> Callable[[Any], int | None]:
+        """Return what finds the sample axis of a tensor of a batch."""
+        return partial(batch_axis_of, batch_size=samples, axis=self.clipper.axis)
 
     def describe(self) -> str:
         """Return which graphs compute batches, padding included, and why others are computed eagerly.
@@ -363,7 +361,8 @@ class GraphStep:
         """Return whether norms and sums are those of the eager engine's latest backward, no norm being smaller."""
         narrowest = _narrowest(self.clipper.model)
         tolerance, below = _ALIKE[narrowest], _BELOW[narrowest]
-        own_B, other_B = self.clipper.per_sample_norms.double(), _whole(found.norm_GB)
+        own_B = self.clipper.per_sample_norms.double()
+        other_B = torch.linalg.vector_norm(torch.stack(found.norm_GB).double(), dim=0)
         floor = own_B.max().clamp(min=1e-30) * 1e-6
         more_B = other_B - own_B
         if not bool(((more_B <= tolerance * own_B + floor) & (-more_B <= below * own_B + floor)).all()):
@@ -407,12 +406,8 @@ class GraphStep:
 
     def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
         """Return the graph for a batch of a size."""
-
-        def axis_of(leaf: Any) -> int | None:
-            return batch_axis_of(leaf, batch_size=size, axis=self.clipper.axis)
-
         clipping = Clipping(self.clipper.policy, self.clipper.clip_groups(), masks=self.clipper.device_only)
-        model = self.clipper.model
+        model, axis_of = self.clipper.model, self._axis_of(size)
         with self.clipper.unwatched():
             step = CompiledStep(
                 model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses, branches=self.branches
@@ -462,10 +457,6 @@ def _doubt(found: Outcome) -> str | None:
 
 def _returned(found: Outcome) -> Any:
     return (found.losses_B, *found.extra) if found.extra else found.losses_B
-
-
-def _whole(norm_GB: list[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(norm_GB).double(), dim=0)
 
 
 def _narrowest(model: nn.Module) -> torch.dtype:

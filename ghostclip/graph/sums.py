@@ -95,21 +95,27 @@ class SampleSum:
         leaves, spec = _torch.tree_flatten((self.args, self.kwargs))
         held = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
         values = [leaf.tensor if isinstance(leaf, Value) else leaf for leaf in leaves]
-
-        def one(*own: Tensor) -> Any:
-            mine = list(values)
-            for place, tensor in zip(held, own, strict=True):
-                mine[place] = tensor
-            args, kwargs = _torch.tree_unflatten(mine, spec)
-            return self.target(*args, **kwargs)
-
         try:
-            found_B = torch.vmap(one)(*(leaves[place].apart(self.batch_size) for place in held))
+            apart = {place: leaves[place].apart(self.batch_size) for place in held}
+            found_B = _for_each(self.target, values, spec, apart)
         except Exception as problem:
             raise NoGraphError(f"{self.target} sums over samples, and does not run for each: {problem}") from problem
         if not isinstance(found_B, Tensor):
             raise NoGraphError(f"{self.target} sums over samples, and has several results")
         return Sum(Dense(found_B))
+
+
+def _for_each(target: Any, leaves: Sequence[Any], spec: _torch.TreeSpec, apart: Mapping[int, Tensor]) -> Any:
+    """Run an operation for each sample under ``vmap``; ``apart``: the leaves with samples first, by their places."""
+
+    def one(*own: Tensor) -> Any:
+        mine = list(leaves)
+        for place, tensor in zip(apart, own, strict=True):
+            mine[place] = tensor
+        args, kwargs = _torch.tree_unflatten(mine, spec)
+        return target(*args, **kwargs)
+
+    return torch.vmap(one)(*apart.values())
 
 
 def _tensor_of(item: Any) -> Any:
@@ -297,7 +303,6 @@ def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: S
 
 
 def _permuted(value: Sum, name: str, args: Sequence[Any]) -> Sum:
-
     axes = list(range(len(value.shape)))
     if name == "permute":
         axes = [axis % len(axes) for axis in args[0]]
@@ -365,15 +370,7 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NoGraphError(f"{target} adds to a sum over samples what belongs to no sample")
     if joins and others:
         raise NoGraphError(f"{target} joins a sum over samples with what belongs to no sample")
-
-    def one(*own: Tensor) -> Any:
-        mine = list(leaves)
-        for place, tensor in zip(sums, own, strict=True):
-            mine[place] = tensor
-        given, named = _torch.tree_unflatten(mine, spec)
-        return target(*given, **named)
-
-    found = torch.vmap(one)(*(leaves[place].per_sample() for place in sums))
+    found = _for_each(target, leaves, spec, {place: leaves[place].per_sample() for place in sums})
     if isinstance(found, Tensor):
         return Sum(Dense(found))
     return tuple(Sum(Dense(part)) for part in found)

@@ -260,20 +260,16 @@ def _gradients(subject: nn.Module, batch: Any, loss_fn: LossFn) -> Gradients | N
                 loss_fn(subject, batch).sum().backward()
             except (RuntimeError, ValueError, IndexError):
                 return None
-            found = {name: p.grad for name, p in trainable.items() if p.grad is not None}
-            unused -= found.keys()
-            zero -= {name for name, grad in found.items() if _any_nonzero(grad)}
+            grads = {name: p.grad for name, p in trainable.items() if p.grad is not None}
+            unused -= grads.keys()
             with torch.no_grad():
-                for name, grad in found.items():
-                    # The adapters whose other half is zero at first have a gradient once that half has moved.
+                for name, grad in grads.items():
                     dense = grad.to_dense() if grad.is_sparse else grad
+                    zero -= {name} if dense.count_nonzero() else set()
+                    # The adapters whose other half is zero at first have a gradient once that half has moved.
                     trainable[name].sub_(1e-2 * dense / dense.abs().max().clamp(min=1e-30))
     numbers = sum(p.numel() for p in trainable.values())
     return Gradients(len(trainable), numbers, sorted(unused), sorted(zero - unused))
-
-
-def _any_nonzero(grad: Tensor) -> bool:
-    return bool((grad.to_dense() if grad.is_sparse else grad).count_nonzero())
 
 
 def _exactness_lines(found: Check) -> list[str]:

@@ -63,10 +63,7 @@ def _attention_backward(  # noqa: PLR0913 - as above
 
 _FORWARD, _BACKWARD = _torch.cpu_attention()
 # What torch's counter passes over on a CPU.
-_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
-    _FORWARD: _attention,
-    _BACKWARD: _attention_backward,
-}
+_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {_FORWARD: _attention, _BACKWARD: _attention_backward}
 
 
 @dataclass

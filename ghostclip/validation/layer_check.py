@@ -205,13 +205,11 @@ def compute_microbatch_grad_sample(
     """
     del loss_reduction
     if is_batch_empty(x):
-        message = "there is no sample to compute a gradient of. Give a batch of at least one sample."
-        raise DataError(message)
+        raise DataError("there is no sample to compute a gradient of. Give a batch of at least one sample.")
     module = copy.deepcopy(module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
-        message = f"{type(module).__name__} has no trainable parameter."
-        raise InvalidOptionError(message)
+        raise InvalidOptionError(f"{type(module).__name__} has no trainable parameter.")
     collected: dict[str, list[Tensor]] = {name: [] for name in parameters}
     for sample in _samples(x, batch_first=batch_first) if chunk_method is iter else chunk_method(x):
         losses = _losses(_call(module, sample), batch_first=batch_first)
@@ -328,8 +326,7 @@ def _chosen(given: str | Sequence[str] | None, known: Sequence[str], option: str
     chosen = list(known) if given is None else [given] if isinstance(given, str) else list(given)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
-        message = f"{option}={given!r} is not known. Choose from {', '.join(known)}."
-        raise InvalidOptionError(message)
+        raise InvalidOptionError(f"{option}={given!r} is not known. Choose from {', '.join(known)}.")
     return chosen
 
 
@@ -373,8 +370,7 @@ def _losses(output: Any, *, batch_first: bool) -> Tensor:
     items = [item for item in _tree.leaves(output) if isinstance(item, Tensor) and item.requires_grad and item.dim()]
     parts = [_smooth(item.movedim(_axis(item, batch_first=batch_first) or 0, 0)) for item in items]
     if not parts:
-        message = "the module returns no floating tensor that its parameters take part in."
-        raise InvalidOptionError(message)
+        raise InvalidOptionError("the module returns no floating tensor that its parameters take part in.")
     return torch.stack(parts).sum(0)
 
 

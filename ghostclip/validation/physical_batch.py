@@ -14,10 +14,10 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size
 from ghostclip.data.physical_batches import count_rows
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.evidence.dependence import same_randomness
+from ghostclip.evidence.dependence import same_randomness, taken
 from ghostclip.evidence.module_state import restored
 from ghostclip.facade.module import clipper_of
-from ghostclip.validation.subject import as_loss_fn, plain_batch, take
+from ghostclip.validation.subject import as_loss_fn, plain_batch
 
 
 @suggests_options
@@ -73,7 +73,7 @@ def find_physical_batch(
         def step(size: int) -> None:
             samples = [number % rows for number in range(size)]
             try:
-                clipper.backward(loss_fn(model, take(batch, samples, batch_size=rows, axis=axis)))
+                clipper.backward(loss_fn(model, taken(batch, samples, batch_size=rows, axis=axis)))
             finally:
                 clipper.reset()
 

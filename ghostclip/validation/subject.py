@@ -60,19 +60,6 @@ def _are_all_alike(tensor: Tensor, *, size: int, axis: int) -> bool:
     return place is None or torch.equal(tensor, tensor.roll(1, place))
 
 
-def take(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> Any:
-    """Return some samples of a batch, the batch axis kept."""
-    # New tensors; those without B samples as they are.
-
-    def pick(leaf: Any) -> Any:
-        place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
-        if place is None:
-            return leaf
-        return leaf.index_select(place, torch.tensor(list(samples), device=leaf.device))
-
-    return _tree.mapped(pick, batch)
-
-
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 

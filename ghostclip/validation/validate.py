@@ -4,7 +4,6 @@ The checks of one batch: what the engine says, whether losses add up, whether cl
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from ghostclip._validate import suggests_options
 from ghostclip.capture.inputs import batch_as_rows
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UnsupportedModelError
-from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness
+from ghostclip.evidence.dependence import DependenceStart, dependence_start, same_randomness, taken
 from ghostclip.planning.coverage import Coverage
 from ghostclip.validation.fixers import ModuleValidator
 from ghostclip.validation.subject import (
@@ -26,7 +25,6 @@ from ghostclip.validation.subject import (
     plain_batch,
     preserved,
     relative_error,
-    take,
     without_dropout,
 )
 
@@ -166,7 +164,7 @@ def left_out(subject: Subject) -> list[int]:
 def without(subject: Subject, batch: Any, sample: int) -> Any:
     """Return the batch without one sample."""
     others = [other for other in range(subject.batch_size) if other != sample]
-    return take(batch, others, batch_size=subject.batch_size, axis=subject.axis)
+    return taken(batch, others, batch_size=subject.batch_size, axis=subject.axis)
 
 
 def find_mixing(subject: Subject, batch: Any) -> DependenceStart | None:
@@ -201,7 +199,7 @@ def in_one_graph(subject: Subject, batch: Any) -> Reference:
 def one_by_one(subject: Subject, batch: Any) -> Reference:
     """Differentiate the loss of every sample alone, given to the model as a batch of one."""
     singles = (
-        take(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
+        taken(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
     )
     return Reference([subject.gradient(single) for single in singles])
 
@@ -239,62 +237,6 @@ def _does_not_add_up(error: float, what: str) -> Problem:
         "each sample's own positions."
     )
     return Problem("loss_fn", found, remedy)
-
-
-class EngineRun:
-    """A clipper at work on a subject."""
-
-    def __init__(self, subject: Subject, *, strategy: Strategy, reduction: Reduction, max_grad_norm: float) -> None:
-        self._subject = subject
-        self._max_grad_norm = max_grad_norm
-        self._make: Callable[[], GhostClipper] = lambda: GhostClipper(
-            subject.model,
-            max_grad_norm=max_grad_norm,
-            strategy=strategy,
-            loss_reduction=reduction,
-            batch_first=subject.axis == 0,
-        )
-        self.strategy: str = strategy
-
-    def attempt(self, batch: Any) -> tuple[Coverage, GhostClipError | None]:
-        """Run forward and backward once."""
-        # Returns how parameters were handled as far as it came, and why it was refused if it was.
-        with self._make() as clipper:
-            try:
-                self._step(clipper, batch)
-            except GhostClipError as error:
-                return clipper.coverage(), error
-            finally:
-                clipper.reset()
-            return clipper.coverage(), None
-
-    def compare(self, batch: Any, reference: Reference, parts: Sequence[tuple[int, Any]]) -> StrategyResult:
-        """Compare the clipped sum with the reference, and leave samples out."""
-        # `parts`: samples, and the batch without each of them.
-        bound = self._max_grad_norm
-        with self._make() as clipper:
-            # What a clipper asks of its first forward may draw random numbers.
-            self._step(clipper, batch)
-            whole = self._step(clipper, batch)
-            norms_B = clipper.per_sample_norms.double().cpu()
-            self.strategy = clipper.resolve_strategy()
-            moved = [float((whole - self._step(clipper, rest)).norm()) / bound for _, rest in parts]
-        finite_B = reference.norms_B.isfinite() & (reference.norms_B > 0)
-        apart_B = ((norms_B - reference.norms_B).abs() / reference.norms_B)[finite_B]
-        return StrategyResult(
-            self.strategy,
-            relative_error(whole, reference.clipped_sum(bound)),
-            float(apart_B.max()) if apart_B.numel() else 0.0,
-            max(moved, default=None),
-        )
-
-    def _step(self, clipper: GhostClipper, batch: Any) -> Flat:
-        with same_randomness(self._subject.model.parameters()):
-            loss: Tensor = self._subject.loss_fn(self._subject.model, batch)
-            clipper.backward(loss)
-        total = self._subject.collect()
-        clipper.reset()
-        return total
 
 
 @suggests_options
@@ -356,27 +298,20 @@ def validate(  # noqa: PLR0913 - the public function names every choice
         return _Validation(subject, batch, strategies, max_grad_norm, loss_reduction).report()
 
 
+@dataclass
 class _Validation:
     """One run of the checks, in an order in which later ones may rely on earlier ones."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        batch: Any,
-        strategies: Sequence[Strategy],
-        max_grad_norm: float | None,
-        reduction: Reduction,
-    ) -> None:
-        self.subject = subject
-        self.batch = batch
-        self.strategies = strategies
-        self.max_grad_norm = max_grad_norm
-        self.reduction: Reduction = reduction
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self.results: list[StrategyResult] = []
-        self.coverage: Coverage | None = None
-        self.per_sample = False
+    subject: Subject
+    batch: Any
+    strategies: Sequence[Strategy]
+    max_grad_norm: float | None
+    reduction: Reduction
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    results: list[StrategyResult] = field(default_factory=list)
+    coverage: Coverage | None = None
+    per_sample: bool = False
 
     def report(self) -> Report:
         """Run all checks."""
@@ -384,8 +319,7 @@ class _Validation:
             self.problems.append(Problem.from_error(error, place="model"))
         bound = None
         if self._engine_accepts():
-            with ExitStack() as stack:
-                stack.enter_context(without_dropout(self.subject.model))
+            with without_dropout(self.subject.model):
                 bound = self._compare()
         return Report(
             model=type(self.subject.model).__name__,
@@ -401,8 +335,15 @@ class _Validation:
 
     def _engine_accepts(self) -> bool:
         """Run the engine once as it would in training; whatever it refuses is a problem with a place."""
-        run = self._run(self.strategies[0], 1.0)
-        self.coverage, refusal = run.attempt(self.batch)
+        refusal: GhostClipError | None = None
+        with self._clipper(self.strategies[0], 1.0) as clipper:
+            try:
+                self._step(clipper, self.batch)
+            except GhostClipError as error:
+                refusal = error
+            finally:
+                clipper.reset()
+            self.coverage = clipper.coverage()
         if refusal is None:
             return True
         start = find_mixing(self.subject, self.batch) if isinstance(refusal, SampleMixingError) else None
@@ -417,7 +358,8 @@ class _Validation:
     def _compare(self) -> float | None:
         """Compare with one sample at a time; returns C."""
         random = is_random(self.subject, self.batch)
-        self.per_sample = self._loss_is_per_sample()
+        with torch.no_grad():
+            self.per_sample = self.subject.loss(self.batch).dim() == 1
         try:
             reference = self._reference(random=random)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -459,7 +401,7 @@ class _Validation:
         self, strategy: Strategy, bound: float, reference: Reference, parts: Sequence[tuple[int, Any]]
     ) -> None:
         try:
-            result = self._run(strategy, bound).compare(self.batch, reference, parts)
+            result = self._compared(strategy, bound, reference, parts)
         except GhostClipError as error:
             self.problems.append(Problem.from_error(error, place=f"strategy '{strategy}'"))
             return
@@ -474,12 +416,42 @@ class _Validation:
             remedy = "One sample's gradient depends on the others: see the other problems, or freeze what mixes them."
             self.problems.append(Problem(f"strategy '{strategy}'", found, remedy))
 
-    def _loss_is_per_sample(self) -> bool:
-        with torch.no_grad():
-            return self.subject.loss(self.batch).dim() == 1
+    def _compared(
+        self, strategy: Strategy, bound: float, reference: Reference, parts: Sequence[tuple[int, Any]]
+    ) -> StrategyResult:
+        """Compare the clipped sum with the reference, and leave samples out."""
+        # `parts`: samples, and the batch without each of them.
+        with self._clipper(strategy, bound) as clipper:
+            # What a clipper asks of its first forward may draw random numbers.
+            self._step(clipper, self.batch)
+            whole = self._step(clipper, self.batch)
+            norms_B = clipper.per_sample_norms.double().cpu()
+            resolved = clipper.resolve_strategy()
+            moved = [float((whole - self._step(clipper, rest)).norm()) / bound for _, rest in parts]
+        finite_B = reference.norms_B.isfinite() & (reference.norms_B > 0)
+        apart_B = ((norms_B - reference.norms_B).abs() / reference.norms_B)[finite_B]
+        return StrategyResult(
+            resolved,
+            relative_error(whole, reference.clipped_sum(bound)),
+            float(apart_B.max()) if apart_B.numel() else 0.0,
+            max(moved, default=None),
+        )
 
-    def _run(self, strategy: Strategy, max_grad_norm: float) -> EngineRun:
-        return EngineRun(self.subject, strategy=strategy, reduction=self.reduction, max_grad_norm=max_grad_norm)
+    def _clipper(self, strategy: Strategy, max_grad_norm: float) -> GhostClipper:
+        return GhostClipper(
+            self.subject.model,
+            max_grad_norm=max_grad_norm,
+            strategy=strategy,
+            loss_reduction=self.reduction,
+            batch_first=self.subject.axis == 0,
+        )
+
+    def _step(self, clipper: GhostClipper, batch: Any) -> Flat:
+        with same_randomness(self.subject.model.parameters()):
+            clipper.backward(self.subject.loss_fn(self.subject.model, batch))
+        total = self.subject.collect()
+        clipper.reset()
+        return total
 
 
 def _mixing(start: DependenceStart) -> Problem:

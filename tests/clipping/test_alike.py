@@ -14,7 +14,6 @@ from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.held_factors import Repeats
 from ghostclip.clipping.passes import BookKeeping, NormPass
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.clipping.together import SmallGradients
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
@@ -417,8 +416,8 @@ def test_a_gradient_that_arrived_itself_waits_for_no_other():
 
 
 def test_a_small_gradient_that_changes_while_it_waits_is_refused():
-    small, grad = SmallGradients(), torch.randn(3, 4)
-    assert small.takes("bias", Dense(grad))
+    alike, grad = together.Alike(join=None, alone=None, single=None), torch.randn(3, 4)
+    assert alike.takes_gradients("bias", Dense(grad))
     grad.mul_(2)
     with pytest.raises(TamperedGradientError, match="bias"):
-        list(small.together())
+        alike.finish_gradients()

@@ -136,7 +136,7 @@ def test_adaptive_count_takes_every_sample_once(monkeypatch):
     observed = []
     adaptation = optimizer.clipper.policy.adaptation
     take = adaptation.take_count
-    adaptation.take_count = lambda: observed.append(adaptation.peek().item()) or take()
+    adaptation.take_count = lambda: observed.append(adaptation.shifted_count.item()) or take()
     memory, norms, samples = Memory("contraction", 3, MemoryError()), [], 0
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as batches:
         for batch in batches:
