@@ -23,7 +23,7 @@ from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
 from ghostclip.graph.takeover import CompiledRecord
-from ghostclip.noise import ExactRelease, make_noise_source
+from ghostclip.noise import make_noise_source
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.draws import Replay
@@ -123,9 +123,7 @@ class DPOptimizer(WrappedOptimizer):
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
         checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
-        clipper.own_gradients(
-            discard=weakref.WeakMethod(self.discard), samples=isinstance(self._collected, ExactRelease)
-        )
+        clipper.own_gradients(discard=weakref.WeakMethod(self.discard), samples=self._collected is not None)
         self._draws: DrawLog | None = None
         self._released, self.compiled = Releases(self.params), CompiledRecord()
         self.is_applying = False
@@ -343,7 +341,8 @@ class DPOptimizer(WrappedOptimizer):
                 "rows call clipper.mark_empty_batch()."
             )
         self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
-        self._collected.collect()
+        if self._collected is not None:
+            self._collected.collect()
         if self.clipper.strategy == "hooks":
             self._show_sums()
 
