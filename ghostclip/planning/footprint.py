@@ -192,11 +192,6 @@ def nodes_in_order(start: Any) -> list[Any]:
     return sorted(nodes, key=lambda node: -_torch.order_of(node))
 
 
-def order(node: Any) -> int:
-    """Return a number that grows with every node made."""
-    return _torch.order_of(node)
-
-
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return the addresses of tensors' memory."""
     return {_torch.local(tensor).untyped_storage().data_ptr() for tensor in tensors}
