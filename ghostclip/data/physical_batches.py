@@ -19,7 +19,7 @@ from ghostclip.clipping.store import Savepoint
 from ghostclip.data.physical_batch_size import FixedSize, SizePolicy, largest_batch, learned_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.dependence import batch_axis_of
-from ghostclip.optim import DPOptimizer, release_of
+from ghostclip.optim import DPOptimizer, private_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -176,11 +176,7 @@ class PhysicalBatches:
         max_physical_batch_size: int | str = "auto",
         memory_budget: int | None = None,
     ) -> None:
-        self._optimizer = release_of(optimizer)
-        if not isinstance(self._optimizer, DPOptimizer):
-            raise InvalidOptionError(
-                f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."
-            )
+        self._optimizer = private_optimizer(optimizer)
         self._memory_budget = memory_budget
         self._policy: SizePolicy | None = None
         if max_physical_batch_size != "auto":

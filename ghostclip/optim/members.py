@@ -124,15 +124,9 @@ class MemberOptimizer(WrappedOptimizer):
         self._rounds_applied = 0
 
     @property
-    def account(self) -> CarriedAccount | None:
+    def account(self) -> CarriedAccount | None:  # type: ignore[override]  # set on the private optimizer alone
         """The account that travels with each member's state."""
-        release: DPOptimizer | None = self.__dict__.get("release")
-        return None if release is None else release.account
-
-    @account.setter
-    def account(self, value: CarriedAccount | None) -> None:
-        # `WrappedOptimizer` starts with none; a member asks the private optimizer.
-        del value
+        return self.release.account
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Release the logical batch if no member has, and update this member's parameters.
@@ -204,3 +198,13 @@ def release_of(optimizer: Any) -> Any:
     if isinstance(optimizer, (list, tuple)) and optimizer and isinstance(optimizer[0], MemberOptimizer):
         return optimizer[0].release
     return optimizer.release if isinstance(optimizer, MemberOptimizer) else optimizer
+
+
+def private_optimizer(optimizer: Any) -> DPOptimizer:
+    """Return what releases, as `release_of` does; refuse an optimizer that is not private."""
+    found = release_of(optimizer)
+    if not isinstance(found, DPOptimizer):
+        raise InvalidOptionError(
+            f"optimizer: expected the one that make_private() returned, got {type(found).__name__}."
+        )
+    return found

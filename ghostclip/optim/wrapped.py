@@ -42,11 +42,12 @@ class WrappedOptimizer(Optimizer):
         InvalidOptionError: If it is not a torch optimizer.
     """
 
+    account: CarriedAccount | None = None
+
     def __init__(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):
             raise InvalidOptionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         self.original_optimizer = optimizer
-        self.account: CarriedAccount | None = None
 
     @property
     def params(self) -> list[nn.Parameter]:
