@@ -537,8 +537,7 @@ def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) ->
     """Split the parameters of one gathering into reductions of one mesh and one dtype."""
     found: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
     for parameter, placement in zip(parameters, placements, strict=True):
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        of_kind = found.setdefault((placement.mesh, placement.divided, wide), ([], []))
+        of_kind = found.setdefault((placement.mesh, placement.divided, _wide(parameter)), ([], []))
         of_kind[0].append(parameter)
         of_kind[1].append(placement)
     return [Bucket(*pair) for pair in found.values()]

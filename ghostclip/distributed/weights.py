@@ -40,19 +40,14 @@ def copy_inside(module: nn.Module) -> nn.Module:
 def refuse_sharded(module: nn.Module) -> None:
     """Refuse a model that is sharded in a way that hides which layer a value belongs to."""
     # DTensors are `ShardedModel`'s.
-    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    # Nothing can be an instance of what was never loaded.
+    kind: type | None = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     for path, part in module.named_modules():
         if kind is not None and isinstance(part, (kind,)):
             raise UnsupportedModelError(
                 f"{path or 'module'} (FullyShardedDataParallel): its flat parameters hide which layer a value is of. "
                 "Use torch.distributed.fsdp.fully_shard, which took its place."
             )
-
-
-def _loaded(module: str, name: str) -> type | None:
-    """Return a class if its module was loaded already: nothing can be an instance of it otherwise."""
-    found: type | None = getattr(sys.modules.get(module), name, None)
-    return found
 
 
 class _WeightEntry(NamedTuple):

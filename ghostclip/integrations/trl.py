@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -359,10 +360,6 @@ def _about(logits_TV: Tensor, targets_T: Tensor) -> dict[str, Tensor]:
     }
 
 
-_said: set[str] = set()
-
-
+@cache
 def _say_head() -> None:
-    if not _said:
-        _said.add("head")
-        _log.warning("private steps use the model's own language-model head in the place of trl's fused one")
+    _log.warning("private steps use the model's own language-model head in the place of trl's fused one")

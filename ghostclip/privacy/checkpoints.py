@@ -147,11 +147,6 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
     return described
 
 
-def _sampler_of(sampling: Sampling | None) -> Any:
-    """Return the object with the position in the data, or None where it has no state."""
-    return None if sampling is None else sampling.sampler
-
-
 def training_state(account: Account, optimizer: DPOptimizer | None, sampling: Sampling | None) -> dict[str, Any]:
     """Return everything but the model that a resumed training needs; refuse the middle of a logical batch."""
     state = account_state(account, optimizer, sampling)
@@ -173,10 +168,9 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
         state[POLICY] = optimizer.clipper.policy.state_dict()
         state[RELEASES] = optimizer.releases
         state[COMPILED] = optimizer.compiled.state()
-    sampler = _sampler_of(sampling)
-    if sampler is not None:
-        state[SAMPLER] = sampler.state_dict()
     if sampling is not None:
+        if sampling.sampler is not None:
+            state[SAMPLER] = sampling.sampler.state_dict()
         state[SAMPLING] = sampling.state_dict()
         state[RECORDS] = _digest_of(sampling)
     return state
@@ -281,9 +275,8 @@ def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
     """Restore the positions of noise and batches."""
-    sampler = _sampler_of(sampling)
-    if sampler is not None and SAMPLER in checkpoint:
-        sampler.load_state_dict(checkpoint[SAMPLER])
+    if sampling is not None and sampling.sampler is not None and SAMPLER in checkpoint:
+        sampling.sampler.load_state_dict(checkpoint[SAMPLER])
     if sampling is not None and SAMPLING in checkpoint:
         sampling.load_state_dict(checkpoint[SAMPLING])
     if optimizer is None:
@@ -312,7 +305,7 @@ def with_fresh_randomness(
             "because it is that run), which must not hide other sums. Make the training private anew, without a "
             "generator or with another."
         )
-    sampler = _sampler_of(sampling)
+    sampler = None if sampling is None else sampling.sampler
     if sampler is not None and SAMPLER in checkpoint:
         fresh[SAMPLER] = {**checkpoint[SAMPLER], "key": sampler.state_dict()["key"]}
     return fresh
