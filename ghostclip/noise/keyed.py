@@ -18,7 +18,7 @@ from functools import cache, partial
 from itertools import islice
 from operator import attrgetter
 from threading import Lock
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -96,58 +96,39 @@ def _stands_for(source: object, joint: str, *methods: str) -> bool:
     return False
 
 
-def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
-    # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
-    if _are_of_one_kind(tensors):
-        yield from _of_one_kind(tensors, list(map(Tensor.numel, tensors)), limit(tensors[0]))
-        return
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
-    limits: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
-        kind, size = (tensor.dtype, tensor.device), tensor.numel()
-        if kind not in limits:
-            limits[kind] = room[kind] = limit(tensor)
-        if size >= limits[kind]:
-            yield [tensor]
-            continue
-        if size == 0:
-            continue
-        if size > room[kind]:
-            yield filling.pop(kind)
-            room[kind] = limits[kind]
-        room[kind] -= size
-        if kind in filling:
-            filling[kind].append(tensor)
-        else:
-            filling[kind] = [tensor]
-    yield from filling.values()
-
-
+_Kind: TypeAlias = tuple[torch.dtype, torch.device]
 _dtype: Final[Callable[[Tensor], torch.dtype]] = attrgetter("dtype")
 _device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
-def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
-    kinds = list(zip(map(_dtype, tensors), map(_device, tensors), strict=True))
-    return bool(kinds) and kinds.count(kinds[0]) == len(kinds)
-
-
-def _of_one_kind(tensors: Sequence[Tensor], sizes: Sequence[int], most: int) -> Iterator[list[Tensor]]:
-    """Yield what `packs` does of tensors of one type and device, the common case, of which a model has hundreds."""
-    pack, room = list[Tensor](), most
-    for tensor, size in zip(tensors, sizes, strict=True):
+def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
+    # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
+    filling: dict[_Kind, list[Tensor]] = {}
+    rooms: dict[_Kind | None, int] = {}
+    limits: dict[_Kind, int] = {}
+    last: _Kind | None = None
+    pack: list[Tensor] | None = None
+    most = room = 0
+    kinds = zip(map(_dtype, tensors), map(_device, tensors), strict=True)
+    for tensor, kind, size in zip(tensors, kinds, map(Tensor.numel, tensors), strict=True):
+        # Most often all are of one kind: nothing is looked up for it again.
+        if kind != last:
+            rooms[last], last = room, kind
+            if kind not in limits:
+                limits[kind] = rooms[kind] = limit(tensor)
+            most, room, pack = limits[kind], rooms[kind], filling.get(kind)
         if size >= most:
             yield [tensor]
         elif size:
             if size > room:
-                yield pack
-                pack, room = [], most
+                yield filling.pop(kind)
+                room, pack = most, None
+            if pack is None:
+                pack = filling[kind] = []
             pack.append(tensor)
             room -= size
-    if pack:
-        yield pack
+    yield from filling.values()
 
 
 def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
