@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ghostclip import _torch, _validate
 from ghostclip.errors import InvalidOptionError, LossReductionError
+from ghostclip.kernels.bounds import widened
 from ghostclip.kernels.head import Form, HeadCall, vocabulary_losses
 
 # On the node of a product with a number that follows no data: see `scheduled`.
@@ -66,9 +67,7 @@ def token_losses(
         )
         raise InvalidOptionError(message)
     logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
-    scores_NV = logits.flatten(0, 1)
-    if scores_NV.dtype.itemsize < 4:
-        scores_NV = scores_NV.float()
+    scores_NV = widened(logits.flatten(0, 1))
     losses_N = functional.cross_entropy(
         scores_NV,
         labels.flatten(),

@@ -191,11 +191,6 @@ def register_accountant(mechanism: str, accountant: type[IAccountant], *, force:
     _ACCOUNTANTS[mechanism] = accountant
 
 
-def accountant_names() -> list[str]:
-    """Return the names that `create_accountant` knows, the default first."""
-    return sorted(_ACCOUNTANTS, key=lambda name: (name != DEFAULT_ACCOUNTANT, name))
-
-
 def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> IAccountant:
     """Return a new accountant with an empty history.
 
@@ -213,7 +208,7 @@ def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "z
     if mechanism in _ACCOUNTANTS:
         kind = _ACCOUNTANTS[mechanism]
         return kind(relation=relation) if issubclass(kind, Accountant) else kind()
-    known = ", ".join(repr(name) for name in accountant_names())
+    known = ", ".join(map(repr, sorted(_ACCOUNTANTS, key=lambda name: (name != DEFAULT_ACCOUNTANT, name))))
     meant = "." if mechanism in _NOT_OFFERED else did_you_mean(mechanism, _ACCOUNTANTS, otherwise=".")
     reason = f" ({_NOT_OFFERED[mechanism]})" if mechanism in _NOT_OFFERED else ""
     raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}{meant}")

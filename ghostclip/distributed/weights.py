@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from ghostclip import _torch
 from ghostclip._tree import tensors
 from ghostclip.distributed.agreement import Group, gathered, is_first, world_size
-from ghostclip.distributed.placement import local_part, placement_of
+from ghostclip.distributed.placement import placement_of
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 
@@ -215,7 +215,7 @@ def parts_for(saved: Any, like: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     placement, held = placement_of("saved state", like), like.to_local()
-    part = local_part(saved.reshape(placement.shape), placement).reshape(held.shape).to(held.device).contiguous()
+    part = saved.reshape(placement.shape)[placement.here.slices].reshape(held.shape).to(held.device).contiguous()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

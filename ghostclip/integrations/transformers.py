@@ -451,12 +451,9 @@ class DPTrainer(Trainer):
         def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
             return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
 
-        def own(part: dict[str, Any]) -> Tensor | None:
-            return _scalar_loss(model(**part))
-
         with evaluating(model):
             if self.compute_loss_func is None and task_of(self.model) is not None:
-                require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
+                require_own_loss(batch, own=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
         for unit in _torch.gathered_modules(model):
