@@ -11,7 +11,7 @@ from ghostclip.accounting.accountant import Accountant, IAccountant
 from ghostclip.accounting.history import History
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant, compose, pld_delta, pld_epsilon
 from ghostclip.accounting.rdp import RDPAccountant, rdp_delta, rdp_epsilon
-from ghostclip.accounting.solve import Bounds, Build, delta_bounds, epsilon_bounds
+from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError
 
 
@@ -49,13 +49,13 @@ class GaussianAccountant(Accountant):
     def epsilon_bounds(self, delta: float) -> Bounds:
         """Return the estimate of ε, twice: neither is a bound."""
         delta, history = probability(delta, "delta"), self._one_step()
-        found = epsilon_bounds(_compose(history), ("remove",), delta=delta, reach=9.0, width=0.02)
+        found = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return the estimate of δ, twice: neither is a bound."""
         epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
-        found = delta_bounds(_compose(history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
+        found = delta_bounds(partial(compose, history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
     def _one_step(self) -> History:
@@ -72,10 +72,6 @@ class GaussianAccountant(Accountant):
             raise InvalidOptionError(
                 "GaussianAccountant: knows Poisson and full-batch steps, and zero_out or add_remove."
             )
-
-
-def _compose(history: History) -> Build:
-    return partial(compose, history)
 
 
 class DPAccountingAccountant(Accountant):

@@ -30,7 +30,7 @@ from ghostclip.optim.draws import Replay
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
-from ghostclip.optim.wrapped import WrappedOptimizer
+from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
@@ -250,10 +250,7 @@ class DPOptimizer(WrappedOptimizer):
             TamperedGradientError: If a gradient was put into `p.grad` since backward.
             DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         if (self.is_idle and checks.initialises_state(self.original_optimizer)) or self.pre_step():
             try:
                 self.apply_to(self.original_optimizer)
@@ -309,8 +306,7 @@ class DPOptimizer(WrappedOptimizer):
             DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
         """
         if closure is not None:
-            with torch.enable_grad():
-                closure()
+            evaluated(closure)
         self.clipper.rest()
         try:
             with self._agreeing():

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optim.checks import initialises_state, refuse_uncovered
 from ghostclip.optim.dp_optimizer import DPOptimizer
-from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer
+from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer, evaluated
 
 
 class JoinedOptimizer(Optimizer):
@@ -141,10 +140,7 @@ class MemberOptimizer(WrappedOptimizer):
             MissingGradientError: If no clipped gradient was made since the last release, and this member has applied
                 that one already.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         release = self.release
         if release.is_idle and initialises_state(self.original_optimizer):
             release.apply_to(self.original_optimizer)

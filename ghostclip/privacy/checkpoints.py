@@ -153,7 +153,7 @@ def training_state(account: Account, optimizer: DPOptimizer | None, sampling: Sa
     if optimizer is not None:
         optimizer.require_released()
         state[OPTIMIZER] = optimizer.original_optimizer.state_dict()
-        state[GENERATORS] = _generators()
+        state[GENERATORS] = generators()
     return state
 
 
@@ -200,13 +200,13 @@ def _refuse_other_records(checkpoint: Mapping[str, Any], sampling: Sampling | No
         )
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """Return the states of torch's global generators, which dropout draws from; nothing private follows from them."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def _continue_generators(saved: Mapping[str, Any]) -> None:
+def continue_generators(saved: Mapping[str, Any]) -> None:
     """Restore torch's global generators, as far as the devices are there."""
     torch.set_rng_state(saved["cpu"])
     if torch.cuda.is_available():
@@ -254,7 +254,7 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, sampling:
         inner.load_state_dict(_for_parts(checkpoint[OPTIMIZER], inner))
     restore_positions(checkpoint, optimizer, sampling)
     if optimizer is not None and GENERATORS in checkpoint:
-        _continue_generators(checkpoint[GENERATORS])
+        continue_generators(checkpoint[GENERATORS])
 
 
 def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
