@@ -154,9 +154,7 @@ class FastNoise(_KeyStreamNoise):
             # Added in float64 and rounded once, in one operation.
             part_N.add_(cut(_gpu_normal(self._key, block, std, part_N.device), within))
             return
-        # A fast 64-bit generator with a state of its own, 192 bits of it; numpy's stubs omit ISeedSequence.
-        generator = np.random.Generator(np.random.SFC64(_SeedOfBlock(self._seeds, block)))  # type: ignore[arg-type]
-        noise = generator.standard_normal(block.size)
+        noise = _generator(self._seeds, block).standard_normal(block.size)
         _add_in_double(part_N, cut(torch.from_numpy(noise), within), std)
 
     def _workers(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -189,6 +187,11 @@ class SeedsAhead:
             seeds = tuple(self._key.digest(start + index, SEED_BYTES) for index in range(AHEAD))
             self._kept = (secret, start, seeds)
         return seeds[block.position - start][:length]
+
+
+def _generator(seeds: SeedsAhead, block: Block) -> np.random.Generator:
+    """Return a fast 64-bit generator with a state of its own, 192 bits of it."""
+    return np.random.Generator(np.random.SFC64(_SeedOfBlock(seeds, block)))  # type: ignore[arg-type]  # numpy's stubs omit ISeedSequence
 
 
 class _SeedOfBlock(ISeedSequence):
