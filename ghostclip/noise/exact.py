@@ -357,7 +357,7 @@ class ExactRelease:
     """
 
     # strategy "hooks", with one norm
-    def __init__(self, clipper: GhostClipper, source: ExactNoise) -> None:
+    def __init__(self, clipper: GhostClipper, source: ExactNoise, *, bits: int = 24) -> None:
         if clipper.resolve_strategy() != "hooks":
             raise InvalidOptionError(
                 f"noise level 'exact' with strategy {clipper.resolve_strategy()!r}: gradients are rounded sample by "
@@ -370,6 +370,7 @@ class ExactRelease:
             )
         self._clipper = clipper
         self._source = source
+        self._bits = bits
         self._sums: ExactSums | None = None
         self._generation = clipper.generation
 
@@ -401,5 +402,5 @@ class ExactRelease:
         if self._sums is None or self._generation != self._clipper.generation:
             self._generation = self._clipper.generation
             # The bound in force when a logical batch begins; a schedule may change it in between.
-            self._sums = ExactSums(Grid.for_norm(self._clipper.max_grad_norm))
+            self._sums = ExactSums(Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits))
         return self._sums
