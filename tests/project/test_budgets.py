@@ -23,7 +23,7 @@ ROOMS = {
     ".": 2_030, "accounting": 1_780, "assembly": 460, "audit": 615, "capture": 5_175, "clipping": 3_285,
     "commands": 605, "compat": 705, "data": 1_675, "distributed": 1_885, "evidence": 3_655, "facade": 560,
     "factors": 1_535, "finetune": 1_645, "graph": 2_140, "integrations": 1_685, "kernels": 2_240, "language": 365,
-    "mechanisms": 520, "noise": 970, "optim": 1_305, "planning": 1_065, "privacy": 1_915, "rules": 1_295,
+    "mechanisms": 520, "noise": 975, "optim": 1_305, "planning": 1_065, "privacy": 1_915, "rules": 1_295,
     "scaling": 695, "validation": 1_885,
 }  # fmt: skip
 FILES, SMALL_FILES, SMALL = 237, 35, 60
