@@ -39,12 +39,9 @@ _T = TypeVar("_T", bound=Tensor)
 version: Final[Callable[[Tensor], int]] = operator.attrgetter("_version")
 
 
-_VERSION: Final = operator.attrgetter("_version")
-
-
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the `version` of every tensor: ``Tensor._version``."""
-    return list(map(_VERSION, tensors))
+    return list(map(version, tensors))
 
 
 def write_uncounted_(tensor: Tensor, value: Tensor, version: int) -> None:

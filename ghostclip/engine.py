@@ -224,7 +224,9 @@ class PrivacyEngine:
             module=module,
             optimizer=given.optimizer,
             sampling=sampling,
-            noise_multiplier=self._noise_for(budget, module, sampling, epochs),
+            noise_multiplier=self._account.noise_for(
+                budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
+            ),
             options=options,
             releases=epochs * len(sampling.loader) if isinstance(sampling.loader, DPDataLoader) else None,
         )
@@ -586,10 +588,6 @@ class PrivacyEngine:
         optimizer.account = OptimizerAccount(self._account, optimizer, sampling)
         self._sampling = sampling
         return private
-
-    def _noise_for(self, budget: Budget, module: nn.Module, sampling: Sampling, epochs: int) -> float:
-        coordinates = coordinates_of(module, self.noise_level)
-        return self._account.noise_for(budget, sampling, epochs=epochs, coordinates=coordinates)
 
     def _warn_of(self, delta: float, sampling: Sampling | None) -> None:
         """Warn once of a δ that promises nothing; how many units there are is public."""

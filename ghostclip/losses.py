@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ghostclip import _torch, _validate
 from ghostclip.errors import InvalidOptionError, LossReductionError
+from ghostclip.kernels.bounds import widened
 from ghostclip.kernels.head import Form, HeadCall, vocabulary_losses
 
 # On the node of a product with a number that follows no data: see `scheduled`.
@@ -66,9 +67,7 @@ def token_losses(
         )
         raise InvalidOptionError(message)
     logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
-    scores_NV = logits.flatten(0, 1)
-    if scores_NV.dtype.itemsize < 4:
-        scores_NV = scores_NV.float()
+    scores_NV = widened(logits.flatten(0, 1))
     losses_N = functional.cross_entropy(
         scores_NV,
         labels.flatten(),
@@ -160,7 +159,10 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
         >>> ghostclip.losses.linear_cross_entropy(hidden, weight, torch.ones(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5])
     """
-    form = _form(Form(ignore_index, label_smoothing, logit_cap, logit_scale, z_loss))
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise InvalidOptionError(f"label_smoothing={label_smoothing}: give a number from 0 to 1.")
+    if logit_cap is not None and not logit_cap > 0.0:
+        raise InvalidOptionError(f"logit_cap={logit_cap}: give a positive number, or None for no cap.")
     if (
         hidden.dim() < 2
         or labels.shape != hidden.shape[:-1]
@@ -176,6 +178,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
     if _torch.autocast_is_on(kind):
         narrow = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(narrow), weight.to(narrow)
+    form = Form(ignore_index, label_smoothing, logit_cap, logit_scale, z_loss)
     return vocabulary_losses(hidden, weight, bias, labels.long(), HeadCall(form))
 
 
@@ -231,14 +234,6 @@ def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
         z_loss=z_loss,
     )
     return _of_samples(losses_BT, labels, ignore_index=ignore_index, reduction=reduction)
-
-
-def _form(form: Form) -> Form:
-    if not 0.0 <= form.smoothing <= 1.0:
-        raise InvalidOptionError(f"label_smoothing={form.smoothing}: give a number from 0 to 1.")
-    if form.cap is not None and not form.cap > 0.0:
-        raise InvalidOptionError(f"logit_cap={form.cap}: give a positive number, or None for no cap.")
-    return form
 
 
 def _of_samples(losses_BT: Tensor, labels: Tensor, *, ignore_index: int, reduction: str) -> Tensor:

@@ -3,7 +3,7 @@
 Nothing here imports torch. Every accountant is an `Accountant`; `create_accountant` finds one by name.
 """
 
-from ghostclip.accounting.accountant import Accountant, IAccountant, privacy_curve, trade_off
+from ghostclip.accounting.accountant import Accountant, IAccountant
 from ghostclip.accounting.calibration import (
     delta_too_large,
     epsilon_too_large,
@@ -47,9 +47,7 @@ __all__ = [
     "get_sample_rate",
     "get_steps",
     "joint_noise_multiplier",
-    "privacy_curve",
     "rdp_curve",
     "register_accountant",
     "steps_per_epoch",
-    "trade_off",
 ]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import abc
-import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol, cast
 
-import numpy as np
-from numpy.typing import ArrayLike
-
-from ghostclip._validate import positive_int, probability
+from ghostclip._validate import positive_int
 from ghostclip.accounting.history import (
     Entry,
     History,
@@ -27,7 +23,6 @@ from ghostclip.accounting.history import (
     totals,
     truncated_entry,
 )
-from ghostclip.accounting.pairs import Array
 from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 
@@ -107,11 +102,7 @@ class IAccountant(abc.ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore saved steps; refuse a state that is incomplete, out of range or of another mechanism."""
-        missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
-        if missing:
-            raise InvalidOptionError(
-                f"accountant state: missing {', '.join(missing)}; pass what state_dict() returned."
-            )
+        _require_complete(state_dict)
         if state_dict["mechanism"] != self.mechanism():
             raise InvalidOptionError(
                 f"accountant state: of mechanism {state_dict['mechanism']!r}, this is {self.mechanism()!r}."
@@ -250,11 +241,7 @@ class Accountant(IAccountant):
         Privacy:
             What an engine has released and the saved history lacks stays counted: going back lowers nothing.
         """
-        missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
-        if missing:
-            raise InvalidOptionError(
-                f"accountant state: missing {', '.join(missing)}; pass what state_dict() returned."
-            )
+        _require_complete(state_dict)
         relation = checked_relation(state_dict.get("relation", "zero_out"))
         if relation != self.relation:
             raise InvalidOptionError(
@@ -271,30 +258,7 @@ class Accountant(IAccountant):
                 self._add_steps(first, cast("float", second), count)
 
 
-USUAL_DELTAS = tuple(10.0**-power for power in range(1, 13))
-
-
-def privacy_curve(accountant: Accountant, deltas: Sequence[float] = USUAL_DELTAS) -> list[tuple[float, Bounds]]:
-    """Return (δ, bounds of ε) at several δ, in their order."""
-    return [(probability(delta, "delta"), accountant.epsilon_bounds(delta)) for delta in deltas]
-
-
-def trade_off(accountant: Accountant, false_positive_rate: ArrayLike, *, points: int = 24) -> Array:
-    """Return a lower bound of the false negative rate that any test of membership has at each false positive rate.
-
-    f(α) ≥ max over (ε, δ) of max(0, 1 - δ - e^ε·α, e^-ε·(1 - δ - α)), here over a finite number of (ε, δ), all of them
-    guarantees: the result is one.
-
-    Reference:
-        Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 2.12.
-    """
-    alpha = np.asarray(false_positive_rate, dtype=np.float64)
-    best = np.zeros_like(alpha)
-    largest = accountant.get_epsilon(1e-6)
-    if math.isinf(largest):
-        return best
-    for epsilon in np.linspace(0.0, max(largest, 1e-9), points):
-        delta = accountant.get_delta(float(epsilon))
-        up = 1 - delta - np.exp(min(epsilon, 700.0)) * alpha
-        best = np.maximum(best, np.maximum(up, np.exp(-epsilon) * (1 - delta - alpha)))
-    return np.minimum(best, 1 - alpha)
+def _require_complete(state_dict: Mapping[str, Any]) -> None:
+    missing = [key for key in ("history", "mechanism") if not state_dict or key not in state_dict]
+    if missing:
+        raise InvalidOptionError(f"accountant state: missing {', '.join(missing)}; pass what state_dict() returned.")

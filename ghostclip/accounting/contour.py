@@ -360,8 +360,8 @@ class Contour:
         """Return an upper bound of the composition's δ(ε)."""
         exponent, error, turn_N = self._at(epsilon)
         scale = math.exp(min(max(exponent + error, -700.0), 700.0))
-        value = scale * (float((self._delta_N * turn_N).real.sum()) + self._delta_error + self._phase_error(epsilon))
-        value += self._below(epsilon)
+        value = float((self._delta_N * turn_N).real.sum()) + self._delta_error
+        value = scale * (value + self._phase_error(self._delta_N, epsilon)) + self._below(epsilon)
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 1.0
 
     def lower(self, epsilon: float) -> float:
@@ -371,9 +371,10 @@ class Contour:
             return self._composition.infinite
         scale = math.exp(exponent - error)
         v = self._nodes.smoothing
-        value = float((self._delta_N * turn_N).real.sum()) - self._delta_error - self._phase_error(epsilon)
+        value = float((self._delta_N * turn_N).real.sum()) - self._delta_error
+        value -= self._phase_error(self._delta_N, epsilon)
         density = float((self._density_N * turn_N).real.sum()) + self._density_error
-        density += self._density_phase_error(epsilon)
+        density += self._phase_error(self._density_N, epsilon)
         value = scale * (value - v * math.exp(v / 8) * max(density, 0.0)) - self._aliases(epsilon)
         return min(1.0, self._composition.infinite + max(value, 0.0)) if not math.isnan(value) else 0.0
 
@@ -395,14 +396,10 @@ class Contour:
         cut = self._nodes.cut
         return 0.0 if cut is None else math.exp(min(self._log_below - cut.c * epsilon * (1 - 1e-12), 0.0))
 
-    def _phase_error(self, epsilon: float) -> float:
+    def _phase_error(self, sum_N: Complex, epsilon: float) -> float:
         """Bound what rounding of the angles tε changes."""
         angle_N = ROUNDOFF * 4 * (1 + abs(epsilon) * self.t_N)
-        return float((np.abs(self._delta_N) * angle_N).sum())
-
-    def _density_phase_error(self, epsilon: float) -> float:
-        angle_N = ROUNDOFF * 4 * (1 + abs(epsilon) * self.t_N)
-        return float((np.abs(self._density_N) * angle_N).sum())
+        return float((np.abs(sum_N) * angle_N).sum())
 
     def _aliases(self, epsilon: float) -> float:
         """Bound Σ_{k≠0} e^{ckW} δ(ε + kW)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -241,7 +241,3 @@ class SamplingEvent:
             raise InvalidOptionError(
                 "relation='add_remove': a record more moves others to other batches. Use 'zero_out'."
             )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the event as plain Python values, from which `SamplingEvent(**mapping)` rebuilds it."""
-        return asdict(self)

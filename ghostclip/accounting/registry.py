@@ -11,7 +11,7 @@ from ghostclip.accounting.accountant import Accountant, IAccountant
 from ghostclip.accounting.history import History
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant, compose, pld_delta, pld_epsilon
 from ghostclip.accounting.rdp import RDPAccountant, rdp_delta, rdp_epsilon
-from ghostclip.accounting.solve import Bounds, Build, delta_bounds, epsilon_bounds
+from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError
 
 
@@ -49,13 +49,13 @@ class GaussianAccountant(Accountant):
     def epsilon_bounds(self, delta: float) -> Bounds:
         """Return the estimate of ε, twice: neither is a bound."""
         delta, history = probability(delta, "delta"), self._one_step()
-        found = epsilon_bounds(_compose(history), ("remove",), delta=delta, reach=9.0, width=0.02)
+        found = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return the estimate of δ, twice: neither is a bound."""
         epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
-        found = delta_bounds(_compose(history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
+        found = delta_bounds(partial(compose, history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
         return Bounds(found.upper, found.upper)
 
     def _one_step(self) -> History:
@@ -72,10 +72,6 @@ class GaussianAccountant(Accountant):
             raise InvalidOptionError(
                 "GaussianAccountant: knows Poisson and full-batch steps, and zero_out or add_remove."
             )
-
-
-def _compose(history: History) -> Build:
-    return partial(compose, history)
 
 
 class DPAccountingAccountant(Accountant):
@@ -191,11 +187,6 @@ def register_accountant(mechanism: str, accountant: type[IAccountant], *, force:
     _ACCOUNTANTS[mechanism] = accountant
 
 
-def accountant_names() -> list[str]:
-    """Return the names that `create_accountant` knows, the default first."""
-    return sorted(_ACCOUNTANTS, key=lambda name: (name != DEFAULT_ACCOUNTANT, name))
-
-
 def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "zero_out") -> IAccountant:
     """Return a new accountant with an empty history.
 
@@ -213,7 +204,7 @@ def create_accountant(mechanism: str = DEFAULT_ACCOUNTANT, *, relation: str = "z
     if mechanism in _ACCOUNTANTS:
         kind = _ACCOUNTANTS[mechanism]
         return kind(relation=relation) if issubclass(kind, Accountant) else kind()
-    known = ", ".join(repr(name) for name in accountant_names())
+    known = ", ".join(map(repr, sorted(_ACCOUNTANTS, key=lambda name: (name != DEFAULT_ACCOUNTANT, name))))
     meant = "." if mechanism in _NOT_OFFERED else did_you_mean(mechanism, _ACCOUNTANTS, otherwise=".")
     reason = f" ({_NOT_OFFERED[mechanism]})" if mechanism in _NOT_OFFERED else ""
     raise InvalidOptionError(f"accountant={mechanism!r} is not available{reason}; choose from: {known}{meant}")

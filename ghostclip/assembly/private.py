@@ -82,11 +82,7 @@ class Request:
     @property
     def mode(self) -> str:
         """The clipping strategy, as `compile` has it."""
-        return _mode(self.options)
-
-
-def _mode(options: Options) -> str:
-    return mode_of(options.grad_sample_mode, options.compile)
+        return mode_of(self.options.grad_sample_mode, self.options.compile)
 
 
 def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
@@ -109,7 +105,7 @@ def check_options(options: Options, noise_level: str) -> None:
         raise InvalidOptionError(
             f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."
         )
-    if strategy_of(_mode(options)) != "hooks" and noise_level == "exact":
+    if strategy_of(mode_of(options.grad_sample_mode, options.compile)) != "hooks" and noise_level == "exact":
         raise InvalidOptionError(
             f"grad_sample_mode={options.grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by "
             "sample, which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."

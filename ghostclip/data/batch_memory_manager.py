@@ -28,7 +28,7 @@ from ghostclip.data.physical_batches import run_in_parts
 from ghostclip.data.sampler import PrivateSampler, Records
 from ghostclip.data.torch_loader import TakenAsItIs, started, worker_options
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
-from ghostclip.optim import BatchToken, DPOptimizer, release_of
+from ghostclip.optim import BatchToken, DPOptimizer, private_optimizer
 from ghostclip.optim.draws import DrawLog
 
 
@@ -253,11 +253,7 @@ class BatchMemoryManager:
         trial_step: Callable[[int], object] | None = None,
         memory_budget: int | None = None,
     ) -> None:
-        optimizer = release_of(optimizer)
-        if not isinstance(optimizer, DPOptimizer):
-            raise InvalidOptionError(
-                f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."
-            )
+        optimizer = private_optimizer(optimizer)
         self.data_loader = data_loader
         self.optimizer = optimizer
         self.max_physical_batch_size = max_physical_batch_size

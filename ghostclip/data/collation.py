@@ -273,7 +273,7 @@ def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone:
             continue
         if axis is None and not all(listed):
             several = tensor.shape == beside.shape and tensor.dim() and tensor.shape[0] % 2 == 0
-            if several and _rows_alike(tensor, beside) * 2 < tensor.shape[0]:
+            if several and sum(map(_same, tensor, beside)) * 2 < tensor.shape[0]:
                 return name or "batch"
             continue
         rows = listed if axis is None else (tensor.movedim(axis, 0), beside.movedim(axis, 0))
@@ -292,10 +292,6 @@ def _listed(name: str, pair: _Batch, alone: _Batch) -> list[Tensor]:
         if part == "0" and second in pair and second not in alone:
             return [pair[name], pair[second]]
     return []
-
-
-def _rows_alike(one: Tensor, other: Tensor) -> int:
-    return sum(_same(one[row], other[row]) for row in range(one.shape[0]))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

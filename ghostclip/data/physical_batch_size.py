@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -159,23 +159,6 @@ def largest_batch(expected_batch_size: float) -> int:
     return math.ceil(expected_batch_size + _DEVIATIONS * math.sqrt(expected_batch_size))
 
 
-class SizePolicy(Protocol):
-    """Decides how large a physical batch may be."""
-
-    @property
-    def size(self) -> int:
-        """The largest physical batch to hand out now."""
-
-    def before(self) -> None:
-        """A physical batch is about to be processed."""
-
-    def after(self, size: int) -> None:
-        """A physical batch was processed."""
-
-    def failed(self, size: int) -> None:
-        """A physical batch did not fit in memory."""
-
-
 class FixedSize:
     """A physical batch size that was set or computed before the loop."""
 
@@ -228,6 +211,10 @@ class LearnedSize:
         """Learn that a size does not fit."""
         self._measuring = False
         self._search.record_failure(size)
+
+
+SizePolicy: TypeAlias = FixedSize | LearnedSize
+"""Decides how large a physical batch may be."""
 
 
 def learned_size(*, upper: int, memory_budget: int | None, device: torch.device) -> LearnedSize:

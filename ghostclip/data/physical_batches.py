@@ -19,7 +19,7 @@ from ghostclip.clipping.store import Savepoint
 from ghostclip.data.physical_batch_size import FixedSize, SizePolicy, largest_batch, learned_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.dependence import batch_axis_of
-from ghostclip.optim import DPOptimizer, release_of
+from ghostclip.optim import DPOptimizer, private_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ def _all_parts(
     done = 0
     results: list[Any] = []
     while done < size or not results:
-        count = _next_part(size - done, policy.size)
+        # Of nearly equal parts.
+        count = math.ceil((size - done) / max(1, math.ceil((size - done) / policy.size)))
         part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=axis)
         policy.before()
         fits, result = _attempt(part, work, again=count > 1, undo=savepoint.restore)
@@ -74,11 +75,6 @@ def _all_parts(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
-
-
-def _next_part(left: int, most: int) -> int:
-    """Return the size of the next of nearly equal parts."""
-    return math.ceil(left / max(1, math.ceil(left / most)))
 
 
 def _attempt(part: Any, work: Callable[[Any], Any], *, again: bool, undo: Callable[[], None]) -> tuple[bool, Any]:
@@ -176,11 +172,7 @@ class PhysicalBatches:
         max_physical_batch_size: int | str = "auto",
         memory_budget: int | None = None,
     ) -> None:
-        self._optimizer = release_of(optimizer)
-        if not isinstance(self._optimizer, DPOptimizer):
-            raise InvalidOptionError(
-                f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."
-            )
+        self._optimizer = private_optimizer(optimizer)
         self._memory_budget = memory_budget
         self._policy: SizePolicy | None = None
         if max_physical_batch_size != "auto":

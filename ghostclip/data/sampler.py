@@ -60,9 +60,9 @@ class PrivateSampler(Sampler[list[int]]):
         self._owner = Owner(self)
         self._key = RandomKey("sampling", seed=seed, generator=generator)
         self._drawn = 0
-        self._delivered = 0
+        self.delivered = 0  # batches, in the whole training
         self._epoch_end = 0
-        self._resuming = False
+        self.resuming = False  # whether the next pass continues an epoch that was interrupted
         self._loop: object = None
         self._tracker: object = None
 
@@ -97,14 +97,9 @@ class PrivateSampler(Sampler[list[int]]):
         return self.scheme.event
 
     @property
-    def delivered(self) -> int:
-        """Batches delivered in the whole training."""
-        return self._delivered
-
-    @property
     def epoch(self) -> int:
         """Number of the epoch of the batch delivered last, from 0; -1 before the first."""
-        return (self._delivered - 1) // self.steps
+        return (self.delivered - 1) // self.steps
 
     def __len__(self) -> int:
         return self.steps
@@ -126,7 +121,7 @@ class PrivateSampler(Sampler[list[int]]):
             # Counted before it is handed out: whatever happens to this batch, it is never drawn again.
             self._drawn = position + 1
             if self._tracker is None:
-                self._delivered = self._drawn
+                self.delivered = self._drawn
             mine = self.draw(position)
             whole = mine if self.num_replicas == 1 else self.scheme.draw(self._key, position)
             self.draws.add(Draw(position, len(mine), len(whole)))
@@ -135,27 +130,22 @@ class PrivateSampler(Sampler[list[int]]):
                 raise InvalidOptionError("a newer loop over this private loader has started; use one at a time.")
         self.draws.end_pass()
 
-    @property
-    def resuming(self) -> bool:
-        """Whether the next pass continues an epoch that was interrupted."""
-        return self._resuming
-
     def _begin_epoch(self) -> None:
         """Set where the epoch that starts now ends."""
-        if not self._resuming:
+        if not self.resuming:
             if self.event.kind == "shuffled":
                 # An epoch that was left early is over: the batches left of its order are not part of the next one.
                 self._drawn = self.steps * -(-self._drawn // self.steps)
-                self._delivered = self._drawn
+                self.delivered = self._drawn
             self._epoch_end = self._drawn + self.steps
-        self._resuming = False
+        self.resuming = False
 
     @contextlib.contextmanager
     def tracking(self) -> Iterator[None]:
         """Let a loader that draws ahead say by `mark_delivered` which batches its user has received."""
         # Within this context `state_dict` counts deliveries instead of draws, so that prefetched batches are not lost.
         tracker = self._tracker = object()
-        self._delivered = self._drawn
+        self.delivered = self._drawn
         try:
             yield
         finally:
@@ -164,7 +154,7 @@ class PrivateSampler(Sampler[list[int]]):
 
     def mark_delivered(self) -> None:
         """Count one batch as received by the user."""
-        self._delivered += 1
+        self.delivered += 1
         self.draws.deliver()
 
     def share(self, *, rank: int, num_replicas: int, key: str) -> None:
@@ -197,7 +187,7 @@ class PrivateSampler(Sampler[list[int]]):
         """
         unused = self.draws.next_number if self.draws.claimed else None
         # What was handed out and not released is drawn again: a prefetcher may hold it, or a step not be taken yet.
-        position = self._delivered if unused is None else min(unused, self._delivered)
+        position = self.delivered if unused is None else min(unused, self.delivered)
         return {
             "key": self._key.secret.hex(),
             "position": position,
@@ -221,9 +211,9 @@ class PrivateSampler(Sampler[list[int]]):
         self._owner.move_here(self, remedy=_REMEDY)
         self._key.load(state["key"])
         # Nothing is changed before here, and nothing fails from here on.
-        self._drawn = self._delivered = position
+        self._drawn = self.delivered = position
         self._epoch_end = position + remaining
-        self._resuming = remaining > 0
+        self.resuming = remaining > 0
         self.draws.forget()
 
 

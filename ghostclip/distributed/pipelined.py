@@ -56,7 +56,7 @@ class StagesClipper:
 
     # All stages see the same samples: counts are those of the first, and each parameter's sum is its stage's.
     def __init__(self, model: nn.Module, pipeline: PipelineClipper, shares: Shares) -> None:
-        self._shares = shares
+        self.shares = shares  # how the ranks share each batch
         self.model = model
         self.pipeline = pipeline
         self._first = pipeline.clippers[0]
@@ -79,11 +79,6 @@ class StagesClipper:
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         self.policy.max_grad_norm = value
-
-    @property
-    def shares(self) -> Shares:
-        """How the ranks share each batch."""
-        return self._shares
 
     loss_reduction = _of_first("loss_reduction")
     relation = _of_first("relation")

@@ -20,8 +20,6 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from ghostclip.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -143,8 +141,3 @@ def _with_blocks(placement: Placement, blocks: dict[int, int]) -> Placement:
         places.append(len(shape) - 1)
     axes = (axis if axis.divides is None else axis._replace(divides=places[axis.divides]) for axis in placement.axes)
     return Placement(placement.mesh, tuple(axes), tuple(shape))
-
-
-def local_part(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Return a view of this rank's part of a whole tensor."""
-    return tensor[placement.here.slices]

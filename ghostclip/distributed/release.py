@@ -32,7 +32,6 @@ from ghostclip.noise.keyed import (
     add_noise_,
     copy_back_,
     draws_shares,
-    flattened,
     packs,
     skip_noise,
 )
@@ -136,7 +135,7 @@ def add_up_(partials: Sequence[torch.Tensor], group: Group) -> None:
             bucket[0].copy_(sent)
 
     for bucket in packs(partials, lambda partial: _BUCKET // partial.element_size()):
-        sent = flattened(bucket) if len(bucket) > 1 else bucket[0].contiguous()
+        sent = _torch.flattened(bucket) if len(bucket) > 1 else bucket[0].contiguous()
         under_way.append((bucket, sent, distributed.all_reduce(sent, group=group, async_op=True)))
         if len(under_way) > 1:
             arrive()

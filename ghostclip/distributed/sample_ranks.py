@@ -166,10 +166,6 @@ class SampleRanks:
         """Return whether something holds on one of these ranks; called on all of them."""
         return any(gathered("evidence", holds, self._group))
 
-    def require_same(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse inputs that differ between these ranks; called on all ranks of the training."""
-        require_same_samples(self.shares, inputs, "the model was called with different inputs there")
-
     def require_equal_sums(self, sums: Mapping[str, Tensor | None]) -> None:
         """Refuse clipped sums that differ between these ranks where each has the whole parameter; called on all ranks.
 

@@ -37,7 +37,7 @@ from ghostclip.distributed.agreement import (
     world_size,
 )
 from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
-from ghostclip.distributed.sample_ranks import SampleRanks, Shares, shares_of
+from ghostclip.distributed.sample_ranks import SampleRanks, Shares, require_same_samples, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from ghostclip.evidence.unchecked import CheckSchedule
 
@@ -181,7 +181,7 @@ class ShardDelivery:
             out = torch.empty_like(source[0])
             # On the CPU a copy is sent, which would lie there beside the next sum.
             at_once = source.device.type != "cpu"
-            group = _group(placement, placement.divided[0])
+            group = placement.mesh.get_group(placement.divided[0])
             work = distributed.reduce_scatter_tensor(out, source.reshape(-1), group=group, async_op=at_once)
         self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
 
@@ -202,7 +202,7 @@ class ShardDelivery:
         first = placements[id(sent.parameters[0])]
         for number in first.copied:
             if first.axes[number].size > 1 and not first.axes[number].same_samples:
-                distributed.all_reduce(sent.out, group=_group(first, number))
+                distributed.all_reduce(sent.out, group=first.mesh.get_group(number))
         start = 0
         for parameter in sent.parameters:
             part, start = _rank_part_of(sent.out, start, placements[id(parameter)])
@@ -255,10 +255,6 @@ def _rank_part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor
     end = start + length * torch.Size(rest).numel()
     ahead = out[start:end].view(length, *rest)[: box.sizes[dim]]
     return ahead.movedim(0, dim).contiguous(), end
-
-
-def _group(placement: Placement, axis: int) -> Any:
-    return placement.mesh.get_group(axis)
 
 
 def _device_of(placement: Placement) -> torch.device:
@@ -398,7 +394,7 @@ class ShardedModel:
             self.shared_samples.begin(will_name=asks)
         if asks:
             if self.shared_samples is not None:
-                self.shared_samples.require_same(inputs)
+                require_same_samples(self.shares, inputs, "the model was called with different inputs there")
             self._is_open, self._is_due, self.wants_proof = True, False, self.wants_proof and not able
             self._is_held = True
             self._restore = [_torch.keep_gathered(unit) for unit in self.units]
@@ -537,8 +533,7 @@ def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) ->
     """Split the parameters of one gathering into reductions of one mesh and one dtype."""
     found: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
     for parameter, placement in zip(parameters, placements, strict=True):
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        of_kind = found.setdefault((placement.mesh, placement.divided, wide), ([], []))
+        of_kind = found.setdefault((placement.mesh, placement.divided, _wide(parameter)), ([], []))
         of_kind[0].append(parameter)
         of_kind[1].append(placement)
     return [Bucket(*pair) for pair in found.values()]

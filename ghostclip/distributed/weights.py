@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from ghostclip import _torch
 from ghostclip._tree import tensors
 from ghostclip.distributed.agreement import Group, gathered, is_first, world_size
-from ghostclip.distributed.placement import local_part, placement_of
+from ghostclip.distributed.placement import placement_of
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 
@@ -40,19 +40,14 @@ def copy_inside(module: nn.Module) -> nn.Module:
 def refuse_sharded(module: nn.Module) -> None:
     """Refuse a model that is sharded in a way that hides which layer a value belongs to."""
     # DTensors are `ShardedModel`'s.
-    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    # Nothing can be an instance of what was never loaded.
+    kind: type | None = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     for path, part in module.named_modules():
         if kind is not None and isinstance(part, (kind,)):
             raise UnsupportedModelError(
                 f"{path or 'module'} (FullyShardedDataParallel): its flat parameters hide which layer a value is of. "
                 "Use torch.distributed.fsdp.fully_shard, which took its place."
             )
-
-
-def _loaded(module: str, name: str) -> type | None:
-    """Return a class if its module was loaded already: nothing can be an instance of it otherwise."""
-    found: type | None = getattr(sys.modules.get(module), name, None)
-    return found
 
 
 class _WeightEntry(NamedTuple):
@@ -220,7 +215,7 @@ def parts_for(saved: Any, like: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     placement, held = placement_of("saved state", like), like.to_local()
-    part = local_part(saved.reshape(placement.shape), placement).reshape(held.shape).to(held.device).contiguous()
+    part = saved.reshape(placement.shape)[placement.here.slices].reshape(held.shape).to(held.device).contiguous()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,6 @@ from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-
-
-class Defers(Protocol):
-    """Computes losses and their backward as one graph."""
-
-    def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PrivateLoss | None:
-        """Record a call of the criterion and return a deferred loss; None where it is computed at once."""
-
-    def resolved(self, tree: Any) -> Any:
-        """Return arguments with deferred outputs replaced by their values."""
 
 
 class PrivateLoss:
@@ -123,7 +113,7 @@ class PrivateCriterion:
             )
         self.clipper = clipper
         self.criterion = criterion
-        self.deferral: Defers | None = None  # None where losses are computed at once
+        self.deferral: Deferral | None = None  # None where losses are computed at once
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> PrivateLoss:
         """Return the loss of a batch; ``shape`` is `[B, T, ...]` of an output that was flattened to `[B·T, ...]`."""
@@ -131,7 +121,7 @@ class PrivateCriterion:
             deferred = self.deferral.loss(args, kwargs if shape is None else {**kwargs, "shape": tuple(shape)})
             if deferred is not None:
                 return deferred
-            args, kwargs = self.deferral.resolved((args, kwargs))
+            args, kwargs = resolved((args, kwargs))
         return PrivateLoss(self.clipper, self.per_sample(*args, shape=shape, **kwargs))
 
     def per_sample(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> torch.Tensor:
@@ -209,10 +199,6 @@ class Deferral:
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput:
         """Record a call of the model and return a deferred output."""
         return DeferredOutput(DeferredCall(self._clipper.model, tuple(args), dict(kwargs)))
-
-    def resolved(self, tree: Any) -> Any:
-        """Return arguments with deferred outputs replaced by their values."""
-        return resolved(tree)
 
     def per_sample(self, loss: DeferredLoss) -> Tensor:
         """Compute losses ``(B,)`` eagerly, with a graph."""

@@ -23,7 +23,7 @@ from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.errors import InvalidOptionError, UnsupportedError, UnsupportedModelError
 from ghostclip.facade.criterion import Deferral, PrivateCriterion
 from ghostclip.graph.takeover import Takeover
-from ghostclip.rules.registry import grad_samplers, norm_samplers
+from ghostclip.rules import registry
 from ghostclip.validation.fixers import ModuleValidator
 
 _log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class ClipperHandle:
 
     clipper: GhostClipper | None
     _hooks_enabled = True
-    GRAD_SAMPLERS = grad_samplers()
-    NORM_SAMPLERS = norm_samplers()
+    GRAD_SAMPLERS = registry.GRAD_SAMPLERS
+    NORM_SAMPLERS = registry.NORM_SAMPLERS
 
     @property
     def batch_first(self) -> bool:

@@ -109,7 +109,7 @@ class Head(Factor):
         self.index_D, self.double = index_D, double
         self.shape = table.weight_VI.shape
         self.batch_size = len(self.x_BTI) if index_D is None else len(index_D)
-        self._table, self._shared = table, shared
+        self.table, self._shared = table, shared
         if not shared.versions:
             shared.versions = self._versions()
 
@@ -117,11 +117,6 @@ class Head(Factor):
     def tokens(self) -> Tokens:
         """Hidden states, labels and gradients that tiles are formed of."""
         return Tokens(self.x_BTI, self.label_BT, self.lse_BT, self.grad_BT)
-
-    @property
-    def table(self) -> Table:
-        """The head's parameters and form."""
-        return self._table
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -152,7 +147,7 @@ class Head(Factor):
         return tiling(samples, positions, self.shape[0])
 
     def _versions(self) -> list[int]:
-        return _torch.versions([part for part in self._table[:2] if isinstance(part, Tensor)])
+        return _torch.versions([part for part in self.table[:2] if isinstance(part, Tensor)])
 
     def _chunks(self) -> Iterator[_Chunk]:
         at_once = self._plan.samples
@@ -171,8 +166,8 @@ class Head(Factor):
         if self._versions() != self._shared.versions:
             message = "the weight of a vocabulary head was changed in place between its norm and its clipped sum."
             raise TamperedGradientError(message)
-        _require_memory(self._table.weight_VI)
-        for tile, g_CTK in gradient_tiles(self.tokens.of(chunk.samples), self._table, self._plan.columns):
+        _require_memory(self.table.weight_VI)
+        for tile, g_CTK in gradient_tiles(self.tokens.of(chunk.samples), self.table, self._plan.columns):
             yield tile, (g_CTK if chunk.inside is None else g_CTK[chunk.inside]).to(self.dtype)
 
     def inputs(self, chunk: _Chunk) -> Tensor:
@@ -193,7 +188,7 @@ class Head(Factor):
             collectors: list[Collector] = []
             a_CTI = self.inputs(chunk)
             if input_BTI is not None:
-                collectors.append(InputGradient(self._table, input_BTI[chunk.samples]))
+                collectors.append(InputGradient(self.table, input_BTI[chunk.samples]))
             if bias_BV is not None:
                 collectors.append(BiasGradients(bias_BV[chunk.samples]))
             collectors += [RowsAt(a_CTI, *(part[chunk.samples] for part in parts)) for parts in rows]
@@ -317,15 +312,15 @@ class Head(Factor):
         # The hidden states' gradient is asked of the factor that was not masked.
         self._shared.summed = True
         shared = Shared(wants_input=False, wants_bias=False)
-        return Head(tokens, self._table, shared, index_D=self.index_D, double=self.double)
+        return Head(tokens, self.table, shared, index_D=self.index_D, double=self.double)
 
     def selected(self, index_D: Tensor) -> Head:
         index_D = index_D if self.index_D is None else self.index_D.to(index_D.device)[index_D]
-        return Head(self.tokens, self._table, self._shared, index_D=index_D, double=self.double)
+        return Head(self.tokens, self.table, self._shared, index_D=index_D, double=self.double)
 
     def in_double(self) -> Head:
         """Return the factor whose norms and sums are formed in float64, of the same tiles."""
-        return Head(self.tokens, self._table, self._shared, index_D=self.index_D, double=True)
+        return Head(self.tokens, self.table, self._shared, index_D=self.index_D, double=True)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
         return self if torch.Size(shape) == self.shape else Dense(self.materialize()).reshaped(shape)

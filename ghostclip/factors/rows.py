@@ -101,7 +101,7 @@ class Rows(Factor):
             return None
         pairs_R = sample_R * max(1, self.matrix[0]) + sorted_BT[sample_R, place_R]
         pairs_K, segment_R = torch.unique_consecutive(pairs_R, return_inverse=True)
-        sample_K = self._sample(pairs_K)
+        sample_K = pairs_K // max(1, self.matrix[0])
         row_K = pairs_K - sample_K * max(1, self.matrix[0])
         return _Repeated((sample_R, order_BT[sample_R, place_R]), segment_R, sample_K, row_K)
 
@@ -128,9 +128,6 @@ class Rows(Factor):
         nothing = self.batch_size * max(1, self.matrix[0])
         pairs_N = torch.full_like(sorted_N, nothing).scatter_(0, place_N, sorted_N)
         return pairs_N, add_rows_(torch.zeros_like(g_NI), place_N, g_NI.index_select(0, order_N))
-
-    def _sample(self, pairs_K: Tensor) -> Tensor:
-        return pairs_K // max(1, self.matrix[0])
 
     def pairs(self) -> Tensor:
         """Return ``sample · V + row`` for every position, shape ``(B, T)``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,15 +84,7 @@ def warn_if_untested(distribution: str) -> None:
 
 def _figures(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (1, 15, 0) for "1.15.0rc1"."""
-    found = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        found.append(int(digits))
-        if digits != part:
-            break
-    return tuple(found)
+    return tuple(int(digits) for digits in re.split("[^0-9.]", version, maxsplit=1)[0].split(".") if digits)
 
 
 _MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")

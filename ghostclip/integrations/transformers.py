@@ -39,6 +39,7 @@ from ghostclip.integrations._trainer import (
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
 from ghostclip.language.vocabulary_head import losses_of, use_fused
+from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 try:
@@ -137,6 +138,13 @@ class DPTrainer(Trainer):
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Leave parameters that every rank has whole to the engine, which sums what is clipped."""
+
+    @property
+    def _releasing(self) -> DPOptimizer:
+        """What releases, in a private step."""
+        assert self.private_run is not None, "called in a private step"
+        assert self.private_run.optimizer is not None, "called in a private step"
+        return self.private_run.optimizer
 
     @property
     def privacy_engine(self) -> Any:
@@ -299,8 +307,6 @@ class DPTrainer(Trainer):
 
     def _backward(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch, as `Trainer.training_step` does, and return the mean loss."""
-        assert self.private_run is not None, "called in a private step"
-        assert self.private_run.optimizer is not None, "called in a private step"
         model.train()
         train: Any = getattr(self.optimizer, "train", None)
         if callable(train):
@@ -313,7 +319,7 @@ class DPTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
-            self.private_run.optimizer.clipper.backward(losses[0])
+            self._releasing.clipper.backward(losses[0])
         else:
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
             self.accelerator.backward(loss)
@@ -334,9 +340,7 @@ class DPTrainer(Trainer):
 
     def _is_unhindered(self) -> bool:
         """Return whether graphs may take over unasked."""
-        assert self.private_run is not None, "called in a private step"
-        assert self.private_run.optimizer is not None, "called in a private step"
-        clipper = self.private_run.optimizer.clipper
+        clipper = self._releasing.clipper
         if self._unhindered is None or self._unhindered[0] is not clipper:
             self._unhindered = clipper, hindered(clipper) is None
         return self._unhindered[1]
@@ -344,15 +348,14 @@ class DPTrainer(Trainer):
     def _compiled_step(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch as one graph, and return the records' losses."""
         assert self.private_run is not None, "called in a private step"
-        assert self.private_run.optimizer is not None, "called in a private step"
-        if self._graph is None or self._graph.clipper is not self.private_run.optimizer.clipper:
+        optimizer, asked = self._releasing, self.args.grad_sample_mode == "graph"
+        if self._graph is None or self._graph.clipper is not optimizer.clipper:
             smoothing = float(self.args.label_smoothing_factor)
 
             def losses(model: nn.Module, inputs: Any) -> Tensor:
                 with self.compute_loss_context_manager():
                     return self._record_losses(model, inputs, smoothing=smoothing)[0]
 
-            optimizer, asked = self.private_run.optimizer, self.args.grad_sample_mode == "graph"
             backend = "inductor" if self.args.torch_compile_backend in (None, "inductor") else "aten"
             takeover = Takeover(left=left_of(optimizer, self.private_run.planned_steps), asked=asked)
             self._graph = GraphStep(optimizer.clipper, losses, options=GraphOptions(backend=backend), takeover=takeover)
@@ -440,7 +443,6 @@ class DPTrainer(Trainer):
         Raises:
             GhostClipError: If it is not the model's own, or another with other records beside it.
         """
-        assert self.private_run is not None, "called in a private training"
         half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
         tolerance = _ALIKE_16 if half else _ALIKE
         example, lengths_differ = self._checked_example()
@@ -449,12 +451,9 @@ class DPTrainer(Trainer):
         def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
             return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
 
-        def own(part: dict[str, Any]) -> Tensor | None:
-            return _scalar_loss(model(**part))
-
         with evaluating(model):
             if self.compute_loss_func is None and task_of(self.model) is not None:
-                require_own_loss(batch, own=own, ours=ours, tolerance=tolerance)
+                require_own_loss(batch, own=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
         for unit in _torch.gathered_modules(model):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from torch.nn import functional
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
 from ghostclip.integrations.transformers import DPTrainer
+from ghostclip.kernels.bounds import widened
 from ghostclip.language.tasks import without_adapters
 from ghostclip.language.vocabulary_head import logits_of, without_logits
 from ghostclip.losses import token_losses
@@ -143,7 +145,7 @@ class TiledHead:
         words = len(self._bare.get_output_embeddings().weight)  # type: ignore[operator]
         few = max(1, _AT_ONCE // words)
         pieces = zip(hidden_BTI.flatten(0, 1).split(few), labels_BT.flatten().split(few), strict=True)
-        about = [_about(_wide(logits_of(self._bare, hidden_NI)), labels_N) for hidden_NI, labels_N in pieces]
+        about = [_about(widened(logits_of(self._bare, hidden_NI)), labels_N) for hidden_NI, labels_N in pieces]
         found = {name: torch.cat([piece[name] for piece in about]).view(labels_BT.shape) for name in about[0]}
         return {name: value.masked_fill(labels_BT == -100, 0) for name, value in found.items()}
 
@@ -332,13 +334,9 @@ def _weighted(losses_BT: Tensor, mask_BT: Tensor, *, by_chance: bool) -> Tensor:
     return (losses_BT * shares_BT).sum(1)
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype.itemsize < 4 else logits
-
-
 def _token_values(logits_BTV: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
     """Return what trl's head says of each label; zero where a label does not count, as there."""
-    logits_BTV = _wide(logits_BTV)
+    logits_BTV = widened(logits_BTV)
     mask_BT = labels_BT != -100
     targets_BT = labels_BT.clamp(min=0)
     losses_BT = functional.cross_entropy(logits_BTV.transpose(1, 2), targets_BT, reduction="none")
@@ -359,10 +357,6 @@ def _about(logits_TV: Tensor, targets_T: Tensor) -> dict[str, Tensor]:
     }
 
 
-_said: set[str] = set()
-
-
+@cache
 def _say_head() -> None:
-    if not _said:
-        _said.add("head")
-        _log.warning("private steps use the model's own language-model head in the place of trl's fused one")
+    _log.warning("private steps use the model's own language-model head in the place of trl's fused one")

@@ -423,14 +423,6 @@ def _gram_flops(positions: int, inputs: int, vocabulary: int) -> int:
     return 2 * (inputs + vocabulary) * sum((band.stop - band.start) * band.stop for band in bands(positions))
 
 
-class Norms(Collector):
-    """Accumulator of squared norms over the tiles of one chunk."""
-
-    @abstractmethod
-    def found(self) -> Bounded:
-        """Return the squared norms once all tiles are in, each of shape ``(C,)``."""
-
-
 def norms_of(a_CTI: Tensor, vocabulary: int) -> Norms:
     """Return the accumulator of a chunk's squared norms in the cheaper form."""
     if a_CTI.shape[1] <= 1:
@@ -440,8 +432,8 @@ def norms_of(a_CTI: Tensor, vocabulary: int) -> Norms:
     return _OfGradients(a_CTI, vocabulary)
 
 
-class _Measured(Norms):
-    """Norms of positions, which every form needs for its error."""
+class Norms(Collector):
+    """Accumulator of squared norms over the tiles of one chunk, and of norms of positions, which every form needs."""
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         self._a_CTI, self._sizes = a_CTI, (a_CTI.shape[2], vocabulary)
@@ -452,12 +444,16 @@ class _Measured(Norms):
         """Note the norms of a tile's positions."""
         self._tiles.append(position_norms(g_CTK).flatten().unsqueeze(1))
 
+    @abstractmethod
+    def found(self) -> Bounded:
+        """Return the squared norms once all tiles are in, each of shape ``(C,)``."""
+
     @property
     def _g_CT(self) -> Tensor:
         return root_of_squares(self._tiles).view_as(self._a_CT)
 
 
-class _OnePosition(_Measured):
+class _OnePosition(Norms):
     """Products of two norms: one position meets no other."""
 
     def found(self) -> Bounded:
@@ -467,7 +463,7 @@ class _OnePosition(_Measured):
         return Bounded(value_C, torch.zeros_like(value_C), measured.mass_N, measured.scale_N)
 
 
-class _Gram(_Measured):
+class _Gram(Norms):
     """``Σ_{s,t} (a_s·a_t)(g_s·g_t)``, the bands on and below the diagonal. Cost: `norm_flops`."""
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
@@ -503,7 +499,7 @@ class _Gram(_Measured):
         return finished_one(Unfinished(value_C, self._a_CT, self._g_CT, self._sizes, absolute_C, square_KCT, unseen))
 
 
-class _OfGradients(_Measured):
+class _OfGradients(Norms):
     """Gradients formed a few entries of the vocabulary at a time, squared and dropped. Cost: 2·T·I·V per sample."""
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:

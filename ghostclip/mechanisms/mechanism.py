@@ -46,8 +46,10 @@ class Mechanism(Protocol):
             scheme: What `scheme` returned.
 
         Returns:
-            The correlation; None for independent noise.
+            The correlation; None for independent noise, as by default.
         """
+        del scheme
+        return None
 
     def periods(self, scheme: SamplingScheme, first: int, count: int) -> list[float]:
         """Return what rounds or epochs that follow each other cost, beside what the event says.
@@ -58,18 +60,22 @@ class Mechanism(Protocol):
             count: How many.
 
         Returns:
-            Factors on σ, one for each.
+            Factors on σ, one for each; by default ones: an event costs what it says.
         """
+        del scheme, first
+        return [1.0] * count
 
-    def for_epochs(self, epochs: int) -> Mechanism:
+    def for_epochs(self, epochs: int) -> Any:
         """Return the mechanism of a training of so many epochs.
 
         Args:
             epochs: Passes over the data.
 
         Returns:
-            Itself, where it is the same for any length.
+            Itself, where it is the same for any length, as by default.
         """
+        del epochs
+        return self
 
     def error(self, scheme: SamplingScheme, steps: int, workload: Workload) -> float:
         """Return the root of the mean square of the noise in the parameters, for σ = C = 1; see `plan_privacy`.
@@ -80,36 +86,14 @@ class Mechanism(Protocol):
             workload: What the optimizer makes of gradients.
 
         Returns:
-            It, in units of the clipping norm.
+            It, in units of the clipping norm; by default that of independent noise.
         """
-
-
-class _Independent(Mechanism):
-    """What mechanisms with independent noise have in common."""
-
-    def correlation(self, scheme: SamplingScheme) -> Correlation | None:
-        """Return None."""
-        del scheme
-        return None
-
-    def periods(self, scheme: SamplingScheme, first: int, count: int) -> list[float]:
-        """Return ones: an event costs what it says."""
-        del scheme, first
-        return [1.0] * count
-
-    def for_epochs(self, epochs: int) -> Any:
-        """Return the mechanism itself."""
-        del epochs
-        return self
-
-    def error(self, scheme: SamplingScheme, steps: int, workload: Workload) -> float:
-        """Return the error of independent noise."""
         del scheme
         return toeplitz.error(toeplitz.of_inverse((1.0,)), steps, workload)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoissonSampling(_Independent):
+class PoissonSampling(Mechanism):
     """DP-SGD as `make_private` does it by default: each record joins each batch independently, noise is independent.
 
     Attributes:
@@ -134,7 +118,7 @@ class PoissonSampling(_Independent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BallsInBins(_Independent):
+class BallsInBins(Mechanism):
     """Each record is in exactly one batch of every epoch, drawn uniformly and anew for each epoch; independent noise.
 
     In T = k·t steps every record takes part exactly k times, which costs less noise than Poisson sampling of the same
@@ -177,7 +161,7 @@ class BallsInBins(_Independent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CyclicPoissonSampling(_Independent):
+class CyclicPoissonSampling(Mechanism):
     """Records are dealt out to groups once, and each step draws a Poisson sample from the next group.
 
     Attributes:
@@ -214,7 +198,7 @@ def _cyclic_poisson(groups: int, num_samples: int, batch_size: int) -> CyclicPoi
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnamplifiedSampling(_Independent):
+class UnamplifiedSampling(Mechanism):
     """DP-SGD without amplification by sampling: the same batches in the same order in every epoch, independent noise.
 
     Each epoch costs one Gaussian mechanism, whatever the size of batches. It is what correlated noise is compared with
@@ -492,11 +476,6 @@ class BandedMatrixFactorization(Correlated):
         """Return C⁻¹, and the norm of a column of C."""
         matrix = self._matrix(scheme)
         return Correlation(matrix, toeplitz.sensitivity(matrix, self.bands, separation=self.bands))
-
-    def periods(self, scheme: SamplingScheme, first: int, count: int) -> list[float]:
-        """Return ones: a round costs what its event says."""
-        del scheme, first
-        return [1.0] * count
 
     def _matrix(self, scheme: SamplingScheme) -> Filter:
         if self.coefficients == "optimal":

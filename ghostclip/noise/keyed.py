@@ -18,7 +18,7 @@ from functools import cache, partial
 from itertools import islice
 from operator import attrgetter
 from threading import Lock
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -61,35 +61,14 @@ def run(jobs: Iterator[Callable[[], None]], *, workers: int) -> None:
         other.result()
 
 
-class TensorNoise(Protocol):
-    """Source that adds noise to one tensor."""
-
-    def add_(self, tensor: Tensor, std: float) -> None:
-        """Add N(0, std²) to every element, in place."""
-
-
-class JointSource(TensorNoise, Protocol):
-    """Source that adds noise to several tensors at once."""
-
-    def add_all_(self, tensors: Sequence[Tensor], std: float) -> None:
-        """Add N(0, std²) to every element of all tensors, in place."""
-
-
-class ReleasingSource(JointSource, Protocol):
-    """Source that adds noise and divides."""
-
-    def release_all_(self, tensors: Sequence[Tensor], std: float, divisor: float) -> None:
-        """Add N(0, std²) to every element of all tensors and divide, in place."""
-
-
-def add_noise_(source: TensorNoise, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
+def add_noise_(source: Any, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
     """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can."""
     # The source is called for std 0 as well: one that several ranks share adds up their sums.
     if _stands_for(source, "release_all_", "add_", "add_all_", "add_shard_"):
-        cast("ReleasingSource", source).release_all_(tensors, std, divisor)
+        source.release_all_(tensors, std, divisor)
         return
     if draws_at_once(source):
-        cast("JointSource", source).add_all_(tensors, std)
+        source.add_all_(tensors, std)
     else:
         for tensor in tensors:
             source.add_(tensor, std=std)
@@ -97,19 +76,19 @@ def add_noise_(source: TensorNoise, tensors: Sequence[Tensor], std: float, divis
         _torch.divide_all_([_torch.local(tensor) for tensor in tensors], divisor)
 
 
-def draws_at_once(source: TensorNoise) -> bool:
+def draws_at_once(source: object) -> bool:
     """Return whether a source's `add_all_` stands for its `add_`."""
     # One class defines both, and nothing overrides `add_`. A subclass, or a patch, that changes `add_` alone must not
     # be bypassed.
     return _stands_for(source, "add_all_", "add_")
 
 
-def draws_shares(source: TensorNoise) -> bool:
+def draws_shares(source: object) -> bool:
     """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`."""
     return _stands_for(source, "add_share_", "add_", "add_all_", "add_shard_", "release_all_")
 
 
-def _stands_for(source: TensorNoise, joint: str, *methods: str) -> bool:
+def _stands_for(source: object, joint: str, *methods: str) -> bool:
     for kind in type(source).__mro__:
         own = vars(kind)
         if joint in own:
@@ -117,67 +96,43 @@ def _stands_for(source: TensorNoise, joint: str, *methods: str) -> bool:
     return False
 
 
-def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
-    # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
-    if _are_of_one_kind(tensors):
-        yield from _of_one_kind(tensors, list(map(Tensor.numel, tensors)), limit(tensors[0]))
-        return
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
-    limits: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
-        kind, size = (tensor.dtype, tensor.device), tensor.numel()
-        if kind not in limits:
-            limits[kind] = room[kind] = limit(tensor)
-        if size >= limits[kind]:
-            yield [tensor]
-            continue
-        if size == 0:
-            continue
-        if size > room[kind]:
-            yield filling.pop(kind)
-            room[kind] = limits[kind]
-        room[kind] -= size
-        if kind in filling:
-            filling[kind].append(tensor)
-        else:
-            filling[kind] = [tensor]
-    yield from filling.values()
-
-
+_Kind: TypeAlias = tuple[torch.dtype, torch.device]
 _dtype: Final[Callable[[Tensor], torch.dtype]] = attrgetter("dtype")
 _device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
-def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
-    kinds = list(zip(map(_dtype, tensors), map(_device, tensors), strict=True))
-    return bool(kinds) and kinds.count(kinds[0]) == len(kinds)
-
-
-def _of_one_kind(tensors: Sequence[Tensor], sizes: Sequence[int], most: int) -> Iterator[list[Tensor]]:
-    """Yield what `packs` does of tensors of one type and device, the common case, of which a model has hundreds."""
-    pack, room = list[Tensor](), most
-    for tensor, size in zip(tensors, sizes, strict=True):
+def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
+    # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
+    filling: dict[_Kind, list[Tensor]] = {}
+    rooms: dict[_Kind | None, int] = {}
+    limits: dict[_Kind, int] = {}
+    last: _Kind | None = None
+    pack: list[Tensor] | None = None
+    most = room = 0
+    kinds = zip(map(_dtype, tensors), map(_device, tensors), strict=True)
+    for tensor, kind, size in zip(tensors, kinds, map(Tensor.numel, tensors), strict=True):
+        # Most often all are of one kind: nothing is looked up for it again.
+        if kind != last:
+            rooms[last], last = room, kind
+            if kind not in limits:
+                limits[kind] = rooms[kind] = limit(tensor)
+            most, room, pack = limits[kind], rooms[kind], filling.get(kind)
         if size >= most:
             yield [tensor]
         elif size:
             if size > room:
-                yield pack
-                pack, room = [], most
+                yield filling.pop(kind)
+                room, pack = most, None
+            if pack is None:
+                pack = filling[kind] = []
             pack.append(tensor)
             room -= size
-    if pack:
-        yield pack
-
-
-def flattened(pack: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the elements of several tensors, ``(N,)``."""
-    return _torch.flattened(pack)
+    yield from filling.values()
 
 
 def copy_back_(flat_N: Tensor, pack: Sequence[Tensor]) -> None:
-    """Copy the elements back to the tensors that `flattened` copied them from."""
+    """Copy the elements back to the tensors that ``_torch.flattened`` copied them from."""
     _torch.copy_all_(pack, _torch.unflattened(flat_N, pack))
 
 
@@ -297,7 +252,7 @@ class KeyedNoise:
             if len(pack) == 1:
                 self.add_(pack[0], std)
                 continue
-            flat_N = flattened(pack)
+            flat_N = _torch.flattened(pack)
             self.add_(flat_N, std)
             copy_back_(flat_N, pack)
 
@@ -346,7 +301,7 @@ class KeyedNoise:
                 yield partial(self._release_part, cut(flat_N, elements), (std, divisor), block, within)
 
     def _release_pack(self, pack: list[torch.Tensor], scales: tuple[float, float], position: int) -> None:
-        flat_N = flattened(pack)
+        flat_N = _torch.flattened(pack)
         self._release_range(flat_N, scales, Range(position, 0, flat_N.numel()))
         copy_back_(flat_N, pack)
 

@@ -23,14 +23,14 @@ from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
 from ghostclip.graph.takeover import CompiledRecord
-from ghostclip.noise import ExactRelease, make_noise_source
+from ghostclip.noise import make_noise_source
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.draws import Replay
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
-from ghostclip.optim.wrapped import WrappedOptimizer
+from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
@@ -123,9 +123,7 @@ class DPOptimizer(WrappedOptimizer):
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
         checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
-        clipper.own_gradients(
-            discard=weakref.WeakMethod(self.discard), samples=isinstance(self._collected, ExactRelease)
-        )
+        clipper.own_gradients(discard=weakref.WeakMethod(self.discard), samples=self._collected is not None)
         self._draws: DrawLog | None = None
         self._released, self.compiled = Releases(self.params), CompiledRecord()
         self.is_applying = False
@@ -252,10 +250,7 @@ class DPOptimizer(WrappedOptimizer):
             TamperedGradientError: If a gradient was put into `p.grad` since backward.
             DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         if (self.is_idle and checks.initialises_state(self.original_optimizer)) or self.pre_step():
             try:
                 self.apply_to(self.original_optimizer)
@@ -311,8 +306,7 @@ class DPOptimizer(WrappedOptimizer):
             DrawError: If the rows that the model saw are not those of the next draws, where draws are known.
         """
         if closure is not None:
-            with torch.enable_grad():
-                closure()
+            evaluated(closure)
         self.clipper.rest()
         try:
             with self._agreeing():
@@ -343,7 +337,8 @@ class DPOptimizer(WrappedOptimizer):
                 "rows call clipper.mark_empty_batch()."
             )
         self._batch.count_passes(self.clipper.backward_passes, self.clipper.generation, empty=empty)
-        self._collected.collect()
+        if self._collected is not None:
+            self._collected.collect()
         if self.clipper.strategy == "hooks":
             self._show_sums()
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optim.checks import initialises_state, refuse_uncovered
 from ghostclip.optim.dp_optimizer import DPOptimizer
-from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer
+from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer, evaluated
 
 
 class JoinedOptimizer(Optimizer):
@@ -124,15 +123,9 @@ class MemberOptimizer(WrappedOptimizer):
         self._rounds_applied = 0
 
     @property
-    def account(self) -> CarriedAccount | None:
+    def account(self) -> CarriedAccount | None:  # type: ignore[override]  # set on the private optimizer alone
         """The account that travels with each member's state."""
-        release: DPOptimizer | None = self.__dict__.get("release")
-        return None if release is None else release.account
-
-    @account.setter
-    def account(self, value: CarriedAccount | None) -> None:
-        # `WrappedOptimizer` starts with none; a member asks the private optimizer.
-        del value
+        return self.release.account
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Release the logical batch if no member has, and update this member's parameters.
@@ -147,10 +140,7 @@ class MemberOptimizer(WrappedOptimizer):
             MissingGradientError: If no clipped gradient was made since the last release, and this member has applied
                 that one already.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         release = self.release
         if release.is_idle and initialises_state(self.original_optimizer):
             release.apply_to(self.original_optimizer)
@@ -204,3 +194,13 @@ def release_of(optimizer: Any) -> Any:
     if isinstance(optimizer, (list, tuple)) and optimizer and isinstance(optimizer[0], MemberOptimizer):
         return optimizer[0].release
     return optimizer.release if isinstance(optimizer, MemberOptimizer) else optimizer
+
+
+def private_optimizer(optimizer: Any) -> DPOptimizer:
+    """Return what releases, as `release_of` does; refuse an optimizer that is not private."""
+    found = release_of(optimizer)
+    if not isinstance(found, DPOptimizer):
+        raise InvalidOptionError(
+            f"optimizer: expected the one that make_private() returned, got {type(found).__name__}."
+        )
+    return found

@@ -13,7 +13,7 @@ from ghostclip import _torch
 from ghostclip.distributed.agreement import gathered
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 from ghostclip.noise import ExactRelease, add_noise_
-from ghostclip.noise.keyed import flattened, packs
+from ghostclip.noise.keyed import packs
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
@@ -28,17 +28,10 @@ class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and 
     """A step hook asks for a step that releases nothing, without an error."""
 
 
-class FloatSums:
-    """The clipper's own sums are released: nothing has to be collected."""
-
-    def collect(self) -> None:
-        """Nothing to do after a backward."""
-
-
-def collector(clipper: GhostClipper, noise_source: NoiseSource) -> ExactRelease | FloatSums:
-    """Return the collector of integer sums if the noise is of level "exact", else one that does nothing."""
+def collector(clipper: GhostClipper, noise_source: NoiseSource) -> ExactRelease | None:
+    """Return the collector of integer sums if the noise is of level "exact", None where the clipper's are released."""
     # By level, not by type: a source that several ranks share adds up their integers as it does floats.
-    return ExactRelease(clipper, cast("ExactNoise", noise_source)) if noise_source.level == "exact" else FloatSums()
+    return ExactRelease(clipper, cast("ExactNoise", noise_source)) if noise_source.level == "exact" else None
 
 
 def noisy_gradients(
@@ -48,11 +41,11 @@ def noisy_gradients(
     std: float,
     divisor: float,
     noise_source: NoiseSource,
-    collected: ExactRelease | FloatSums,
+    collected: ExactRelease | None,
 ) -> list[torch.Tensor]:
     """Return the release of each parameter: noise added to its clipped sum, divided by a public constant."""
     # Sums are None where nothing contributed; they are overwritten. Collected integers replace them.
-    if isinstance(collected, ExactRelease):
+    if collected is not None:
         released = collected.release(parameters, std=std)
         if divisor != 1 and released:
             _torch.divide_all_(released, divisor)
@@ -110,7 +103,7 @@ def fingerprint(released: Sequence[torch.Tensor], *, in_parts: bool = False) -> 
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
     flats: dict[torch.device, list[torch.Tensor]] = {}
     for pack in packs([_torch.local(tensor.detach()) for tensor in released], lambda _: _PACK):
-        flats.setdefault(pack[0].device, []).append(flattened(pack))
+        flats.setdefault(pack[0].device, []).append(_torch.flattened(pack))
     digest.update(repr(read_prints([content_prints(found) for found in flats.values()])).encode())
     if in_parts or any(map(_torch.is_sharded_tensor, released)):
         return hashlib.blake2b(repr(gathered("release", digest.hexdigest())).encode(), digest_size=16).hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 from ghostclip import _validate
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.optim.dp_optimizer import DPOptimizer
-from ghostclip.optim.members import release_of
+from ghostclip.optim.members import private_optimizer
 
 
 class Schedule(abc.ABC):
@@ -20,11 +20,7 @@ class Schedule(abc.ABC):
     # As in torch's schedulers, `last_epoch` is -1 at the beginning; the optimizer's present value is that of this
     # epoch, and the next one's is set at once.
     def __init__(self, optimizer: DPOptimizer, *, last_epoch: int = -1) -> None:
-        optimizer = release_of(optimizer)
-        if not isinstance(optimizer, DPOptimizer):
-            raise InvalidOptionError(
-                f"optimizer: expected the one that make_private() returned, got {type(optimizer).__name__}."
-            )
+        optimizer = private_optimizer(optimizer)
         if self.attribute == "max_grad_norm" and optimizer.clipper.policy.adaptation is not None:
             raise InvalidOptionError("optimizer with clipping='adaptive': its bound moves by itself; use no schedule.")
         self.optimizer = optimizer

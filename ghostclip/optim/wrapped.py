@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, NoReturn, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,6 +30,12 @@ class CarriedAccount(Protocol):
 _PARAMS: Final = itemgetter("params")
 
 
+@torch.enable_grad()
+def evaluated(closure: Callable[[], Any]) -> Any:
+    """Return what the closure of a step returns, whatever the step itself forbids."""
+    return closure()
+
+
 class WrappedOptimizer(Optimizer):
     """A torch optimizer whose parameters, state and hooks all live in another one.
 
@@ -42,11 +50,12 @@ class WrappedOptimizer(Optimizer):
         InvalidOptionError: If it is not a torch optimizer.
     """
 
+    account: CarriedAccount | None = None
+
     def __init__(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):
             raise InvalidOptionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         self.original_optimizer = optimizer
-        self.account: CarriedAccount | None = None
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ Shape letters: B samples, N samples times slots, T positions, I inputs, O output
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
+from math import prod
 from typing import Final
 
 from torch import nn
@@ -206,10 +207,7 @@ class CoverageRow:
     @property
     def count(self) -> int:
         """Its number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
 
 class Coverage:

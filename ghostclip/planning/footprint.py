@@ -162,7 +162,8 @@ class _Gradients:
         """Remove gradients that arrived; what a use keeps of them is counted as the use's."""
         use = node.metadata.get(METADATA_KEY)
         for storage in self._own:
-            if use is not None and _keeps(use):
+            # A use of a matrix or a kernel may store the gradient of its output as it arrives.
+            if use is not None and any(tracked.origin.value.dim() > 1 for tracked in use.targets.values()):
                 self._alive -= self._sizes[storage]
                 self._sizes[storage] = 0
             self._release(storage)
@@ -181,20 +182,10 @@ class _Gradients:
         self._alive -= 0 if self._holders[storage] else self._sizes[storage]
 
 
-def _keeps(use: ParamUse) -> bool:
-    """Return whether a use may store the gradient of its output as it arrives: that of a matrix or a kernel."""
-    return any(tracked.origin.value.dim() > 1 for tracked in use.targets.values())
-
-
 def nodes_in_order(start: Any) -> list[Any]:
     """Return a node and those behind it in the engine's order, the latest operation first, without leaves."""
     nodes = [node for node in nodes_behind([start]) if _torch.leaf_of(node) is None]
     return sorted(nodes, key=lambda node: -_torch.order_of(node))
-
-
-def order(node: Any) -> int:
-    """Return a number that grows with every node made."""
-    return _torch.order_of(node)
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:

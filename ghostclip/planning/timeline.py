@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
@@ -244,7 +245,7 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
     parts: list[Stretch] = []
     nodes = footprint.nodes_in_order(loss.grad_fn)
     for node, waiting in zip(nodes, footprint.passing_of(nodes), strict=True):
-        order = footprint.order(node)
+        order = _torch.order_of(node)
         call = next((number for number, one in enumerate(calls) if one.first <= order < one.last), None)
         if not parts or parts[-1].call != call:
             parts.append(Stretch(call))

@@ -147,18 +147,13 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
     return described
 
 
-def _sampler_of(sampling: Sampling | None) -> Any:
-    """Return the object with the position in the data, or None where it has no state."""
-    return None if sampling is None else sampling.sampler
-
-
 def training_state(account: Account, optimizer: DPOptimizer | None, sampling: Sampling | None) -> dict[str, Any]:
     """Return everything but the model that a resumed training needs; refuse the middle of a logical batch."""
     state = account_state(account, optimizer, sampling)
     if optimizer is not None:
         optimizer.require_released()
         state[OPTIMIZER] = optimizer.original_optimizer.state_dict()
-        state[GENERATORS] = _generators()
+        state[GENERATORS] = generators()
     return state
 
 
@@ -173,10 +168,9 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
         state[POLICY] = optimizer.clipper.policy.state_dict()
         state[RELEASES] = optimizer.releases
         state[COMPILED] = optimizer.compiled.state()
-    sampler = _sampler_of(sampling)
-    if sampler is not None:
-        state[SAMPLER] = sampler.state_dict()
     if sampling is not None:
+        if sampling.sampler is not None:
+            state[SAMPLER] = sampling.sampler.state_dict()
         state[SAMPLING] = sampling.state_dict()
         state[RECORDS] = _digest_of(sampling)
     return state
@@ -206,13 +200,13 @@ def _refuse_other_records(checkpoint: Mapping[str, Any], sampling: Sampling | No
         )
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """Return the states of torch's global generators, which dropout draws from; nothing private follows from them."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def _continue_generators(saved: Mapping[str, Any]) -> None:
+def continue_generators(saved: Mapping[str, Any]) -> None:
     """Restore torch's global generators, as far as the devices are there."""
     torch.set_rng_state(saved["cpu"])
     if torch.cuda.is_available():
@@ -260,7 +254,7 @@ def restore(checkpoint: dict[str, Any], optimizer: DPOptimizer | None, sampling:
         inner.load_state_dict(_for_parts(checkpoint[OPTIMIZER], inner))
     restore_positions(checkpoint, optimizer, sampling)
     if optimizer is not None and GENERATORS in checkpoint:
-        _continue_generators(checkpoint[GENERATORS])
+        continue_generators(checkpoint[GENERATORS])
 
 
 def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -281,9 +275,8 @@ def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 def restore_positions(checkpoint: Mapping[str, Any], optimizer: DPOptimizer | None, sampling: Sampling | None) -> None:
     """Restore the positions of noise and batches."""
-    sampler = _sampler_of(sampling)
-    if sampler is not None and SAMPLER in checkpoint:
-        sampler.load_state_dict(checkpoint[SAMPLER])
+    if sampling is not None and sampling.sampler is not None and SAMPLER in checkpoint:
+        sampling.sampler.load_state_dict(checkpoint[SAMPLER])
     if sampling is not None and SAMPLING in checkpoint:
         sampling.load_state_dict(checkpoint[SAMPLING])
     if optimizer is None:
@@ -312,7 +305,7 @@ def with_fresh_randomness(
             "because it is that run), which must not hide other sums. Make the training private anew, without a "
             "generator or with another."
         )
-    sampler = _sampler_of(sampling)
+    sampler = None if sampling is None else sampling.sampler
     if sampler is not None and SAMPLER in checkpoint:
         fresh[SAMPLER] = {**checkpoint[SAMPLER], "key": sampler.state_dict()["key"]}
     return fresh

@@ -20,6 +20,7 @@ import stat
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -199,15 +200,11 @@ class LedgerFile:
             content = from_first("content of the ledger", lambda: self.path.read_bytes() if self._end else b"")
             if self._follows:
                 with telling("ledger"):
-                    self._hold(content)
+                    self._forget()
+                    if content:
+                        self._read(content)
         self.shared, self._told, self._wrong = True, self._end, None
         return self._places[-1] != before
-
-    def _hold(self, content: bytes) -> None:
-        """Adopt the content of another rank's file."""
-        self._forget()
-        if content:
-            self._read(content)
 
     def _on_first_rank(self, work: Callable[[], None]) -> None:
         """Do something with the file on rank 0 alone, where ranks share it, and give all of them its content."""
@@ -422,7 +419,8 @@ class LedgerFile:
             _to_disk(file.fileno())
         except BaseException:
             # What is left where this fails too is cut off before the next line is written.
-            _truncate(file, self._end)
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), self._end)
             raise
         self._pending = b""
         self._take(json.loads(line.rpartition(b"\t")[0]), place, len(line))
@@ -534,13 +532,6 @@ def _write_all(file: IO[bytes], line: bytes, *, at: int) -> None:
     file.seek(at)
     while line:
         line = line[file.write(line) :]
-
-
-def _truncate(file: IO[bytes], size: int) -> None:
-    try:
-        os.ftruncate(file.fileno(), size)
-    except OSError:
-        return
 
 
 def _to_disk(descriptor: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def all_or_nothing(
     # Accountants and schedulers may be of the user's classes.
     # A line that was written into the account's ledger stays there.
     holders = [account, account.accountant, account.own, sampling, *schedulers]
-    undo = [_kept_generators()]
+    undo: list[Undo] = [partial(checkpoints.continue_generators, checkpoints.generators())]
     if module is not None:
         undo.append(_kept_module(module))
     if optimizer is not None:
@@ -87,19 +88,6 @@ def _copy_of(tensor: Tensor) -> Tensor:
     """Copy a tensor to main memory, since a model may fill its device's; one of another kind to where it lies."""
     plain = type(tensor) in (Tensor, nn.Parameter)
     return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
-
-
-def _kept_generators() -> Undo:
-    """Return a function that restores torch's global generators."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def put_back() -> None:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-
-    return put_back
 
 
 def _kept_values(optimizer: DPOptimizer) -> Undo:

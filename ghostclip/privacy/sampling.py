@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
@@ -44,7 +44,7 @@ _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
 _NEVER = 1e-12
 
 
-class Sampling(Protocol):
+class Sampling:
     """Source of batches, and the cost of a step on them."""
 
     loader: Any
@@ -57,28 +57,31 @@ class Sampling(Protocol):
     """The object that holds the position in the data; None where nothing does."""
     replicas: int
     """Ranks that share each batch."""
-    padded: Sequence[Padded]
+    padded: Sequence[Padded] = ()
     """Axes of a batch along which its collate function pads records to the length of their company."""
-    correlation: Correlation | None
+    correlation: Correlation | None = None
     """How the noise of steps is correlated; None for independent noise."""
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
         """Return what whole passes over the loader will cost."""
+        raise NotImplementedError
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return the charges of the step that is about to be released, none if it is paid for; changes nothing."""
+        raise NotImplementedError
 
     def settle(self, events: list[Charge]) -> None:
         """Note that the charges of a step were written into the account."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know of steps that are paid for already, in plain values."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, empty if nothing is paid for; the sampler has continued already."""
 
 
-class EventSampling:
+class EventSampling(Sampling):
     """Each step is an event of its own, as the private loader's sampler says: Poisson, truncated, or a full batch.
 
     Privacy:
@@ -89,15 +92,9 @@ class EventSampling:
         in each of them), so that several passes are refused there.
     """
 
-    padded: Sequence[Padded] = ()
-    correlation: Correlation | None = None
-
     def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
         self.event = loader.event
         self.expected_batch_size = float(loader.expected_batch_size)
-        self.loader: Any
-        self.draws: DrawLog | None
-        self.sampler: PrivateSampler | None
         if isinstance(loader, DeclaredSampling):
             self.loader, self.sampler, self.draws = loader.data_loader, None, None
             self._steps = loader.steps
@@ -126,18 +123,8 @@ class EventSampling:
         """Return one charge for all steps of whole passes."""
         return [cost_of(self.event, noise_multiplier=noise_multiplier, count=epochs * self._steps)]
 
-    def settle(self, events: list[Charge]) -> None:
-        """Nothing to remember: steps are independent."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember: steps are independent."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to remember: steps are independent."""
-
-
-class PeriodSampling:
+class PeriodSampling(Sampling):
     """Several steps are one event together: an epoch in which every record is in exactly one batch, or a round of it.
 
     Privacy:
@@ -147,8 +134,6 @@ class PeriodSampling:
         it has.
     """
 
-    padded: Sequence[Padded] = ()
-
     def __init__(
         self,
         loader: _StoppableLoader | DPDataLoader,
@@ -156,7 +141,7 @@ class PeriodSampling:
         expected_batch_size: float,
         mechanism: Mechanism | None = None,
     ) -> None:
-        self.loader: Any = loader
+        self.loader = loader
         sampler: Any = loader.batch_sampler
         self.sampler = sampler if hasattr(sampler, "state_dict") else None
         self.replicas = getattr(sampler, "num_replicas", 1)
@@ -170,13 +155,12 @@ class PeriodSampling:
         self._mechanism = mechanism
         self._scheme = loader.private_sampler.scheme if isinstance(loader, DPDataLoader) else None
         self._epoch_steps = len(loader)
-        self.correlation: Correlation | None = None
         if mechanism is not None and self._scheme is not None:
             self.correlation = mechanism.correlation(self._scheme)
         self._sigma: float | None = None
         self._trainable: list[bool] | None = None
         self.expected_batch_size = expected_batch_size
-        self.draws: DrawLog | None = passes.draws
+        self.draws = passes.draws
         self._passes = passes
         self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
         self.load_state_dict({})

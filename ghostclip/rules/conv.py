@@ -21,22 +21,15 @@ def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
 
-@register_op("conv1d", "conv2d", "conv3d", arguments="input weight bias stride padding dilation groups", by_form=True)
-def convolution(call: Call) -> Captured | None:
-    """Rule for a convolution: weight ``Windows`` of the input; None for a tracked input or one without a row axis."""
-    return _captured(call, transposed=False)
-
-
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
 
+@register_op("conv1d", "conv2d", "conv3d", arguments="input weight bias stride padding dilation groups", by_form=True)
 @register_op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", arguments=_TRANSPOSED, by_form=True)
-def transposed_convolution(call: Call) -> Captured | None:
-    """Rule for a transposed convolution: the kernel's gradient is a convolution's with input and output exchanged."""
-    return _captured(call, transposed=True)
-
-
-def _captured(call: Call, *, transposed: bool) -> Captured | None:
+def convolution(call: Call) -> Captured | None:
+    """Rule for a convolution: weight ``Windows`` of the input; None for a tracked input or one without a row axis."""
+    # A transposed one's kernel gradient is a convolution's with input and output exchanged.
+    transposed = call.name.startswith("conv_transpose")
     x, weight = call.values["input"], call.values["weight"]
     dims = weight.dim() - 2
     if "input" in call.tracked or x.dim() != dims + 2:

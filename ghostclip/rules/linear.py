@@ -177,18 +177,13 @@ def added_product(call: Call) -> Captured | None:
 
 
 @register_op("matmul", "__matmul__", arguments="first second")
+@register_op("__rmatmul__", arguments="second first")
 def matmul(call: Call) -> Captured | None:
     """Return the capture of ``x @ y`` for any numbers of axes, the parameter on either side."""
     given = _named(call, ("input", "first"), ("other", "second"), ("mat2", "second"))
     first, second = given.values["first"], given.values["second"]
     equation = _of_matmul(first.dim(), second.dim())
     return None if equation is None else capture_bilinear(given, equation, ("first", "second"))
-
-
-@register_op("__rmatmul__", arguments="second first")
-def reflected_matmul(call: Call) -> Captured | None:
-    """Return the capture of ``x @ W`` as Python calls it on the right operand."""
-    return matmul(call)
 
 
 @register_op("inner", arguments="first second")

@@ -131,10 +131,9 @@ def _bags(call: Call, padding: int | None) -> tuple[Tensor, Tensor]:
     if ids.dim() == 2:
         ids_nK, weights_nK = ids, weights
     else:
-        starts = offsets[:-1] if call.get("include_last_offset", False) else offsets
-        ends = torch.cat(
-            [starts[1:], offsets[-1:] if call.get("include_last_offset", False) else offsets.new_tensor([ids.numel()])]
-        )
+        if not call.get("include_last_offset", False):
+            offsets = torch.cat([offsets, offsets.new_tensor([ids.numel()])])
+        starts, ends = offsets[:-1], offsets[1:]
         place_nK = starts.unsqueeze(1) + torch.arange(
             int((ends - starts).max()) if ends.numel() else 0, device=ids.device
         )
@@ -165,12 +164,9 @@ class Pick:
         found: Factor = Rows(ids_BT.to(g_BTI.device), g_BTI, shape=self.shape)
         if ids_BT.shape[1] * self.features >= prod(self.shape):
             found = Dense(found.materialize())
-        return self._in_place(found)
-
-    def _in_place(self, factor: Factor) -> Factor:
         if not self.axis:
-            return factor
-        return Permuted(factor, [*range(1, self.axis + 1), 0, *range(self.axis + 1, len(self.shape))])
+            return found
+        return Permuted(found, [*range(1, self.axis + 1), 0, *range(self.axis + 1, len(self.shape))])
 
 
 def pick_of(name: str, shape: torch.Size, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Pick | None:
@@ -219,17 +215,13 @@ def picked(call: Call) -> Captured | None:
         return None
     dims, ids = pick.ids.dim(), pick.ids
     front = range(pick.axis, pick.axis + dims)
-    order = (*front, *(axis for axis in range(_axes(call.name, pick)) if axis not in front)) if pick.axis else ()
+    order = (*front, *(axis for axis in range(dims + len(pick.shape) - 1) if axis not in front)) if pick.axis else ()
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTI = split(grad.flatten(dims) if grad.dim() > dims else grad.unsqueeze(-1), dims)
         return {"input": pick.rows(split(saved[0], dims), g_BTI)}
 
     return Captured((ids,), ids, dims, factors, "rows", order)
-
-
-def _axes(name: str, pick: Pick) -> int:
-    return pick.ids.dim() + (0 if name in ("gather", "take") else len(pick.shape) - 1)
 
 
 def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:

@@ -178,8 +178,8 @@ def follows_from_form(name: str) -> bool:
 Sampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 _S = TypeVar("_S", bound=Sampler)
 
-_GRADIENTS: Final[dict[type[nn.Module], Sampler]] = {}
-_NORMS: Final[dict[type[nn.Module], Sampler]] = {}
+GRAD_SAMPLERS: Final[dict[type[nn.Module], Sampler]] = {}
+NORM_SAMPLERS: Final[dict[type[nn.Module], Sampler]] = {}
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def register_grad_sampler(
     Raises:
         InvalidOptionError: If the target is no module class.
     """
-    return _register(target_class_or_classes, _GRADIENTS)
+    return _register(target_class_or_classes, GRAD_SAMPLERS)
 
 
 def register_norm_sampler(
@@ -236,30 +236,20 @@ def register_norm_sampler(
     Raises:
         InvalidOptionError: If the target is no module class.
     """
-    return _register(target_class_or_classes, _NORMS)
-
-
-def grad_samplers() -> dict[type[nn.Module], Sampler]:
-    """Return the registered samplers of gradients, by module class: the registry itself."""
-    return _GRADIENTS
-
-
-def norm_samplers() -> dict[type[nn.Module], Sampler]:
-    """Return the registered samplers of norms, by module class: the registry itself."""
-    return _NORMS
+    return _register(target_class_or_classes, NORM_SAMPLERS)
 
 
 def any_samplers(kinds: AbstractSet[type[nn.Module]]) -> bool:
     """Return whether a sampler is registered for any of some module classes."""
-    return not (kinds.isdisjoint(_GRADIENTS) and kinds.isdisjoint(_NORMS))
+    return not (kinds.isdisjoint(GRAD_SAMPLERS) and kinds.isdisjoint(NORM_SAMPLERS))
 
 
 def samplers_of(module: nn.Module) -> Samplers | None:
     """Return the samplers of a module's own class, or None."""
     kind = _torch.class_of(module)
-    if kind not in _GRADIENTS and kind not in _NORMS:
+    if kind not in GRAD_SAMPLERS and kind not in NORM_SAMPLERS:
         return None
-    return Samplers(_GRADIENTS.get(kind), _NORMS.get(kind))
+    return Samplers(GRAD_SAMPLERS.get(kind), NORM_SAMPLERS.get(kind))
 
 
 def _register(

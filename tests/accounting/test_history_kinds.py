@@ -16,8 +16,6 @@ from ghostclip.accounting import (
     get_sample_rate,
     get_steps,
     joint_noise_multiplier,
-    privacy_curve,
-    trade_off,
 )
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.accounting.pld import truncation_probability
@@ -186,21 +184,6 @@ def test_budgets_that_cannot_be_met(monkeypatch):
         get_steps(target_epsilon=0.1, target_delta=DELTA, noise_multiplier=0.5, sample_rate=1.0)
     with pytest.raises(BudgetError, match="sample rate"):
         get_sample_rate(target_epsilon=0.01, target_delta=DELTA, noise_multiplier=1.0, steps=10)
-
-
-def test_the_trade_off_is_that_of_a_gaussian_mechanism():
-    accountant = create_accountant()
-    accountant.history = [(1.0, 1.0, 1)]
-    alpha = np.array([0.0, 0.01, 0.1, 0.3, 0.5, 1.0])
-    found = trade_off(accountant, alpha, points=40)
-    exact = norm.cdf(norm.isf(alpha) - 1.0)
-    assert np.all(found <= exact + 1e-9)
-    np.testing.assert_allclose(found, exact, atol=5e-3)
-
-
-def test_the_curve_falls():
-    epsilons = [found.upper for _, found in privacy_curve(recorded(event()), [1e-3, 1e-5, 1e-7])]
-    assert epsilons == sorted(epsilons)
 
 
 def test_delta_against_the_number_of_records():

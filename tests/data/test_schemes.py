@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -244,8 +245,8 @@ def test_a_rate_of_no_whole_size_is_kept():
 
 def test_an_event_is_plain_values():
     event = Poisson(num_samples=10, sample_rate=0.25, relation="add_remove").event
-    assert SamplingEvent(**event.as_dict()) == event
-    assert all(type(value) in {str, int, float, type(None)} for value in event.as_dict().values())
+    assert SamplingEvent(**asdict(event)) == event
+    assert all(type(value) in {str, int, float, type(None)} for value in asdict(event).values())
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ STAGES = {
     "sampling": lambda run: (run.engine._sampling, "load_state_dict"),
     "noise": lambda run: (run.optimizer.noise_source, "load_state_dict"),
     "policy": lambda run: (run.optimizer.clipper.policy, "load_state_dict"),
-    "generator": lambda _: (checkpoints, "_continue_generators"),
+    "generator": lambda _: (checkpoints, "continue_generators"),
     "schedule of the noise": lambda run: (run.schedules["noise_scheduler"], "load_state_dict"),
     "schedule of the bound": lambda run: (run.schedules["grad_clip_scheduler"], "load_state_dict"),
     "account": lambda _: (Account, "load"),

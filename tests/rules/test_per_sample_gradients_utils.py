@@ -22,7 +22,7 @@ from tests.cases.registered import ByGradients, affine_gradients
 @pytest.fixture
 def wrong_layer(monkeypatch):
     """Return a layer whose sampler halves a gradient."""
-    monkeypatch.setattr(registry, "_GRADIENTS", dict(registry._GRADIENTS))
+    monkeypatch.setattr(registry, "GRAD_SAMPLERS", dict(registry.GRAD_SAMPLERS))
 
     class Wrong(ByGradients):
         """A layer with a wrong sampler."""

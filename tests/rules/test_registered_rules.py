@@ -37,7 +37,7 @@ class Scaled(nn.Module):
 def tables(monkeypatch):
     """Let a test register what it likes."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    for name in ("_GRADIENTS", "_NORMS"):
+    for name in ("GRAD_SAMPLERS", "NORM_SAMPLERS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 

@@ -22,7 +22,7 @@ from ghostclip.data.physical_batch_size import FixedSize
 from ghostclip.data.sampler import share_sampler
 from ghostclip.data.torch_loader import worker_options
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
-from ghostclip.optim import BatchToken, release_of
+from ghostclip.optim import BatchToken, private_optimizer
 
 _EMPTY = defaults({"batch_first": True, "rand_on_empty": False, "sample_empty_shapes": None, "dtypes": None})
 
@@ -212,11 +212,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     """
 
     def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer) -> None:
-        self.sampler, self.optimizer = sampler, release_of(optimizer)
-        if not isinstance(self.optimizer, DPOptimizer):
-            raise InvalidOptionError(
-                f"optimizer: expected the one that make_private() returned, got {type(self.optimizer).__name__}."
-            )
+        self.sampler, self.optimizer = sampler, private_optimizer(optimizer)
         self.max_batch_size = positive_int(max_batch_size, "max_batch_size")
 
     def __iter__(self) -> Iterator[list[int]]:
