@@ -102,7 +102,7 @@ def rows_without_a_bound() -> Iterator[None]:
     def sqnorm(self: Rows) -> SquaredNorm:
         pairs_K, sums_KI = self.segments()
         square_B = self.g_BTI.new_zeros(self.batch_size)
-        return SquaredNorm(square_B.index_add_(0, self._sample(pairs_K), sums_KI.square().sum(1)), None)
+        return SquaredNorm(square_B.index_add_(0, pairs_K // self.matrix[0], sums_KI.square().sum(1)), None)
 
     with mock.patch.object(Rows, "add_clipped_sum_", add), mock.patch.object(Rows, "sqnorm", sqnorm):
         yield
