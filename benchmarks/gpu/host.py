@@ -90,11 +90,8 @@ def reads():
     # Of an ordinary step and of a private one: some models read values of their own.
     spec = importlib.util.spec_from_file_location("host_reads", reads_file)
     module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-    try:
-        from ghostclip.kernels import reads as asked
-        before, asked.wait = asked.wait, lambda tensor: True
-    except ImportError:
-        asked = None
+    from ghostclip.kernels import runtime
+    before, runtime.wait = runtime.wait, lambda tensor: True
     # The optimizers' own reads of how many steps they took, which lies on the host, are no part of it.
     inner = private_optimizer.original_optimizer
     steps = optimizer.step, inner.step
@@ -106,8 +103,7 @@ def reads():
             step()
         counts.append(len(found))
     optimizer.step, inner.step = steps
-    if asked is not None:
-        asked.wait = before
+    runtime.wait = before
     return counts
 
 # The forwards that are proved, or compiled, come first.
