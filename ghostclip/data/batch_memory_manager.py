@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -146,7 +147,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
                     return
                 self._optimizer.begin_physical_batch(token)
                 self._policy.before()
-                yield self.placed(batch)
+                yield batch
                 self._policy.after(token.size)
             self._optimizer.require_released()
         finally:
@@ -166,15 +167,11 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
         sampler: Any = self._logical_batches
         draws: DrawLog | None = getattr(sampler, "draws", None)
-        if draws is None:
-            yield from start()
-            return
-        with sampler.tracking():
+        with nullcontext() if draws is None else sampler.tracking():
             for token, batch in start():
-                if token.chunk == 0:
+                if draws is not None and token.chunk == 0:
                     sampler.mark_delivered()
-                draws.show(batch)
-                yield token, batch
+                yield token, self.placed(batch, draws)
 
     def __len__(self) -> int:
         """Return about how many physical batches a pass has; sampled batches differ in size."""

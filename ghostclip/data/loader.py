@@ -221,9 +221,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()
-                placed = self.placed(batch)
-                sampler.draws.show(placed)
-                yield placed
+                yield self.placed(batch, sampler.draws)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).

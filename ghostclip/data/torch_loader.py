@@ -29,6 +29,7 @@ from torch.utils.data import (
 
 from ghostclip.distributed import world_size
 from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.optim.draws import DrawLog
 
 _REMEDIES: tuple[tuple[type, str], ...] = (
     (WeightedRandomSampler, "weights give every record another privacy loss; leave the sampler out"),
@@ -210,9 +211,12 @@ class TakenAsItIs:
         """Take accelerate's own mark; a loader that it has made anew is another object."""
         self._as_it_is = self._as_it_is or value
 
-    def placed(self, batch: Any) -> Any:
-        """Return a batch (tensors, in tuples, lists and mappings of any depth) on the loader's device."""
-        return batch if self.device is None else moved(batch, self.device)
+    def placed(self, batch: Any, draws: DrawLog | None) -> Any:
+        """Return a nested batch (tensors in tuples, lists, mappings) on the loader's device, and tell a log of it."""
+        batch = batch if self.device is None else moved(batch, self.device)
+        if draws is not None:
+            draws.show(batch)
+        return batch
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -73,7 +73,8 @@ class NotedInputs(NamedTuple):
     """What is known of the inputs of a forward, or of all behind a backward."""
 
     draws: frozenset[int] = frozenset()  # numbers of the draws whose tensors are among them
-    tensors: Sequence[Tensor] = ()  # those that have rows, until the backward is over
+    tensors: Sequence[Tensor] = ()  # all of a forward, until the backward is over
+    rows: int = 0
     crossed: Crossed | None = None
 
 
@@ -176,20 +177,23 @@ class DrawLog:
     def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
         """Return what is known of a forward's inputs."""
         found = [self._handed_out.draw_of(tensor) for tensor in tensors]
-        axes = [self.axis if self.axis < tensor.dim() and tensor.shape[self.axis] == rows else 0 for tensor in tensors]
-        moved = [tensor.movedim(axis, 0) if axis else tensor for tensor, axis in zip(tensors, axes, strict=True)]
-        kept = [tensor for tensor in moved if tensor.dim() and len(tensor) == rows]
-        return NotedInputs(frozenset(number for number in found if number is not None), kept)
+        return NotedInputs(frozenset([number for number in found if number is not None]), tensors, rows)
 
     def join(self, forwards: Sequence[NotedInputs]) -> NotedInputs:
         """Return what is known of all inputs behind a backward: orders of rows in the first ones, and now and then."""
         if len(forwards) == 1 and len(forwards[0].tensors) < 2:
             return NotedInputs(forwards[0].draws)
         draws = frozenset().union(*(one.draws for one in forwards))
-        alike = _of_kinds([tensor for one in forwards for tensor in one.tensors])
+        alike = _of_kinds([own for one in forwards for own in self._rows_first(one)])
         self._several += bool(alike)
         crossed = crossed_in(alike) if alike and self._schedule.take(self._several) else None
         return NotedInputs(draws, crossed=crossed)
+
+    def _rows_first(self, inputs: NotedInputs) -> list[Tensor]:
+        """Return the inputs that have rows, along their first axis."""
+        axis, rows = self.axis, inputs.rows
+        moved = [t.movedim(axis, 0) if axis and axis < t.dim() and t.shape[axis] == rows else t for t in inputs.tensors]
+        return [tensor for tensor in moved if tensor.dim() and len(tensor) == rows]
 
     @property
     def comparison(self) -> str:

@@ -363,9 +363,7 @@ class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
                 if self.stop_when is not None and self.stop_when():
                     return
                 passes.mark_delivered()
-                placed = self.placed(batch)
-                passes.draws.show(placed)
-                yield placed
+                yield self.placed(batch, passes.draws)
 
 
 class _CountedPasses(Sampler[list[int]]):

@@ -100,6 +100,25 @@ def test_loaders_that_keep_the_draws_whole_work(wrapper, poisson):
     assert run.optimizer.releases == 4 * len(run.loader)
 
 
+@SHUFFLED
+@pytest.mark.parametrize("physical", [None, 3], ids=["logical", "physical"])
+@pytest.mark.parametrize("poisson", [True, False])
+def test_batches_that_the_loader_copies_to_a_device_are_known(poisson, physical, monkeypatch):
+    monkeypatch.setattr("ghostclip.data.torch_loader.moved", lambda batch, _: [part.clone() for part in batch])
+    run = Run(poisson=poisson)
+    run.loader.device = torch.device("cpu")
+    if physical is None:
+        for batch in run.loader:
+            run.step(batch)
+    else:
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=physical, optimizer=run.optimizer
+        ) as batches:
+            for batch in batches:
+                run.step(batch)
+    assert "records: of the batches drawn;" in run.engine.summary(1e-5)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("physical", [3, 48])
 def test_physical_batches_of_a_draw_add_up(workers, physical):
