@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import itertools
 import logging
 import multiprocessing
 import os
 import re
-import secrets
 import sys
 import zlib
 from collections import defaultdict
@@ -25,6 +22,7 @@ from ghostclip.clipping.held_factors import Keeper
 from ghostclip.evidence import unchecked
 from ghostclip.kernels.products import full_convolutions, full_precision
 from tests.exactness.runs import STRATEGIES
+from tests.fresh_keys import fresh_keys_from
 from tests.randomised import settings
 
 HERE = Path(__file__).parent
@@ -229,15 +227,10 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _keys_of_the_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _keys_of_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fresh keys follow from the test, so that it draws the same batches and noise in every run; not in forks of it."""
-    made, home = itertools.count(), os.getpid()
-
-    def token_bytes(length: int | None = None) -> bytes:
-        fork = os.getpid() - home
-        return hashlib.shake_128(f"{request.node.nodeid} {fork} {next(made)}".encode()).digest(length or 32)
-
-    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
+    with fresh_keys_from(request.node.nodeid):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import os
 import random
 import tempfile
@@ -12,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -23,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.data import schemes
-from ghostclip.noise import RandomKey
+from tests.fresh_keys import fresh_keys_from
 from tests.loops.passes import Passes
 
 RECORDS, BATCH = 24, 6
@@ -223,7 +220,8 @@ class World:
             for hook in hooks:
                 stack.callback(hook.remove)
             stack.enter_context(self._sampling())
-            stack.enter_context(self._keys())
+            # A verdict on noise is not left to chance.
+            stack.enter_context(fresh_keys_from(f"{self.seed} {self.rank}"))
             stack.enter_context(passes.counting())
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -286,16 +284,6 @@ class World:
         finally:
             for owner, name, own in undo:
                 setattr(owner, name, own)
-
-    def _keys(self) -> Any:
-        """Let fresh keys follow from the world, another one each time: a verdict on noise is not left to chance."""
-        made = itertools.count()
-
-        def renew(key: RandomKey) -> None:
-            which = f"{self.seed} {self._private_part()} {next(made)}"
-            key.secret = hashlib.shake_128(which.encode()).digest(16)
-
-        return mock.patch.object(RandomKey, "renew", renew)
 
 
 def seed_everything(seed: int) -> None:
