@@ -252,7 +252,7 @@ class DrawLog:
         if whole:
             fits = {span for span in fits if len(known) >= sum(draw.rows > 0 for draw in self._draws[slice(*span)])}
         if not fits:
-            return Replay(min(known))
+            return Replay(min(known.difference(*map(self._released_by, match.spans)) or known))
         spans = frozenset(fits)
         return replace(match, draws=self._widest(spans), spans=spans, known=known)
 

@@ -431,6 +431,13 @@ def test_draws_that_are_views_of_one_tensor():
     assert steps.step([second]).known == {1}
 
 
+def test_the_draw_that_is_named_is_not_the_one_that_is_due():
+    steps = Steps()
+    first = steps.draw()
+    second = steps.draw()
+    assert steps.trace([first, second]) == Replay(1)
+
+
 def test_what_every_batch_has_is_of_no_draw():
     steps, constant = Steps(), torch.randn(8, 3)
     steps.draw(constant)
