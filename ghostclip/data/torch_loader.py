@@ -212,7 +212,15 @@ class TakenAsItIs:
         self._as_it_is = self._as_it_is or value
 
     def placed(self, batch: Any, draws: DrawLog | None) -> Any:
-        """Return a nested batch (tensors in tuples, lists, mappings) on the loader's device, and tell a log of it."""
+        """Put a batch on the loader's device, and tell a log of it.
+
+        Args:
+            batch: Tensors in nested tuples, lists, mappings.
+            draws: The log that knows the batch's tensors from here on; None tells nobody.
+
+        Returns:
+            The batch, as it is where the loader has no device.
+        """
         batch = batch if self.device is None else moved(batch, self.device)
         if draws is not None:
             draws.show(batch)
