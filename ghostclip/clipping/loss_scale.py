@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import Number, Path, ReducedAxes, grouped, looks_plain, paths
@@ -143,17 +144,20 @@ class Scale:
     forms: frozenset[str]  # how it was reduced over samples, in all readings that the sizes allow
     constant: float  # what else it is multiplied by
 
+    def fits(self, other: "Scale") -> bool:
+        """Return whether another step's factor may be the same."""
+        return bool(self.forms & other.forms) and not differ(self.constant, other.constant)
+
     def agreed(self, other: "Scale", *, reduction: str) -> "Scale":
         """Return the forms that fit both steps' factors; refuse steps that differ."""
-        forms = self.forms & other.forms
-        if not forms or differ(self.constant, other.constant):
+        if not self.fits(other):
             before, now = self._described(), other._described()
             raise LossReductionError(
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
                 f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} A backward through this "
                 "model that is for another one (a generator's) runs after model.requires_grad_(False)."
             )
-        return Scale(forms, self.constant)
+        return Scale(self.forms & other.forms, self.constant)
 
     def _described(self) -> str:
         how = "averaged" if "mean" in self.forms else "summed"
@@ -237,9 +241,12 @@ def _common(number: Number) -> str:
     )
 
 
-def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reduction: str, counts: Counts) -> Scale:
+def scale_of(
+    path: Path, row_map: RowMap, forward: ForwardContext, *, reduction: str, counts: Counts, before: Scale | None
+) -> Scale:
     """Return the factor between samples' terms and the scalar, without sizes of the batch."""
-    # It must be the same in every step.
+    # It must be the same in every step: where sizes happen to allow several readings, it is that of the steps `before`.
+    batch_size, axis = forward.batch_size, forward.batch_axis
     for number in path.numbers:
         _refuse_beyond_range(number)
     steps = list(_over_samples(path, row_map, batch_size, axis))
@@ -254,21 +261,26 @@ def scale_of(path: Path, row_map: RowMap, *, batch_size: int, axis: int, reducti
         raise LossReductionError(_MEAN_AS_SUM)
     numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
     sign = prod(-1 if number.given < 0 else 1 for number in numbers)
-    forms = frozenset({"mean"} if is_mean else {"sum"})
+    readings = [(frozenset({"mean"} if is_mean else {"sum"}), numbers)]
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":
         picked = picks_samples(path, batch_size, axis)
         counted = counted_positions(path, row_map, batch_size) if numbers else 0
-        divisors = _divisors(path, steps, row_map, batch_size, counted, picked=picked)
-        forms = _take_divisor(numbers, divisors, batch_size, reduction)
+        divisors = _divisors(path, steps, row_map, forward, counted, picked=picked)
+        readings = _readings(numbers, divisors, batch_size, reduction)
+
+    def scale(forms: frozenset[str], rest: Iterable[Number]) -> Scale:
+        factors = (number.factor for number in rest if not (number.divides and number.given in inner))
+        return Scale(forms, sign * prod(factors))
+
+    forms, rest = readings[0]
+    if before is not None and len(readings) > 1:
+        forms, rest = next((one for one in readings if before.fits(scale(*one))), readings[0])
+    whole = {batch_size, *(size for step in path.reduced for size in _of_samples(step.sizes, batch_size, axis))}
+    for number in rest:
         # A sum that no number divides is one, whatever was declared.
-        reduction = "sum" if forms == SUM else reduction
-    constant, whole = 1.0, {batch_size, *(size for step in path.reduced for size in _products(step.sizes))}
-    for number in numbers:
-        _check_number(number, inner, batch_size, reduction, whole, counts)
-        if not (number.divides and number.given in inner):
-            constant *= number.factor
-    return Scale(forms, sign * constant)
+        _check_number(number, inner, batch_size, "sum" if forms == SUM else reduction, whole, counts)
+    return scale(forms, rest)
 
 
 def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> Iterator[ReducedAxes]:
@@ -309,6 +321,14 @@ def _inner_sizes(path: Path, batch_size: int, axis: int) -> set[int]:
     return found - {1}
 
 
+def _of_samples(sizes: tuple[int, ...], batch_size: int, axis: int) -> Iterator[int]:
+    """Yield how many values all samples have along their axis and any others."""
+    place = samples_axis(sizes, batch_size, axis)
+    if place is not None:
+        yield sizes[place]
+        yield from (sizes[place] * size for size in _products(sizes[:place] + sizes[place + 1 :]))
+
+
 def _products(sizes: Iterable[int]) -> Iterator[int]:
     given = list(sizes)[:_MAX_AXES]
     for count in range(1, len(given) + 1):
@@ -317,9 +337,10 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 
 
 def _divisors(
-    path: Path, steps: list[ReducedAxes], row_map: RowMap, batch_size: int, counted: int, *, picked: bool
+    path: Path, steps: list[ReducedAxes], row_map: RowMap, forward: ForwardContext, counted: int, *, picked: bool
 ) -> dict[int, tuple[str, bool]]:
     """Return the possible divisors of a sum, with the form that each is, and whether a tensor may contain it."""
+    batch_size, axis = forward.batch_size, forward.batch_axis
     gathered = row_map.samples if row_map.kind == "gathered" else None
     uneven = gathered is not None and bool(
         (gathered.bincount(minlength=batch_size) * batch_size != gathered.numel()).any()
@@ -327,9 +348,8 @@ def _divisors(
     found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
     if not picked and not uneven:
         sums = [step for step in path.reduced if step.kind == "sum"]
-        for number in (number for step in sums for number in _products(step.sizes)):
-            if number % batch_size == 0:
-                found.setdefault(number, ("values", False))
+        for number in (number for step in sums for number in _of_samples(step.sizes, batch_size, axis)):
+            found.setdefault(number, ("values", False))
         # As many as were summed are no count of what a mask lets through.
         for whole in [prod(step.count for step in sums), *(step.count for step in steps)]:
             found[whole] = (found.get(whole, ("values", True))[0], True)
@@ -338,27 +358,33 @@ def _divisors(
     return found
 
 
-def _take_divisor(
+def _readings(
     numbers: list[Number], divisors: dict[int, tuple[str, bool]], batch_size: int, reduction: str
-) -> frozenset[str]:
-    """Take the divisor that makes a sum a mean over samples out of the factors."""
-    for place, number in enumerate(numbers):
+) -> list[tuple[frozenset[str], list[Number]]]:
+    """Return in which forms a sum may be over samples, with the factors that are left: the likeliest first."""
+    # A mean, whose divisor is one of the numbers, a tensor or what is written as a divisor before others; else a sum.
+    found = list[tuple[frozenset[str], list[Number]]]()
+    for place in sorted(range(len(numbers)), key=lambda place: (numbers[place].plain, not numbers[place].divides)):
+        number = numbers[place]
         count = round(1 / number.factor) if number.factor else 0
         form, tensor_too = divisors.get(count, ("", False))
         if form and abs(number.factor * count - 1) <= _TOLERANCE and (number.plain or tensor_too):
-            del numbers[place]
-            return frozenset({form}) if batch_size > 1 else ANY
+            rest = numbers[:place] + numbers[place + 1 :]
+            found.append((frozenset({form}) if batch_size > 1 else ANY, rest))
     if batch_size == 1:
-        return ANY
-    unclear = [number for number in numbers if number.factor < 1 or not number.plain]
+        return [*found, (ANY, numbers)]
+    unclear = [number for number in numbers if not number.plain or number.may_count]
     unclear.sort(key=lambda number: (number.plain, not number.divides))
-    if unclear:
+    if not unclear:
+        found.append((SUM, numbers))
+    if not found:
         raise LossReductionError(
             f"the loss is a sum over samples {unclear[0].describe()}, which is neither the batch size {batch_size} "
             "nor a number of values that every sample has alike. Each sample's gradient would depend on the others, on "
-            f"their lengths for instance. {remedy(reduction)}"
+            "their lengths for instance; a sum with a weight of your own is declared, loss_reduction='sum'. "
+            f"{remedy(reduction)}"
         )
-    return SUM
+    return found
 
 
 def _refuse_beyond_range(number: Number) -> None:
@@ -386,9 +412,8 @@ def _check_number(
         )
     if number.divides and number.given in inner:
         return
-    of_batch = [size for size in whole if size % batch_size == 0]
-    too_large = reduction == "sum" and number.divides and batch_size > 1 and number.given in of_batch
-    if too_large or _is_counted(number.factor, batch_size, lambda: (*of_batch, *counts())):
+    too_large = reduction == "sum" and number.divides and batch_size > 1 and number.given in whole
+    if too_large or _is_counted(number.factor, batch_size, lambda: (*whole, *counts())):
         raise LossReductionError(
             f"the loss is {number.describe()}, a number of the batch (its size, its lengths): then each sample's "
             f"gradient depends on the others. {remedy(reduction)} {SCHEDULES}"

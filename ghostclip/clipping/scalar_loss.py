@@ -182,9 +182,9 @@ class LossExaminer:
         return self._evidence.padding.counts if is_new else tuple
 
     def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
-        size, row_map = forward.batch_size, _now(path, seen.row_map, forward)
-        counts, axis = self._counts(is_new=seen.scale is None), forward.batch_axis
-        scale = scale_of(path, row_map, batch_size=size, axis=axis, reduction=self._reduction, counts=counts)
+        size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
+        counts = self._counts(is_new=before is None)
+        scale = scale_of(path, row_map, forward, reduction=self._reduction, counts=counts, before=before)
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
             picked = picks_samples(path, size, forward.batch_axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)

@@ -65,6 +65,15 @@ class Number:
     has_axes: bool = False
     chosen: bool = False  # whether it stands for a condition, by which all values are taken or others in their place
 
+    @property
+    def may_count(self) -> bool:
+        """Whether it may be one over a number of values; a half, or two thirds, is a weight."""
+        if self.factor >= 1 or not self.factor:
+            return False
+        count = 1 / self.factor
+        is_whole = round(count) > 2 and abs(count - round(count)) < 1e-6 * count
+        return self.divides or is_whole or not looks_plain(self.factor)
+
     def describe(self) -> str:
         """Return in words what was done with it."""
         if self.chosen:

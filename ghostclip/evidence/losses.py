@@ -164,14 +164,15 @@ def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:
 def _maps_of(ends: Ends, forward: ForwardContext) -> list[RowMap]:
     """List the ways in which values may belong to the samples, the likeliest first."""
     (node, number), size = ends.edges[0], forward.batch_size
-    only = only_sample(node, number, size, is_output)
-    if only is not None:
-        return [RowMap("one", 0, torch.tensor([only]))]
     shape = shape_at((node, number)) or ()
     maps = candidates(shape, size, axis=forward.batch_axis)
     gathered = gathered_at((node, number), forward)
     if gathered is not None:
         maps = [RowMap("gathered", 0, gathered), *maps]
+    only = only_sample(node, number, size, is_output)
+    if only is not None:
+        # What may as well be one of as many positions as there are samples.
+        maps = [RowMap("one", 0, torch.tensor([only])), *maps]
     # A loss over classes is one term; its classes are no samples.
     return [row_map for row_map in maps if row_map.axis not in ends.classes]
 

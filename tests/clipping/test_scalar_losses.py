@@ -101,6 +101,12 @@ ACCEPTED = {
     "full_mask": (_tokens, lambda o, b: _each(o, b).sum() / torch.ones_like(b["mask"]).sum()),
     "reordered": (_rows, lambda o, b: _each(o, b)[torch.arange(len(o)).flip(0)].mean()),
     "loop": (_rows, lambda o, b: sum(functional.cross_entropy(o[i], b["y"][i]) for i in range(len(o))) / len(o)),
+    "positions_one_by_one": (
+        _tokens,
+        lambda o, b: sum(functional.cross_entropy(o[:, t], b["y"][:, t]) for t in range(o.shape[1])) / o.shape[1],
+    ),
+    "weighted_sums": (_rows, lambda o, b: _ce(o, b, reduction="sum") - 0.5 * (1 + o - o.exp()).sum()),
+    "sum_over_size_times_tenth": (_rows, lambda o, b: 0.1 * functional.mse_loss(o, b["z"], reduction="sum") / len(o)),
     "stacked_loop": (_tokens, lambda o, b: torch.stack([_ce(o[i], {"y": b["y"][i]}) for i in range(len(o))]).mean()),
     "token_losses": (_tokens, lambda o, b: ghostclip.losses.token_losses(o, b["short"], shift=False).mean()),
 }
@@ -154,6 +160,20 @@ def test_accepted_loss_is_exact(name, strategy):
     for key, value in wanted.clipped.items():
         torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12)
     assert all(move <= 1 + 1e-6 for move in _moves(model, clipper, loss, batch))
+
+
+def test_accepted_losses_are_exact_in_batches_as_large_as_something_else():
+    """As many samples as positions, classes, or one over a factor: what sizes suggest there has several readings."""
+    for name, (data, loss) in ACCEPTED.items():
+        batch = data()
+        per_sample = per_sample_gradients(_model(), batch, lambda m, b, of=loss: of(m(b["x"]), b).unsqueeze(0), axes={})
+        model, clipper = _attached("auto", clip_and_sum(per_sample).max_grad_norm)
+        for size in (9, T, V, 2, 10, 40, 5 * V):
+            chosen = [number % B for number in range(size)]
+            wanted = clip_and_sum([per_sample[sample] for sample in chosen], clipper.max_grad_norm)
+            got = _back(model, clipper, loss, take(batch, chosen, {}))
+            for key, value in wanted.clipped.items():
+                torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12, msg=f"{name}, {size} samples")
 
 
 def _pairwise(o):
