@@ -7,7 +7,7 @@ function of them, and no bound on one sample's influence holds. So does a mean i
 Shape letters: B samples, N rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -47,14 +47,20 @@ ANY: Final = frozenset({"mean", "sum", "samples", "values"})
 SUM: Final = frozenset({"sum"})
 
 
-def counted_positions(path: Path, row_map: RowMap, batch_size: int) -> int:
-    """Return the number of counted positions in torch's own loss at the end of a path, if equal for all samples."""
-    # 0 where there is no such loss, where classes have weights, or where samples differ.
-    if not _torch.has_saved(path.loss, "ignore_index") or _torch.saved(path.loss, "weight") is not None:
+def counted_positions(
+    path: Path, row_map: RowMap, batch_size: int, *, roots: Sequence[Any], grads: Sequence[Tensor | None]
+) -> int:
+    """Return the number of values that count in a sum, if it is equal for all samples; else 0."""
+    # Those that torch's own loss at the end of a path does not ignore, classes having no weights; or those that a mask
+    # takes which the sum was divided by: (each * mask).sum() / mask.sum().
+    if _torch.has_saved(path.loss, "ignore_index") and _torch.saved(path.loss, "weight") is None:
+        share_B = _shares(path.loss, row_map, batch_size)
+    elif any(number.divides and not number.plain for number in path.numbers) and row_map.kind != "one":
+        share_B = _weights(path, row_map, batch_size, roots, grads) / prod(number.factor for number in path.numbers)
+    else:
         return 0
-    share_B = _shares(path.loss, row_map, batch_size)
-    total = int(share_B.sum())
-    return total if bool((share_B == share_B[0]).all()) else 0
+    total = round(float(share_B.sum().abs()))
+    return total if torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0) else 0
 
 
 def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, roots: Any, grads: Any) -> None:
@@ -241,11 +247,19 @@ def _common(number: Number) -> str:
     )
 
 
-def scale_of(
-    path: Path, row_map: RowMap, forward: ForwardContext, *, reduction: str, counts: Counts, before: Scale | None
+def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
+    path: Path,
+    row_map: RowMap,
+    forward: ForwardContext,
+    *,
+    reduction: str,
+    counts: Counts,
+    counted: Callable[[], int],
+    before: Scale | None,
 ) -> Scale:
     """Return the factor between samples' terms and the scalar, without sizes of the batch."""
     # It must be the same in every step: where sizes happen to allow several readings, it is that of the steps `before`.
+    # `counted` returns what `counted_positions` does.
     batch_size, axis = forward.batch_size, forward.batch_axis
     for number in path.numbers:
         _refuse_beyond_range(number)
@@ -265,8 +279,7 @@ def scale_of(
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":
         picked = picks_samples(path, batch_size, axis)
-        counted = counted_positions(path, row_map, batch_size) if numbers else 0
-        divisors = _divisors(path, steps, row_map, forward, counted, picked=picked)
+        divisors = _divisors(path, steps, row_map, forward, counted() if numbers else 0, picked=picked)
         readings = _readings(numbers, divisors, batch_size, reduction)
 
     def scale(forms: frozenset[str], rest: Iterable[Number]) -> Scale:

@@ -13,6 +13,7 @@ Privacy:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from ghostclip.clipping.loss_scale import (
     Scale,
     check_shares,
     constant_of,
+    counted_positions,
     differ,
     picks_samples,
     remedy,
@@ -184,7 +186,10 @@ class LossExaminer:
     def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
         size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
         counts = self._counts(is_new=before is None)
-        scale = scale_of(path, row_map, forward, reduction=self._reduction, counts=counts, before=before)
+        counted = partial(counted_positions, path, row_map, size, roots=roots, grads=grads)
+        scale = scale_of(
+            path, row_map, forward, reduction=self._reduction, counts=counts, counted=counted, before=before
+        )
         if size > 1 and "mean" in scale.forms and row_map.kind != "one":
             picked = picks_samples(path, size, forward.batch_axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)

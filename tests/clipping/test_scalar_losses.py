@@ -48,6 +48,12 @@ def _each(o, b):
     return functional.cross_entropy(o.mT if o.dim() > 2 else o, b["y"], reduction="none")
 
 
+def _first_two(o):
+    mask = o.new_zeros(o.shape[:2])
+    mask[:, :2] = 1
+    return mask
+
+
 def _cut(o, b, **options):
     return functional.cross_entropy(o.mT, b["short"], **options)
 
@@ -99,6 +105,7 @@ ACCEPTED = {
     "sum_over_values": (_tokens, lambda o, b: _flat(o, b, reduction="sum") / b["y"].numel()),
     "sum_over_values_tensor": (_tokens, lambda o, b: _flat(o, b, reduction="sum") / torch.tensor(b["y"].numel())),
     "full_mask": (_tokens, lambda o, b: _each(o, b).sum() / torch.ones_like(b["mask"]).sum()),
+    "masks_of_as_many": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / _first_two(o).sum()),
     "reordered": (_rows, lambda o, b: _each(o, b)[torch.arange(len(o)).flip(0)].mean()),
     "loop": (_rows, lambda o, b: sum(functional.cross_entropy(o[i], b["y"][i]) for i in range(len(o))) / len(o)),
     "positions_one_by_one": (
@@ -249,6 +256,7 @@ REFUSALS = {
         True,
         "tensor without",
     ),
+    "mask_of_another_sum": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / b["mask"].sum(), True, "axes"),
     "picked_mean": (_tokens, lambda o, b: _picked(o, b).mean(), True, "mean over 8 values"),
     "picked_sum": (_tokens, lambda o, b: _picked(o, b).sum() / (b["mask"] > 0).sum().item(), True, "divided by 8"),
     "picked_before": (_tokens, _loose, True, "mean over 8 values"),
