@@ -36,6 +36,16 @@ _NO_PAIRING: Final = re.compile(
     "(Cat|Stack|Slice|(Unsafe)?Split(WithSizes)?|Unbind|Unfold|Diagonal|AsStrided|ConstantPadNd|.*Pad[123]D|Topk|Sort"
     "|Kthvalue|Median|Mode|.*Pool[123]D(WithIndices)?|Upsample.*|Squeeze)Backward[0-9]+"
 )
+# Products, with the place of their left factor among what they were computed from: an axis of each factor is gone.
+_PRODUCTS: Final = {
+    "MmBackward0": 0,
+    "BmmBackward0": 0,
+    "AddmmBackward0": 1,
+    "BaddbmmBackward0": 1,
+    "CdistBackward0": 0,
+    "EuclideanDistBackward0": 0,
+}
+_PICKING: Final = frozenset({"IndexSelectBackward0", "GatherBackward0"})
 # A loss has some dozens of nodes; one that has more is proved by gradients alone.
 MAX_NODES: Final = 4096
 _THEIRS_AND_ANOTHER: Final = 2
@@ -192,13 +202,34 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
         seen.setdefault((number, node.name()), size)
         return ""
     before = [shape_at(edge) or () for edge in inputs]
-    if met <= max(_axes_of_samples(shape, size) for shape in before) or _NO_PAIRING.fullmatch(node.name()):
+    if met <= max(_axes_of_samples(shape, size) for shape in _kept(node)) or _NO_PAIRING.fullmatch(node.name()):
         return ""
     # A view has as many values as what it shows.
-    is_view = any(prod(after) == prod(shape) for shape in before)
+    is_view = any(prod(after) == prod(shape) for shape in _kept(node))
     if is_view or seen.get((number, node.name()), size) != size:
         return ""
     return f"{' and '.join(map(str, before))} becomes {after}"
+
+
+def _kept(node: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of what a node was computed from, without axes that other values take the place of."""
+    # Of outputs (B, B) times targets (B, B), one axis of the result is the targets'.
+    name = node.name()
+    for place, edge in enumerate(node.next_functions):
+        shape = tuple(shape_at(edge) or ()) if edge[0] is not None else None
+        if shape is None:
+            continue
+        gone = set[int]()
+        if name in _PRODUCTS and place >= _PRODUCTS[name]:
+            is_right = place > _PRODUCTS[name] and name.endswith("mmBackward0")
+            gone = {len(shape) - (2 if is_right else 1)}
+        elif name in _PICKING:
+            gone = {_torch.signed(_torch.saved(node, "dim")) % max(1, len(shape))}
+        elif name == "IndexBackward0":
+            # Rows that are picked along the samples' axis, ``x[arange, last]``, stay theirs.
+            indices = _torch.saved(node, "indices")
+            gone = {axis for axis, index in enumerate(indices) if index is not None and indices[0] is None}
+        yield tuple(length for axis, length in enumerate(shape) if axis not in gone)
 
 
 def _axes_of_samples(shape: Sequence[int], size: int) -> int:

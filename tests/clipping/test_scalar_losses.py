@@ -386,6 +386,40 @@ def test_what_a_loss_takes_of_its_outputs_may_be_as_many_as_the_samples(name):
     assert all(grad.isfinite().all() for grad in found.values())
 
 
+# Targets of other samples; with as many samples as features their axis looks like one of the outputs.
+ALL_TARGETS = {
+    "product": lambda o, b: o @ b["z"].T,
+    "linear": lambda o, b: functional.linear(o, b["z"], o.detach()[0]),
+    "einsum": lambda o, b: torch.einsum("bi,ci->bc", o, b["z"]),
+    "left_factor": lambda o, b: (b["z"] @ o.T).T,
+    "each_alone": lambda o, b: (o[:, None] @ b["z"].T).squeeze(1),
+    "distances": lambda o, b: -torch.cdist(o, b["z"]),
+    "differences": lambda o, b: -(o[:, None] - b["z"]).square().sum(-1),
+    "labels_as_columns": lambda o, b: o[:, b["y"]],
+    "columns": lambda o, b: o.index_select(1, b["y"]),
+    "gathered": lambda o, b: o.gather(1, b["y"].expand(len(o), -1)),
+}
+
+
+@pytest.mark.parametrize("name", ALL_TARGETS)
+def test_all_targets_are_found_where_there_are_as_many_as_features(name):
+    model, clipper = _attached("bookkeeping", 1.0)
+    batch = take(_rows(), list(range(V)), {})
+    with pytest.raises(SampleMixingError, match="pairs each of the 4 samples"):
+        _back(model, clipper, lambda o, b: functional.cross_entropy(ALL_TARGETS[name](o, b), torch.arange(V)), batch)
+
+
+@pytest.mark.parametrize(
+    "picked", [lambda o: o[torch.arange(V), [2, 0, 1, 1]], lambda o: o[:, -1], lambda o: o[:, [2]]]
+)
+def test_positions_that_a_loss_picks_are_no_other_samples(picked):
+    """One position of each of as many samples as there are features."""
+    model, clipper = _attached("bookkeeping", 1.0)
+    batch = take(_tokens(), [0, 1, 2, 3], {})
+    found = _back(model, clipper, lambda o, b: picked(o).square().sum(-1).mean(), batch)
+    assert all(grad.isfinite().all() for grad in found.values())
+
+
 FOREIGN = {
     "temperature": lambda own: lambda o, y: functional.cross_entropy(o * own, y),
     "criterion_with_weights": lambda own: lambda o, y: functional.cross_entropy(o + own, y) + own,
