@@ -120,16 +120,6 @@ def test_checkpoint_fills_an_accountant_with_four_methods(tmp_path):
     assert back.accountant.history == [(1.0, 0.2, 4)]
 
 
-def test_our_accountants_take_the_account_over():
-    training = Training(PrivacyEngine()).train(2)
-    training.engine.accountant = RDPAccountant()
-    training.train(1)
-    assert training.engine.accountant.history == [(1.0, 0.2, 3)]
-    want = RDPAccountant()
-    want.history = [(1.0, 0.2, 3)]
-    assert training.engine.get_epsilon(1e-3) == want.get_epsilon(1e-3)
-
-
 def test_steps_that_an_accountant_brings_count_too():
     brought = RDPAccountant()
     brought.step(noise_multiplier=2.0, sample_rate=0.1)
