@@ -7,7 +7,7 @@ import pytest
 from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import run
-from ghostclip.finetune.record import draw, smoothed
+from ghostclip.finetune.record import draw
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -60,12 +60,6 @@ def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
     (tmp_path / "ghostclip-run-2" / "private" / "resume").mkdir(parents=True)
     (tmp_path / "ghostclip-run-2" / "private" / "resume" / "state.pt").write_text("")
     assert run.choose_folder(None, resume=True).name == "ghostclip-run-2"
-
-
-def test_smoothing_starts_at_the_first_value_and_keeps_constants():
-    assert smoothed([]) == []
-    assert smoothed([2.0, 4.0])[0] == 2.0
-    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
 
 
 @pytest.mark.parametrize("losses", [[], [None], [5.0], [5.0, None, 4.0] * 20])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,11 +31,6 @@ def test_cutting_loses_nothing(text, length):
     windows = cut(ids, start_id=TOKENS.start_id, context_length=length)
     assert all(2 <= len(window) <= length and window[0] == TOKENS.start_id for window in windows)
     assert [token for window in windows for token in window[1:]] == ids.tolist()
-
-
-def test_window_without_a_token_to_predict_is_left_out():
-    windows = cut(np.array([5, 6, 7], dtype=np.int32), start_id=None, context_length=2)
-    assert [window.tolist() for window in windows] == [[5, 6]]
 
 
 def split(documents, *, seed=3, length=11, most=None, fraction=0.25):

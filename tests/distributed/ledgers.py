@@ -240,11 +240,6 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         training.steps(1)
         Run(None, engine=training.engine, alone=True)
 
-    def second_engine() -> None:
-        first = Run(place / "twice")
-        first.steps(1)
-        Run(place / "twice")
-
     def loaded_before() -> None:
         training = Run(None)
         training.steps(1)
@@ -255,21 +250,10 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
             Run(None, engine=engine)
         Run(None, engine=engine)
 
-    def damaged_twice() -> None:
-        engine = PrivacyEngine(ledger="damaged first")
-        with contextlib.suppress(ResumeError):
-            Run(None, engine=engine)
-        Run(None, engine=engine)
-
     return {
         "held by another training": lambda: Run(place / "held"),
-        "second engine": second_engine,
         "damaged": lambda: Run(place / "damaged"),
-        "damaged, epsilon": lambda: PrivacyEngine(ledger=place / "damaged").get_epsilon(DELTA),
-        "damaged, apart": lambda: Run(place / "damaged", alone=True),
-        "folder, apart": lambda: Run(place / "at0", alone=True),
         "damaged first": lambda: Run("damaged first"),
-        "damaged, tried twice": damaged_twice,
         "folder": lambda: Run(place / "at0"),
         "another path": lambda: Run(place / f"path{rank}"),
         "on one only": lambda: Run(place / "one" if rank else None),

@@ -12,20 +12,16 @@ from ghostclip import PrivacyEngine
 from ghostclip.mechanisms import (
     BallsInBins,
     BandedInverse,
-    BandedMatrixFactorization,
     BufferedToeplitz,
     CyclicPoissonSampling,
     Mechanism,
-    UnamplifiedSampling,
 )
 
 RECORDS, BATCH, EPOCHS, DELTA = 24, 6, 2, 1e-2
 MECHANISMS: dict[str, Mechanism] = {
     "balls in bins": BallsInBins(),
     "cyclic": CyclicPoissonSampling(groups=2),
-    "unamplified": UnamplifiedSampling(),
     "banded inverse": BandedInverse(bands=3, epochs=EPOCHS),
-    "banded factorisation": BandedMatrixFactorization(bands=2, epochs=EPOCHS),
     "buffered": BufferedToeplitz(buffers=2, epochs=EPOCHS),
 }
 

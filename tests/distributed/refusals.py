@@ -24,9 +24,7 @@ DRAWS = {
     "dealt out": (Share(5, 3, 9), Share(4)),
     "sampled by the user": (Share(5), Share(7)),
     "sharded again": (Share(5, 0, 5), Share(4, 1, 4)),
-    "another size": (Share(5, 0, 9), Share(4, 0, 8)),
     "too few rows": (Share(5, 3, 9), Share(3, 3, 9)),
-    "one row for a batch": (Share(1, 3, 9), Share(1, 3, 9)),
     "another bound": (Share(5, 3, 9, 1.0, 0.5), Share(4, 3, 9, 1.0, 0.6)),
     "another noise": (Share(5, 3, 9, 1.0, 0.5), Share(4, 3, 9, 1.1, 0.5)),
     "one refuses": (Share(5, 3, 9), None),
@@ -149,7 +147,6 @@ def _models(rank: int) -> dict[str, Callable[[], Any]]:
 
     changes: dict[str, Callable[[nn.Module], Any]] = {
         "last bit": last_bit,
-        "swapped": lambda net: net[0].weight.data.copy_(net[0].weight.data.flip(0)),
         "buffer": lambda net: net.count.add_(1),
         "frozen": lambda net: net[3].bias.requires_grad_(False),
         "shape": lambda net: net.__setitem__(3, nn.Linear(4, 7).double()),
@@ -171,8 +168,6 @@ def _models(rank: int) -> dict[str, Callable[[], Any]]:
     tries["model: tried twice"] = tried_twice
     tries["optimizer: on one"] = lambda: private(model(), kind=torch.optim.LBFGS if rank else torch.optim.SGD)
     tries["mechanism: sigma"] = lambda: private(model(), noise_multiplier=1.0 + rank)
-    tries["mechanism: bound"] = lambda: private(model(), max_grad_norm=0.5 + rank)
-    tries["mechanism: bound on one"] = lambda: private(model(), max_grad_norm=0.5 - rank)
     return tries
 
 
@@ -193,7 +188,6 @@ def _loaders(rank: int) -> dict[str, Callable[[], Any]]:
             model(), DataLoader(data() if rank else Subset(data(), []), batch_size=4)
         ),
         "loader: not a loader on one": lambda: private(model(), None if rank else "a loader"),
-        "loader: other records": lambda: private(model(), DataLoader(Subset(data(), range(20 - rank)), batch_size=4)),
     }
 
 
@@ -216,7 +210,6 @@ def _wrappers() -> dict[str, Callable[[], Any]]:
         "wrapper: static": lambda: private(model(), wrap=lambda m: DistributedDataParallel(m, static_graph=True)),
         "wrapper: static, first": lambda: private(DistributedDataParallel(model(), static_graph=True)),
         "wrapper: devices": lambda: private(nn.DataParallel(model())),
-        "wrapper: devices, remedy": lambda: private(nn.DataParallel(model()).module),
     }
 
 

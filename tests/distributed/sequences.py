@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,15 +10,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.distributed import SharedNoise, SplitSequences
+from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import head_losses
-from ghostclip.noise import make_noise_source
-from ghostclip.optim import DPOptimizer
 
 # Five samples do not divide by two; of six positions some layers send factors, others sums.
 SAMPLES, POSITIONS, WIDTH, WORDS = 5, 12, 8, 11
@@ -109,55 +105,18 @@ def positions_of(mesh: DeviceMesh, ids: Tensor, labels: Tensor) -> dict[str, Ten
     return {key: value.chunk(ranks, 1)[here] for key, value in {"ids": ids, "labels": labels}.items()}
 
 
-class Sent(TorchDispatchMode):
-    """Counts what is exchanged of factors, by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in {"alltoall_base_", "_reduce_scatter_base_"}:
-            self.found[name] += args[1].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def clipped(mesh: DeviceMesh, *, left_out: int = -1) -> dict[str, Any]:
-    """This rank's clipped sums by name, its samples' norms, and what was sent in the second step."""
+def clipped(mesh: DeviceMesh) -> dict[str, Any]:
+    """This rank's clipped sums by name, and its samples' norms."""
     model, sequences = split_model(mesh)
-    ids, labels = batch()
-    if left_out >= 0:
-        labels[left_out] = -100
-    part = part_of(mesh, ids, labels)
+    part = part_of(mesh, *batch())
     with GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences) as clipper:
         for _ in range(2):
             clipper.reset()
-            loss = losses(model, part).sum()
-            with Sent() as sent:
-                loss.backward()
+            losses(model, part).sum().backward()
         sums = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
         assert clipper.rows_seen == (len(part["ids"]),)
         rows, norms = sequences.rows(len(part["ids"])), clipper.per_sample_norms
-    return {"sums": sums, "norms": norms[:rows], "sent": dict(sent.found)}
-
-
-def trained(mesh: DeviceMesh) -> dict[str, Any]:
-    """Weights after a training in private steps, and the noise that it began with."""
-    model, sequences = split_model(mesh)
-    clipper = GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences)
-    noise = SharedNoise(make_noise_source(level="secure"))
-    state = noise.state_dict()
-    optimizer = DPOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01), noise_multiplier=0.5, expected_batch_size=SAMPLES,
-        loss_reduction="sum", clipper=clipper, noise_source=noise,
-    )  # fmt: skip
-    for _ in range(3):
-        losses(model, part_of(mesh, *batch())).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    clipper.remove()
-    return {"state": state, "weights": {key: p.detach().clone() for key, p in model.named_parameters()}}
+    return {"sums": sums, "norms": norms[:rows]}
 
 
 def records() -> TensorDataset:
@@ -260,19 +219,7 @@ def in_context_parallel(mesh: DeviceMesh) -> dict[str, Any]:
             if declared:
                 found["sums"] = {key: p.grad.clone() for key, p in model.named_parameters()}
         model.zero_grad()
-    found["attention"] = attention_in_context_parallel(mesh)
     return found
-
-
-def attention_in_context_parallel(mesh: DeviceMesh) -> str:
-    """What torch's own ring attention does on a CPU: the name of its error, or nothing."""
-    query = torch.randn(2, 2, 8, 4)
-    try:
-        with context_parallel(mesh["cp"], buffers=[query], buffer_seq_dims=[2]):
-            functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    except (NotImplementedError, RuntimeError) as error:
-        return type(error).__name__
-    return ""
 
 
 def find(rank: int, ranks: int) -> dict[str, Any]:
@@ -287,8 +234,7 @@ def find(rank: int, ranks: int) -> dict[str, Any]:
     """
     del rank
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
-    found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
-    found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
+    found: dict[str, Any] = {"whole": clipped(mesh)}
     found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
     found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
     found["engine without one"] = [

@@ -20,7 +20,6 @@ from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.mechanisms import (
     BallsInBins,
     BandedInverse,
-    BandedMatrixFactorization,
     BufferedToeplitz,
     Mechanism,
 )
@@ -57,14 +56,6 @@ def plain(**options: Any) -> nn.Module:
     return nn.Sequential(
         nn.Linear(4, 5), _Block(**options), nn.LayerNorm(5), _Block(**options), nn.Sequential(nn.Linear(5, 3))
     )
-
-
-def frozen() -> nn.Module:
-    """The same with frozen parameters, some in modules that also have trainable ones."""
-    net = plain()
-    net[1].inner.weight.requires_grad_(False)
-    net[0].requires_grad_(False)
-    return net
 
 
 def lora() -> nn.Module:
@@ -118,13 +109,6 @@ def parts(net: nn.Module, **options: Any) -> None:
     fully_shard(net[3], **options)
 
 
-def at_once(net: nn.Module, **options: Any) -> None:
-    """Several modules gathered together."""
-    fully_shard([net[0], net[1]], **options)
-    fully_shard(net[3], **options)
-    fully_shard(net, **options)
-
-
 class Training(NamedTuple):
     """One training.
 
@@ -168,29 +152,21 @@ def _causal(name: str) -> Callable[[], nn.Module]:
 
 TRAININGS: dict[str, Training] = {
     "gpt2": Training(_causal("gpt2_tied"), inputs="ids"),
-    "gpt2 whole, two passes": Training(_causal("gpt2_tied"), whole, "ids", "ghost"),
     "llama": Training(_causal("llama_untied"), inputs="ids"),
-    "llama checkpointed, two passes": Training(lambda: checkpointed("llama_untied"), inputs="ids", mode="ghost"),
     "llama checkpointed": Training(lambda: checkpointed("llama_tied"), inputs="ids", mode="bookkeeping"),
     "mixtral": Training(_causal("mixtral"), inputs="ids"),
-    "mixtral, two passes": Training(_causal("mixtral"), inputs="ids", mode="ghost"),
     "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), inputs="pixels"),
     "adapters": Training(lora, inputs="ids"),
     "tied": Training(_Tied, whole, "ids"),
-    "tied, two passes": Training(_Tied, whole, "ids", "ghost"),
     "whole": Training(plain, whole),
     "evaluated": Training(plain, nested, evaluated=True),
-    "evaluated, two passes": Training(plain, whole, mode="ghost", evaluated=True),
     "nested": Training(plain, nested),
-    "nested, kept after the forward": Training(plain, nested, options={"reshard_after_forward": False}),
     "nested, freed after the forward": Training(plain, nested, options={"reshard_after_forward": True}),
     "nested, two passes": Training(plain, nested, mode="ghost"),
-    "at once": Training(plain, at_once),
     "blocks only": Training(plain, parts),
     "per-sample gradients": Training(plain, mode="hooks"),
     "formed for the norm": Training(plain, mode="fast"),
     "checkpointed inside": Training(lambda: plain(checkpointed=True), nested, mode="ghost"),
-    "frozen": Training(frozen),
     "offloaded": Training(plain, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "columns": Training(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 6)),
@@ -200,9 +176,6 @@ TRAININGS: dict[str, Training] = {
     "float32 while it runs": Training(
         plain, options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, rtol=2e-6
     ),
-    "float32 while it runs, small batches": Training(
-        plain, options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, rtol=2e-6, batch=2
-    ),
     "bfloat16 while it runs": Training(
         plain,
         options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
@@ -211,20 +184,15 @@ TRAININGS: dict[str, Training] = {
         dtype=torch.float32,
     ),
     "small batches": Training(plain, nested, batch=1),
-    "small batches, two passes": Training(plain, nested, mode="ghost", batch=1),
     "physical batches": Training(plain, physical=2),
     "correlated noise": Training(plain, nested, mechanism=BandedInverse(bands=3, epochs=1), physical=2),
-    "banded factorisation": Training(plain, nested, mechanism=BandedMatrixFactorization(bands=3, epochs=1), physical=2),
     "buffered noise": Training(plain, blocks, mechanism=BufferedToeplitz(buffers=2, epochs=1)),
     "balls in bins": Training(plain, nested, mechanism=BallsInBins()),
 }
 ON_FOUR: dict[str, Training] = {
     "copies": Training(plain, nested, copies=2),
-    "copies, gpt2": Training(_causal("gpt2_tied"), inputs="ids", copies=2),
     "copies, two passes": Training(plain, mode="ghost", copies=2),
-    "four": Training(plain, nested),
     "four, freed in part and evaluated": Training(plain, nested, options={"reshard_after_forward": 2}, evaluated=True),
-    "four, small batches": Training(plain, batch=2),
 }
 
 
@@ -343,22 +311,23 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 
 QUICK = (
-    "gpt2", "llama", "vit", "nested", "nested, two passes", "evaluated", "small batches", "physical batches",
+    "gpt2", "nested", "nested, two passes", "evaluated", "small batches", "physical batches",
     "correlated noise",
 )  # fmt: skip
 """Those of the trainings on two ranks that cover the promise."""
 
 
-def find(rank: int, names: Sequence[str]) -> dict[str, Any]:
+def find(rank: int, ranks: int, names: Sequence[str]) -> dict[str, Any]:
     """Return what the trainings of one rank come to.
 
     Args:
         rank: Its number.
+        ranks: How many there are.
         names: Which trainings.
 
     Returns:
         By what it is of.
     """
     del rank
-    trainings = {**TRAININGS, **ON_FOUR}
+    trainings = {2: TRAININGS, 4: ON_FOUR}[ranks]
     return {name: train(trainings[name], divided=True) for name in names}

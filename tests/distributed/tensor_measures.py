@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import ShardedModel, SharedNoise
-from ghostclip.distributed.agreement import share_noise
-from ghostclip.distributed.release import noisy_parts_
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
@@ -36,12 +34,9 @@ from tests.distributed.sharded import built, losses_of, samples, whole_of
 from tests.distributed.sharded_measures import Collectives, clipper_of
 from tests.distributed.tensor import TRAININGS
 
-STD, BOUND, SAMPLES = 3.0, 0.05, 6
-SHAPES = ((41, 30), (300, 150), (3, 5), (8, 3))
-STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
-MEASURED = ("gpt", "sequence", "tied vocabulary", "mixtral by plan", "qwen3 by plan", "divided classes")
-COUNTED = ("gpt", "tied vocabulary", "sequence", "divided classes")
-MOVED = ("gpt", "sequence", "divided classes")
+BOUND, SAMPLES = 0.05, 6
+COUNTED = ("gpt, two passes", "tied vocabulary", "sequence", "divided classes")
+MOVED = ("gpt, two passes", "sequence", "divided classes")
 
 
 def find(rank: int) -> dict[str, Any]:
@@ -54,19 +49,11 @@ def find(rank: int) -> dict[str, Any]:
         By what it is of.
     """
     return {
-        "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
-        "shown": shown(divided=True),
-        "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
+        "by layer": by_layer(divided=True),
         "collectives": {name: _collectives(name) for name in COUNTED},
         "moves": {name: _moves(name) for name in MOVED},
-        "noise": _noise(),
         "refused": _refused(rank),
     }
-
-
-def by_layer() -> ClipPolicy:
-    """A bound for each parameter."""
-    return ClipPolicy(BOUND, grouping=PerParameter())
 
 
 def _divided(name: str) -> nn.Module:
@@ -81,51 +68,26 @@ def _sums(net: nn.Module, clipper: GhostClipper) -> list[Tensor]:
     return [whole_of(torch.zeros_like(p) if own is None else own) for p, own in zip(parameters, found, strict=True)]
 
 
-def measured(name: str, strategy: str, *, divided: bool, **options: Any) -> Mapping[str, Any]:
-    """Norms and clipped sums of a batch.
+def by_layer(*, divided: bool) -> Mapping[str, Any]:
+    """Norms and clipped sums of a batch, with a bound for each parameter.
 
     Args:
-        name: Which training's model.
-        strategy: How it is clipped.
         divided: Whether this is one of several ranks.
-        **options: Of the clipper.
 
     Returns:
         Norms of the samples in each group, and the sum of each parameter.
     """
-    options = options or {"max_grad_norm": BOUND}
+    policy = ClipPolicy(BOUND, grouping=PerParameter())
     if divided:
-        net = _divided(name)
-        clipper = clipper_of(net, strategy=strategy, **options)
+        net = _divided("sequence")
+        clipper = clipper_of(net, policy=policy)
     else:
-        net = built(TRAININGS[name])
-        clipper = GhostClipper(net, strategy=strategy, loss_reduction="sum", **options)
+        net = built(TRAININGS["sequence"])
+        clipper = GhostClipper(net, loss_reduction="sum", policy=policy)
         clipper.own_gradients()
-    x, y = (part[:SAMPLES] for part in samples(TRAININGS[name].inputs))
-    with TRAININGS[name].around() if divided else nullcontext():
-        clipper.backward(losses_of(net, TRAININGS[name].inputs, x, y))
+    x, y = (part[:SAMPLES] for part in samples("even ids"))
+    clipper.backward(losses_of(net, "even ids", x, y))
     return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}
-
-
-def shown(*, divided: bool) -> list[Tensor]:
-    """Gradients of a model of 16 bits after the backward of a clipper that no optimizer releases.
-
-    Args:
-        divided: Whether this is one of several ranks.
-
-    Returns:
-        Those of the parameters.
-    """
-    net = built(TRAININGS["mlp"]).bfloat16()
-    if divided:
-        TRAININGS["mlp"].shard(net)
-    clipper = GhostClipper(
-        net, sharded=ShardedModel(net) if divided else None, loss_reduction="sum", max_grad_norm=BOUND
-    )
-    x, y = (part[:SAMPLES] for part in samples("features"))
-    clipper.backward(losses_of(net, "features", x, y))
-    grads = [p.grad for p in net.parameters()]
-    return [whole_of(grad) for grad in grads if grad is not None]
 
 
 def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
@@ -133,7 +95,7 @@ def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
     training = TRAININGS[name]
     x, y = (part[:SAMPLES] for part in samples(training.inputs))
     found = {}
-    for way in ("plain", "bookkeeping", "ghost"):
+    for way in ("plain", "bookkeeping"):
         net = _divided(name)
         clipper = None if way == "plain" else clipper_of(net, max_grad_norm=BOUND, strategy=way)
         for _ in range(3):
@@ -170,24 +132,6 @@ def _moves(name: str) -> list[float]:
 
     everything = summed(None)
     return [float((everything - summed(number)).norm() / BOUND) for number in range(SAMPLES)]
-
-
-def _noise() -> Mapping[str, Any]:
-    """Draw this rank's parts of the noise: divided along either axis, and whole on every rank."""
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
-    found = {}
-    for level in ("fast", "secure"):
-        source = make_noise_source(level=level)
-        share_noise(source)
-        state = source.state_dict()
-        lies: list[Any] = [Shard(0), Shard(1), None, Replicate()]
-        sums = [
-            torch.zeros(shape) if placed is None else distribute_tensor(torch.zeros(shape), mesh, [placed])
-            for shape, placed in zip(SHAPES, lies, strict=True)
-        ]
-        noisy_parts_(sums, STD, source, groups=())
-        found[level] = {"state": state, "noise": [whole_of(total) for total in sums]}
-    return found
 
 
 # ---------------------------------------------------------------- what is refused

@@ -15,7 +15,6 @@ from ghostclip.cli import main
 from ghostclip.errors import BudgetError, InvalidOptionError, ResumeError
 from ghostclip.mechanisms import (
     AveragedWeights,
-    BallsInBins,
     BandedInverse,
     BandedMatrixFactorization,
     BufferedToeplitz,
@@ -45,14 +44,6 @@ def test_plans_keep_the_budget_and_come_with_the_least_noise_first() -> None:
     assert "BandedInverse(bands=8): " in recommendation(plans)
 
 
-def test_where_privacy_is_strong_sampling_is_recommended() -> None:
-    plans = plan_privacy(**TRAINING, epochs=5, target_epsilon=0.5)
-    assert isinstance(plans[0].mechanism, BallsInBins)
-    assert "exactly one batch of an epoch" in recommendation(plans)
-    alone = plan_privacy(**TRAINING, epochs=5, target_epsilon=0.5, mechanisms=[PoissonSampling()])
-    assert recommendation(alone).startswith("Poisson sampling")
-
-
 def test_noise_of_a_plan_is_that_of_drawn_streams() -> None:
     (plan,) = plan_privacy(**TRAINING, epochs=2, target_epsilon=4.0, mechanisms=[BandedInverse(bands=3)])
     scheme = plan.mechanism.scheme(10_000, 500)
@@ -80,16 +71,6 @@ def test_plans_for_a_schedule_leave_less_in_it_than_plans_for_none() -> None:
         assert given.noise < 0.999 * equal.noise
         # What it costs is not a matter of coefficients.
         assert given.noise_multiplier == equal.noise_multiplier
-
-
-def test_an_epoch_has_the_steps_that_batches_of_its_size_make() -> None:
-    for bands in (2, 3, 7, 8):
-        scheme = BandedMatrixFactorization(bands=bands).scheme(10_000, 500)
-        assert scheme.expected_batch_size == pytest.approx(500)
-        assert scheme.event.steps_per_event >= bands
-        assert abs(scheme.steps - 20) <= 1
-    whole = BandedMatrixFactorization(bands=2, groups=20).scheme(10_000, 500)
-    assert (whole.sample_rate, whole.steps) == (1.0, 20)
 
 
 def test_the_command_compares_them_for_a_schedule_and_three_batch_sizes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,29 +53,6 @@ def test_noise_is_added_in_place_in_any_layout_and_type():
     assert not torch.equal(base, torch.arange(12.0).view(3, 4))
 
 
-def test_a_pack_is_one_call():
-    source = make_noise_source()
-    copy = twin(source)
-    tensors = [torch.zeros(3), torch.zeros(2, 2), torch.zeros(5)]
-    flat = torch.zeros(12)
-    source.add_all_(tensors, 1.0)
-    copy.add_(flat, 1.0)
-    assert torch.equal(torch.cat([t.flatten() for t in tensors]), flat)
-    assert source.fingerprint() == copy.fingerprint()
-
-
-def test_packs_hold_every_tensor_once_and_no_more_than_fits():
-    tensors = [*zeros(), *zeros(torch.float32)]
-    for limit in (1, 30, 5000, 10**9):
-        found = list(packs(tensors, lambda _, limit=limit: limit))
-        held = [t for pack in found for t in pack]
-        assert {id(t) for t in held} == {id(t) for t in tensors if t.numel()}
-        assert len(held) == sum(t.numel() > 0 for t in tensors)
-        for pack in found:
-            assert len({t.dtype for t in pack}) == 1
-            assert len(pack) == 1 or sum(t.numel() for t in pack) <= limit
-
-
 def one_by_one(tensors, limit):
     """What `packs` yields, told by looking everything up for each tensor."""
     filling, room = {}, {}
