@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, _torch
 from ghostclip.distributed import Pipeline, PipelineClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.optim.release import fingerprint
+from tests.engine.training import as_if_drawn
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
 BOUND = 0.05
@@ -100,19 +99,6 @@ def schedule_of(name: str, stages: list[Any], loss: Any, *, microbatches: int = 
     return SEVERAL[name](stages, microbatches, loss_fn=loss)
 
 
-class Reduced(TorchDispatchMode):
-    """Counts all-reduces by their number of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "allreduce_":
-            self.found[args[0][0].numel()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def run_schedule(schedule: Any, stages: list[Any], inputs: Tensor, labels: Tensor) -> None:
     """One step: the first stage takes inputs, the last one labels."""
     arguments = (inputs,) if any(stage.is_first for stage in stages) else ()
@@ -129,14 +115,14 @@ def clipped(rank: int, ranks: int, name: str, *, resets: bool = True) -> dict:
     for _ in range(2):
         if resets:
             clipper.reset()
-        with Reduced() as reduced, clipper.step():
+        with clipper.step():
             run_schedule(schedule, stages, inputs, labels)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     own = [parameter for stage in stages for parameter in stage.submod.parameters()]
     found = {names[id(parameter)]: parameter.grad.clone() for parameter in own}
     passes = [one.backward_passes for one in clipper.clippers]
     clipper.remove()
-    return {"sums": found, "norms": clipper.per_sample_norms, "reduced": dict(reduced.found), "passes": passes}
+    return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes}
 
 
 def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
@@ -336,6 +322,7 @@ def other_samples(rank: int, ranks: int) -> dict[str, str]:
         assert private.clipper.backward_passes == 0
     private.step(inputs, target=labels)
     assert private.clipper.backward_passes == 1
+    as_if_drawn(optimizer, SAMPLES)
     optimizer.noise_multiplier = 1.0 + rank
     with pytest.raises(InvalidOptionError) as refused:
         optimizer.step()

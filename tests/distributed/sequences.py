@@ -235,7 +235,7 @@ def find(rank: int, ranks: int) -> dict[str, Any]:
     del rank
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
     found: dict[str, Any] = {"whole": clipped(mesh)}
-    found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
+    found["exchanged"] = _exchanged()
     found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
     found["engine without one"] = [
         engine_trained(whole_model(), mesh=mesh, sigma=0.0, left_out=number)["released"] for number in range(2)
@@ -249,12 +249,12 @@ def find(rank: int, ranks: int) -> dict[str, Any]:
 class Exchanging(nn.Module):
     """A layer whose input was exchanged with the other rank."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.exchange = nn.Linear(WIDTH, WIDTH), EXCHANGES[name]
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.exchange(x))
+        return self.layer(_experts(x))
 
 
 def _experts(x: Tensor) -> Tensor:
@@ -263,23 +263,9 @@ def _experts(x: Tensor) -> Tensor:
     return received
 
 
-def _contrast(x: Tensor) -> Tensor:
-    found = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, x.contiguous())
-    return torch.stack(found, 1).mean(1)
-
-
-def _functional(x: Tensor) -> Tensor:
-    collectives = torch.distributed._functional_collectives
-    return collectives.all_gather_tensor(x.contiguous(), 0, distributed.group.WORLD).unflatten(0, (-1, len(x))).mean(0)
-
-
-EXCHANGES = {"all-to-all": _experts, "all-gather": _contrast, "all-gather of torch": _functional}
-
-
-def _exchanged(name: str) -> str:
+def _exchanged() -> str:
     """What is said of a model that exchanges records."""
-    model = Exchanging(name)
+    model = Exchanging()
     with GhostClipper(model, max_grad_norm=BOUND) as clipper, pytest.raises(GhostClipError) as refused:
         clipper.backward(model(torch.randn(4, 2 * distributed.get_world_size(), WIDTH)).square().mean((1, 2)))
     return str(refused.value)

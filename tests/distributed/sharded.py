@@ -12,7 +12,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
@@ -29,33 +28,17 @@ RECORDS, BATCH, BOUND = 18, 6, 0.3
 
 
 class _Block(nn.Module):
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.scale, self.checkpointed = nn.Linear(5, 5), nn.Parameter(torch.randn(5)), checkpointed
+        self.inner, self.scale = nn.Linear(5, 5), nn.Parameter(torch.randn(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointed:
-            return x + checkpoint(self.inner, x, use_reentrant=False).tanh() * self.scale
         return x + self.inner(x).tanh() * self.scale
 
 
-class _Tied(nn.Module):
-    """An embedding that is the head as well, and a layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.middle, self.head = nn.Embedding(19, 6), nn.Linear(6, 6), nn.Linear(6, 19, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.middle(self.middle(self.table(ids)).tanh()))
-
-
-def plain(**options: Any) -> nn.Module:
+def plain() -> nn.Module:
     """Linear layers, a raw parameter and a normalisation, of sizes that no number of ranks divides."""
-    return nn.Sequential(
-        nn.Linear(4, 5), _Block(**options), nn.LayerNorm(5), _Block(**options), nn.Sequential(nn.Linear(5, 3))
-    )
+    return nn.Sequential(nn.Linear(4, 5), _Block(), nn.LayerNorm(5), _Block(), nn.Sequential(nn.Linear(5, 3)))
 
 
 def lora() -> nn.Module:
@@ -101,12 +84,6 @@ def nested(net: nn.Module, **options: Any) -> None:
             fully_shard(module, **options)
     fully_shard(net[4], **options)
     fully_shard(net, **options)
-
-
-def parts(net: nn.Module, **options: Any) -> None:
-    """Blocks only: every rank has a copy of the rest."""
-    fully_shard(net[1], **options)
-    fully_shard(net[3], **options)
 
 
 class Training(NamedTuple):
@@ -157,16 +134,12 @@ TRAININGS: dict[str, Training] = {
     "mixtral": Training(_causal("mixtral"), inputs="ids"),
     "vit": Training(lambda: hf._make("ViTConfig", "ViTForImageClassification", hf._PIXELS), inputs="pixels"),
     "adapters": Training(lora, inputs="ids"),
-    "tied": Training(_Tied, whole, "ids"),
     "whole": Training(plain, whole),
     "evaluated": Training(plain, nested, evaluated=True),
     "nested": Training(plain, nested),
     "nested, freed after the forward": Training(plain, nested, options={"reshard_after_forward": True}),
     "nested, two passes": Training(plain, nested, mode="ghost"),
-    "blocks only": Training(plain, parts),
     "per-sample gradients": Training(plain, mode="hooks"),
-    "formed for the norm": Training(plain, mode="fast"),
-    "checkpointed inside": Training(lambda: plain(checkpointed=True), nested, mode="ghost"),
     "offloaded": Training(plain, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "columns": Training(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 6)),

@@ -43,27 +43,24 @@ class _Attention(nn.Module):
 
 
 class _GPTBlock(nn.Module):
-    def __init__(self, *, folds: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.folds = folds
         self.before, self.between = nn.LayerNorm(8), nn.LayerNorm(8)
         self.attention, self.up, self.down = _Attention(), nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
-        inner = self.between(x)
-        inner = self.down(nn.functional.gelu(self.up(inner.flatten(0, 1) if self.folds else inner)))
-        return x + (inner.view_as(x) if self.folds else inner)
+        return x + self.down(nn.functional.gelu(self.up(self.between(x))))
 
 
 class GPT(nn.Module):
     """Token and position embeddings, blocks with biases, and a head."""
 
-    def __init__(self, *, tied: bool = False, folds: bool = False, checkpoints: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
         self.checkpoints = checkpoints
         self.tokens, self.positions = nn.Embedding(20, 8), nn.Embedding(12, 8)
-        self.blocks, self.last = nn.ModuleList([_GPTBlock(folds=folds), _GPTBlock(folds=folds)]), nn.LayerNorm(8)
+        self.blocks, self.last = nn.ModuleList([_GPTBlock(), _GPTBlock()]), nn.LayerNorm(8)
         self.head, self.tied = nn.Linear(8, 20, bias=False), tied
         if tied:
             self.head.weight = self.tokens.weight
@@ -73,14 +70,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(self.last(x))
-
-
-def only_biases() -> nn.Module:
-    """A model of which weights of layers are frozen, and the table of tokens."""
-    net = GPT()
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_(not name.endswith("weight") or "before" in name or "head" in name)
-    return net
 
 
 def mlp() -> nn.Module:
@@ -166,12 +155,9 @@ TRAININGS: dict[str, Training] = {
     "tied vocabulary": Training(lambda: GPT(tied=True), of_vocabulary, "ids"),
     "sequence": Training(GPT, of_sequence, "even ids"),
     "tokens of one rank": Training(GPT, of_vocabulary, "low ids", physical=2),
-    "only biases": Training(only_biases, of_vocabulary, "ids"),
     "checkpointed, two passes": Training(lambda: GPT(checkpoints=True), of_sequence, "even ids", "ghost"),
     "tensor parallelism of one rank": Training(GPT, on_two_axes(of_sequence, 2, 1), "even ids"),
-    "formed for the norm": Training(GPT, of_sequence, "even ids", "fast"),
     "per-sample gradients": Training(GPT, of_sequence, "even ids", "hooks"),
-    "folded": Training(lambda: GPT(folds=True), of_gpt, "ids"),
 }
 
 

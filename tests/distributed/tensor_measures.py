@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -31,11 +30,10 @@ from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer
 from tests.distributed.sharded import built, losses_of, samples, whole_of
-from tests.distributed.sharded_measures import Collectives, clipper_of
+from tests.distributed.sharded_measures import clipper_of
 from tests.distributed.tensor import TRAININGS
 
 BOUND, SAMPLES = 0.05, 6
-COUNTED = ("gpt, two passes", "tied vocabulary", "sequence", "divided classes")
 MOVED = ("gpt, two passes", "sequence", "divided classes")
 
 
@@ -50,7 +48,6 @@ def find(rank: int) -> dict[str, Any]:
     """
     return {
         "by layer": by_layer(divided=True),
-        "collectives": {name: _collectives(name) for name in COUNTED},
         "moves": {name: _moves(name) for name in MOVED},
         "refused": _refused(rank),
     }
@@ -88,33 +85,6 @@ def by_layer(*, divided: bool) -> Mapping[str, Any]:
     x, y = (part[:SAMPLES] for part in samples("even ids"))
     clipper.backward(losses_of(net, "even ids", x, y))
     return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}
-
-
-def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
-    """Count what a forward and a backward ask of the other ranks, without privacy and with it."""
-    training = TRAININGS[name]
-    x, y = (part[:SAMPLES] for part in samples(training.inputs))
-    found = {}
-    for way in ("plain", "bookkeeping"):
-        net = _divided(name)
-        clipper = None if way == "plain" else clipper_of(net, max_grad_norm=BOUND, strategy=way)
-        for _ in range(3):
-            with Collectives() as counted, training.around():
-                losses = losses_of(net, training.inputs, x, y)
-                losses.sum().backward() if clipper is None else clipper.backward(losses)
-            if clipper is not None:
-                clipper.reset()
-        found[way] = _by_kind(counted.counts)
-    return found
-
-
-def _by_kind(counts: Counter[str]) -> Mapping[str, int]:
-    found: Counter[str] = Counter()
-    for name, count in counts.items():
-        kind = name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")
-        if kind != "wait_tensor":
-            found[kind] += count
-    return dict(found)
 
 
 def _moves(name: str) -> list[float]:

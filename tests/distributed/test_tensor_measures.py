@@ -9,7 +9,6 @@ import torch
 
 from tests.distributed.spawned import found_by_ranks
 from tests.distributed.tensor_measures import (
-    COUNTED,
     MOVED,
     by_layer,
     find,
@@ -32,16 +31,6 @@ def test_norms_of_each_layer_are_those_of_one_process(found):
         torch.testing.assert_close(rank["by layer"]["norms"], alone["norms"], rtol=1e-12, atol=1e-12)
         for one, own in zip(alone["sums"], rank["by layer"]["sums"], strict=True):
             torch.testing.assert_close(own, one, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "more"), [*((name, 1) for name in COUNTED if name != "sequence"), ("sequence", 2)])
-def test_book_keeping_exchanges_norms_once_and_those_of_divided_positions(found, name, more):
-    for rank in found:
-        counts = rank["collectives"][name]
-        plain, private = counts["plain"], counts["bookkeeping"]
-        assert sum(plain.values()) > 2
-        assert private.get("all_reduce", 0) <= plain.get("all_reduce", 0) + more
-        assert sum(private.values()) <= sum(plain.values()) + more
 
 
 @pytest.mark.parametrize("name", MOVED)
