@@ -19,7 +19,7 @@ class PrivateRun:
     """A private training, made from the same options each time.
 
     Args:
-        data: Records, of which a tenth of a hundred is expected in a batch.
+        data: Records.
         model: Another one than the small one.
         inner: Kind of the optimizer.
         lr: Its learning rate.
@@ -28,6 +28,7 @@ class PrivateRun:
         epsilon: A budget of four passes, in place of the noise multiplier.
         engine: Another one than one of its own.
         ledger: Of its own engine.
+        accountant: Of its own engine; the quick one.
         **options: Of `make_private`.
     """
 
@@ -43,13 +44,14 @@ class PrivateRun:
         epsilon: float | None = None,
         engine: PrivacyEngine | None = None,
         ledger: Any = None,
+        accountant: str = "rdp",
         **options: Any,
     ) -> None:
-        self.engine = PrivacyEngine(ledger=ledger) if engine is None else engine
+        self.engine = PrivacyEngine(ledger=ledger, accountant=accountant) if engine is None else engine
         self.bare = small_model() if model is None else model
         arguments: dict[str, Any] = {
             "module": self.bare,
-            "optimizer": inner(self.bare.parameters(), lr=lr),
+            "optimizer": inner([p for p in self.bare.parameters() if p.requires_grad], lr=lr),
             "data_loader": DataLoader(data, batch_size=batch_size),
             "max_grad_norm": 1.0,
             **options,

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import run
 from ghostclip.finetune.record import draw
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "run.json"
-    _files.write_text(path, "old")
-
-    def fail():
-        with _files.atomic_path(path) as temporary:
-            temporary.write_text("half of the n")
-            raise RuntimeError("disk")
-
-    with pytest.raises(RuntimeError, match="disk"):
-        fail()
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_empty_and_missing_folders_are_usable(tmp_path):
@@ -38,15 +22,6 @@ def test_folder_in_use_is_refused_unless_asked(tmp_path):
     run.require_usable(tmp_path, overwrite=True)
     run.start_anew(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-def test_file_is_no_folder(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(OutputError, match="a file lies there"):
-        run.require_usable(path, overwrite=True)
-    with pytest.raises(OutputError, match="cannot be written"):
-        run.require_usable(path / "below", overwrite=False)
 
 
 def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):

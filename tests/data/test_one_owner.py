@@ -151,7 +151,7 @@ def test_a_fork_draws_no_batch_that_its_parent_draws(make, fork):
     assert in_fork(renewed, fork=fork) != _batch(original)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_loader_are_no_drawers(method):
     loader = DPDataLoader(RECORDS, batch_size=40, num_workers=1, multiprocessing_context=method)
     seen = [batch[0].numel() for batch in loader]

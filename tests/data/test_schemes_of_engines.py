@@ -42,7 +42,7 @@ def costs(name, events, sigma=1.0):
 
 
 def epsilon_of(name, events):
-    accountant = create_accountant()
+    accountant = create_accountant("rdp")
     accountant.history, accountant.others = costs(name, events)
     return accountant.get_epsilon(DELTA)
 
@@ -205,11 +205,11 @@ def test_relation_of_the_sampler_is_that_of_the_account(tmp_path):
     assert run.account == costs("truncated", 3)
     assert run.engine.get_epsilon(DELTA) > epsilon_of("truncated", 3)
     assert "one record more or less" in run.engine.summary(DELTA)
-    again = PrivacyEngine(ledger=tmp_path / "ledger")
+    again = PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
     assert again.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
     with pytest.raises(InvalidOptionError, match="'add_remove'"):
         Run("truncated", tmp_path)
-    alone = PrivacyEngine(ledger=tmp_path / "ledger")
+    alone = PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
     alone.load_checkpoint(path=tmp_path / "run.pt", module=run.model)
     assert alone.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
 

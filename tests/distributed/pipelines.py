@@ -21,6 +21,7 @@ from ghostclip.distributed import Pipeline, PipelineClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.optim.release import fingerprint
 from tests.engine.training import as_if_drawn
+from tests.private_run import PrivateRun
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
 BOUND = 0.05
@@ -201,14 +202,11 @@ def engine_trained(
     engine, model, released = PrivacyEngine(noise_level="secure"), engine_model(rank, ranks, name, copies), []
 
     def made() -> Any:
-        return engine.make_private(
-            module=model,
-            optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
-            data_loader=DataLoader(data, batch_size=len(data) if sigma == 0 else 6),
-            noise_multiplier=sigma,
-            max_grad_norm=BOUND,
-            loss_reduction="sum",
-        )
+        run = PrivateRun(
+            data, model=model, engine=engine, inner=torch.optim.Adam, lr=0.01,
+            batch_size=len(data) if sigma == 0 else 6, sigma=sigma, max_grad_norm=BOUND, loss_reduction="sum",
+        )  # fmt: skip
+        return run.model, run.optimizer, run.loader
 
     private, optimizer, loader = made()
     if states is not None:
@@ -250,13 +248,10 @@ def _refused_by_engine(
     """What make_private says of a pipeline."""
     model = engine_model(rank, ranks, "1F1B", 1, places=places, microbatches=microbatches)
     with pytest.raises(GhostClipError) as refused:
-        PrivacyEngine(noise_level=level).make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            data_loader=DataLoader(TensorDataset(*batch()), batch_size=4),
-            noise_multiplier=1.0,
+        PrivateRun(
+            TensorDataset(*batch()), model=model, engine=PrivacyEngine(noise_level=level), batch_size=4,
             **{"max_grad_norm": BOUND, **options},
-        )
+        )  # fmt: skip
     return str(refused.value)
 
 
@@ -298,14 +293,10 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
 def other_samples(rank: int, ranks: int) -> dict[str, str]:
     """What each rank says of a step whose stages are given different samples or noise, by what differs on a rank."""
     model: Any = engine_model(rank, ranks, "1F1B", 1)
-    private, optimizer, _ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters()),
-        data_loader=DataLoader(TensorDataset(*batch()), batch_size=SAMPLES),
-        noise_multiplier=1.0,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
+    run = PrivateRun(
+        TensorDataset(*batch()), model=model, batch_size=SAMPLES, max_grad_norm=BOUND, loss_reduction="sum"
     )
+    private, optimizer = run.model, run.optimizer
     inputs, labels = batch()
     given = {
         "inputs": (inputs.flip(0), labels),
@@ -356,15 +347,8 @@ def ledger(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
 def empty(rank: int, ranks: int) -> list[int]:
     """Sizes of the batches of a training of which many are empty, all of which are released."""
     model = engine_model(rank, ranks, "GPipe", 1)
-    engine = PrivacyEngine()
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*batch()), batch_size=1),
-        noise_multiplier=1.0,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-    )
+    run = PrivateRun(TensorDataset(*batch()), model=model, batch_size=1, max_grad_norm=BOUND, loss_reduction="sum")
+    engine, private, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
     sizes = []
     for _ in range(2):
         for ids, targets in loader:

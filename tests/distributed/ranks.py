@@ -28,6 +28,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleModule
 from ghostclip.noise import make_noise_source
 from tests.compat.pairs import batch
+from tests.private_run import PrivateRun
 
 LEVELS = ("fast", "secure", "exact")
 RECORDS = 300
@@ -75,16 +76,13 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     """
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(features, features.abs().argmax(1) % 3)
-    engine, net = PrivacyEngine(noise_level=level), model(rank)
+    net = model(rank)
     broadcast_parameters(net)
-    net, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.5),
-        data_loader=DataLoader(data, batch_size=8),
-        noise_multiplier=sigma,
-        max_grad_norm=0.3,
+    run = PrivateRun(
+        data, model=net, engine=PrivacyEngine(noise_level=level), lr=0.5, batch_size=8, sigma=sigma, max_grad_norm=0.3,
         grad_sample_mode="hooks" if level == "exact" else "auto",
-    )
+    )  # fmt: skip
+    net, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:
         optimizer.noise_source.load_state_dict(states["noise"])
         loader.load_state_dict(states["sampler"])
@@ -97,7 +95,7 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     return {
         "states": begun,
         "parameters": [p.detach().clone() for p in net.parameters()],
-        "epsilon": engine.get_epsilon(1e-5),
+        "epsilon": run.epsilon,
         "level": optimizer.noise_source.level,
     }
 

@@ -11,13 +11,14 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import GhostClipper
 from ghostclip.data import DPDataLoader
 from ghostclip.distributed import SharedNoise, broadcast_parameters, require_agreement
 from ghostclip.distributed.agreement import Share, require_one_draw
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.loops import data, model, snapshot
+from tests.private_run import PrivateRun
 
 DRAWS = {
     "equal": (Share(5, 3, 9, 1.0, 0.5), Share(4, 3, 9, 1.0, 0.5)),
@@ -79,14 +80,11 @@ def private(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> None:
     """Make a training private on this rank, and make two steps."""
-    loader = DataLoader(data(), batch_size=4) if loader is None else loader
-    trained, optimizer, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=kind([p for p in net.parameters() if p.requires_grad], lr=0.1),
-        data_loader=loader,
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=max_grad_norm,
-    )
+    run = PrivateRun(
+        data(), model=net, inner=kind, sigma=noise_multiplier, max_grad_norm=max_grad_norm,
+        data_loader=DataLoader(data(), batch_size=4) if loader is None else loader,
+    )  # fmt: skip
+    trained, optimizer, loader = run.model, run.optimizer, run.loader
     called = trained if wrap is None else wrap(trained)
     for _, (_, x, y) in zip(range(2), loader, strict=False):
         nn.functional.cross_entropy(called(x), y).backward()
@@ -101,13 +99,9 @@ def _faulty_step(rank: int, fault: str) -> None:
         fault: What happens.
     """
     net = model()
-    trained, optimizer, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        data_loader=DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(3)),
-        noise_multiplier=1.0,
-        max_grad_norm=0.5,
-    )
+    loader = DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(3))
+    run = PrivateRun(data(), model=net, max_grad_norm=0.5, data_loader=loader)
+    trained, optimizer, loader = run.model, run.optimizer, run.loader
     for number, (_, x, y) in enumerate(batch for _ in range(4) for batch in loader):
         faulty = rank == 1 and number == 2
         if fault == "every other batch" and number % 2 != rank:

@@ -10,12 +10,13 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import head_losses
+from tests.private_run import PrivateRun
 
 # Five samples do not divide by two; of six positions some layers send factors, others sums.
 SAMPLES, POSITIONS, WIDTH, WORDS = 5, 12, 8, 11
@@ -146,15 +147,11 @@ def engine_trained(
     for block in getattr(model, "blocks", []):
         block.sequences = sequences
     engine = PrivacyEngine(noise_level="secure")
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=RECORDS // 4 if sigma else RECORDS),
-        noise_multiplier=sigma,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-        sequences=sequences,
-    )
+    run = PrivateRun(
+        data, model=model, engine=engine, batch_size=RECORDS // 4 if sigma else RECORDS, sigma=sigma,
+        max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences,
+    )  # fmt: skip
+    private, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:
         optimizer.noise_source.load_state_dict(states["noise"])
         loader.load_state_dict(states["sampler"])
@@ -284,15 +281,10 @@ def _refused_by_engine(mesh: DeviceMesh, *, axis: str = "cp", level: str = "fast
     model = whole_model()
     sequences = SplitSequences(mesh if axis == "cp" else mesh[axis], sample_mesh_axes=(axis,))
     with pytest.raises(GhostClipError) as refused:
-        PrivacyEngine(noise_level=level).make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            data_loader=DataLoader(records(), batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=BOUND,
-            grad_sample_mode=mode,
-            sequences=sequences,
-        )
+        PrivateRun(
+            records(), model=model, engine=PrivacyEngine(noise_level=level), batch_size=4, max_grad_norm=BOUND,
+            grad_sample_mode=mode, sequences=sequences,
+        )  # fmt: skip
     return str(refused.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,9 +13,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.mechanisms import (
     BallsInBins,
@@ -23,6 +23,7 @@ from ghostclip.mechanisms import (
     Mechanism,
 )
 from tests.cases import transformers_models as hf
+from tests.private_run import PrivateRun
 
 RECORDS, BATCH, BOUND = 18, 6, 0.3
 
@@ -219,19 +220,12 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
             shape = (training.copies, distributed.get_world_size() // training.copies)
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
         net = training.shard(net, **options) or net
-    x, y = samples(training.inputs)
-    engine = PrivacyEngine()
-    private = engine.make_private(
-        module=net,
-        optimizer=torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.5),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=training.batch),
-        noise_multiplier=training.sigma,
-        max_grad_norm=BOUND,
-        grad_sample_mode=training.mode,
-        loss_reduction="sum",
-        mechanism=training.mechanism,
-    )
-    model, optimizer, loader = private[0], private[1], private[-1]
+    run = PrivateRun(
+        TensorDataset(*samples(training.inputs)), model=net, inner=partial(torch.optim.SGD, momentum=0.5),
+        batch_size=training.batch, sigma=training.sigma, max_grad_norm=BOUND, grad_sample_mode=training.mode,
+        loss_reduction="sum", mechanism=training.mechanism,
+    )  # fmt: skip
+    model, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:
         optimizer.noise_source.load_state_dict(states["noise"])
         loader.load_state_dict(states["sampler"])
@@ -255,7 +249,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
     return {
         "states": begun,
         "parameters": [whole_of(p).detach().clone() for p in net.parameters()],
-        "epsilon": engine.get_epsilon(1e-5) if training.sigma else 0.0,
+        "epsilon": run.epsilon if training.sigma else 0.0,
         "wide": seen["wide"],
         "in parts": any(hasattr(p, "full_tensor") for p in net.parameters()),
     }

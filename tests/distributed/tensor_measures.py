@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import GhostClipper
 from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import ShardedModel, SharedNoise
@@ -32,6 +32,7 @@ from ghostclip.optim import DPOptimizer
 from tests.distributed.sharded import built, losses_of, samples, whole_of
 from tests.distributed.sharded_measures import clipper_of
 from tests.distributed.tensor import TRAININGS
+from tests.private_run import PrivateRun
 
 BOUND, SAMPLES = 0.05, 6
 MOVED = ("gpt, two passes", "sequence", "divided classes")
@@ -216,17 +217,11 @@ def _sharded_afterwards(mesh: Any) -> None:
     """Divide a model that is private already."""
     torch.manual_seed(0)
     net = _Stray(nn.Identity())
-    private, optimizer, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-    )
+    data = TensorDataset(torch.randn(8, 4))
+    run = PrivateRun(data, model=net, batch_size=4, max_grad_norm=BOUND, loss_reduction="sum")
     fully_shard(net, mesh=mesh)
-    private(next(iter(loader))[0]).sum().backward()
-    optimizer.step()
+    run.model(next(iter(run.loader))[0]).sum().backward()
+    run.optimizer.step()
 
 
 def _noise_refused(mesh: Any) -> Mapping[str, str]:

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
@@ -19,6 +18,7 @@ from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model
 from tests.distributed.refusals import find
 from tests.distributed.spawned import found_by_ranks
+from tests.private_run import PrivateRun
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
@@ -139,16 +139,10 @@ def _sharded(how, net):
 
 
 def _private(net, *, optimizer=None, **options):
-    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
-    loader = DataLoader(data(), batch_size=4)
-    return PrivacyEngine(**options).make_private(
-        module=net,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode="hooks" if options else "auto",
-    )
+    made = {} if optimizer is None else {"optimizer": optimizer}
+    mode = "hooks" if options else "auto"
+    run = PrivateRun(data(), model=net, engine=PrivacyEngine(**options), batch_size=4, grad_sample_mode=mode, **made)
+    return run.model, run.optimizer, run.loader
 
 
 def _evaluated(net):
@@ -253,10 +247,8 @@ def test_a_model_inside_a_private_one_is_sharded_once_it_is_an_ordinary_one_agai
     net, engine = model(), PrivacyEngine()
 
     def made_private():
-        optimizer, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data(), batch_size=16)
-        return engine.make_private(
-            module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
-        )
+        run = PrivateRun(data(), model=net, engine=engine, batch_size=16)
+        return run.model, run.optimizer, run.loader
 
     private, optimizer, loader = made_private()
     private.remove_hooks()

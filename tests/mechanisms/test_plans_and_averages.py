@@ -83,9 +83,6 @@ def test_the_command_compares_them_for_a_schedule_and_three_batch_sizes(capsys: 
     assert set(found["noise_to_batch"]) == {"500", "2000"}
     # Two batches are no epoch for four bands.
     assert "BandedMatrixFactorization(bands=4)" not in found["noise_to_batch"]["2000"]
-    assert main(words.replace(" --json -", "").split()) == 0
-    shown = capsys.readouterr().out
-    assert "buffers" in shown
     with pytest.raises(SystemExit):
         main([*words.split(), "--schedule", "step"])
 
@@ -107,7 +104,9 @@ def test_plans_of_nothing_are_refused(options: dict[str, float], match: str) -> 
 
 def test_a_budget_that_no_noise_keeps_is_an_error() -> None:
     with pytest.raises(BudgetError):
-        plan_privacy(**{**TRAINING, "target_delta": 1e-300}, epochs=10, target_epsilon=1e-9)
+        plan_privacy(
+            **{**TRAINING, "target_delta": 1e-300}, epochs=10, target_epsilon=1e-9, mechanisms=[PoissonSampling()]
+        )
 
 
 @pytest.mark.parametrize("kind", ["exponential", "tail"])

@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, folder=None, *, width=7, own=False, parts=None, **options):
         torch.manual_seed(width)
-        self.engine = PrivacyEngine(ledger=folder)
+        self.engine = PrivacyEngine(ledger=folder, accountant="rdp")
         if own:
             self.engine.accountant = Own()
         model = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3))

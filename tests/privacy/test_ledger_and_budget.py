@@ -63,7 +63,7 @@ class Run(PrivateRun):
 
 
 def _epsilon_of(steps):
-    accountant = create_accountant()
+    accountant = create_accountant("rdp")
     accountant.history = [(1.0, 0.2, steps)]
     return accountant.get_epsilon(DELTA)
 
@@ -104,11 +104,11 @@ def test_stopping_budget_ends_the_loops(physical):
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 def test_stopping_budget_ends_shuffled_passes_too():
-    run = Run(budget=Budget(4.6, DELTA, when_spent="stop"), poisson_sampling=False)
+    run = Run(budget=Budget(5.5, DELTA, when_spent="stop"), poisson_sampling=False)
     for _ in range(5):
         run.epoch()
     assert run.engine.budget_spent
-    assert run.epsilon <= 4.6
+    assert run.epsilon <= 5.5
     assert run.batches < 25
 
 
