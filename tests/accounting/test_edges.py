@@ -119,7 +119,7 @@ def test_steps_without_noise_may_use_part_of_delta():
     assert keeper((0.0, 1e-6, 11), (1.0, 0.01, 1000), name="rdp").get_epsilon(1e-5) == math.inf
 
 
-@pytest.mark.parametrize("sigma", [0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0])
+@pytest.mark.parametrize("sigma", [0.5, 0.9, 1.5])
 def test_epsilon_grows_with_the_steps(sigma):
     """Rounding of the mass at 0 was once larger than δ here."""
     found = [bounds(sigma, 8e-5, steps, 6e-14) for steps in (1, 2, 3, 4, 6, 13, 50)]
@@ -181,7 +181,7 @@ def check_neighbours(count, seed):
             assert first.upper == 0, where
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_epsilon_grows_with_steps_rate_and_confidence_and_falls_with_noise(seed):
     check_neighbours(4, seed)
 

@@ -184,9 +184,9 @@ def test_close_to_dp_accounting(history, delta):
 
 
 def test_grouped_steps_stay_on_either_side(monkeypatch):
-    history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(30)]
+    history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(12)]
     exact = bounds(history, 1e-5)
-    monkeypatch.setattr("ghostclip.accounting.pld.MOST_GROUPS", 8)
+    monkeypatch.setattr("ghostclip.accounting.pld.MOST_GROUPS", 4)
     grouped = keeper(history, "pld").whole_history()
     from ghostclip.accounting.pld import pld_epsilon
 

@@ -19,6 +19,7 @@ from ghostclip.mechanisms import (
     BandedMatrixFactorization,
     BufferedToeplitz,
     PoissonSampling,
+    UnamplifiedSampling,
     plan_privacy,
 )
 from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
@@ -105,7 +106,7 @@ def test_plans_of_nothing_are_refused(options: dict[str, float], match: str) -> 
 def test_a_budget_that_no_noise_keeps_is_an_error() -> None:
     with pytest.raises(BudgetError):
         plan_privacy(
-            **{**TRAINING, "target_delta": 1e-300}, epochs=10, target_epsilon=1e-9, mechanisms=[PoissonSampling()]
+            **{**TRAINING, "target_delta": 1e-300}, epochs=10, target_epsilon=1e-9, mechanisms=[UnamplifiedSampling()]
         )
 
 
