@@ -49,7 +49,7 @@ def _require_equal(one, two):
 
 
 def _epsilon_of(steps):
-    accountant = create_accountant()
+    accountant = create_accountant("rdp")
     accountant.history = [(SIGMA, RATE, steps)]
     return accountant.get_epsilon(DELTA)
 
