@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
@@ -30,6 +31,7 @@ from ghostclip.noise import make_noise_source
 from tests.compat.pairs import batch
 from tests.private_run import PrivateRun
 
+WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
 LEVELS = ("fast", "secure", "exact")
 RECORDS = 300
 STD = 5.0
@@ -51,7 +53,7 @@ def find(rank: int) -> dict[str, Any]:
         "shares": {level: _shares(level) for level in LEVELS},
         "refused": _refused(rank),
         "reseeded": _reseeded(rank),
-        "opacus": _by_hand(rank),
+        "opacus": {wrapper.__name__: _by_hand(rank, wrapper) for wrapper in WRAPPERS},
         "trained": {setting: train(rank, *setting) for setting in SETTINGS},
     }
 
@@ -100,12 +102,12 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     }
 
 
-def _by_hand(rank: int) -> dict[str, Any]:
+def _by_hand(rank: int, wrapper: type[nn.Module]) -> dict[str, Any]:
     """Step without noise and with it on a half of a batch, by Opacus's distributed names; draw by its sampler."""
     # Every rank's model starts differently; the wrapper makes them equal.
     torch.manual_seed(3 + rank)
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    facade = GradSampleModule(DifferentiallyPrivateDistributedDataParallel(net))
+    facade = GradSampleModule(wrapper(net))
     optimizer = DistributedDPOptimizer(
         torch.optim.SGD(facade.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=6
     )

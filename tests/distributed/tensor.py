@@ -271,6 +271,8 @@ def find(rank: int, ranks: int, names: Sequence[str]) -> dict[str, Any]:
     del rank
     trainings, mesh = {2: TRAININGS, 4: ON_FOUR, 8: ON_EIGHT}[ranks], _mesh()
     found: dict[str, Any] = {name: train(trainings[name], divided=True) for name in names}
-    found["norms"] = {size: norms(size, mesh) for size in BATCHES}
-    found["mixed"] = {size: _is_taken(size, mesh) for size in BATCHES}
+    if ranks < CLASSES_OF_LOGITS // 2:
+        # Each of them has some classes.
+        found["norms"] = {size: norms(size, mesh) for size in BATCHES}
+        found["mixed"] = {size: _is_taken(size, mesh) for size in BATCHES}
     return found

@@ -12,7 +12,7 @@ from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
 from tests.compat.pairs import clipped_sum, small_model
-from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, STD, find, many, model, train
+from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, STD, WRAPPERS, find, many, model, train
 from tests.distributed.spawned import found_by_ranks
 
 pytestmark = pytest.mark.distributed
@@ -130,8 +130,9 @@ def test_ranks_follow_the_generator_of_the_first(found):
     assert "noise_generator of rank 1 is 'none'" in first["one sided"]
 
 
-def test_steps_by_opacus_names_are_those_of_one_process_with_one_draw_of_noise(found):
-    first, second = (rank["opacus"] for rank in found)
+@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in WRAPPERS])
+def test_steps_by_opacus_names_are_those_of_one_process_with_one_draw_of_noise(found, wrapper):
+    first, second = (rank["opacus"][wrapper] for rank in found)
     before = torch.cat([p.detach().flatten() for p in small_model().parameters()])
     for rank in (first, second):
         torch.testing.assert_close(6 * (before - rank["states"][0]), clipped_sum(0.5))
