@@ -61,7 +61,6 @@ QUICK = {
     "mechanisms": 4,
     "optim": 3,
     "paper_repro": 0,
-    "privacy/test_corruptions.py": 4,
     "project/test_collection.py": 0,
 }
 # And one in so many is run by CI beside the quick ones. `make test-slow` runs the others: more examples of the same.
@@ -73,7 +72,6 @@ CHECKED = {
     "loops": 2,
     "mechanisms": 2,
     "paper_repro": 2,
-    "privacy/test_corruptions.py": 2,
 }
 # Both for a test with more parameter sets than this, where the tables say nothing.
 WIDE, SHARE_OF_WIDE = 12, 6

@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import warnings
 
 import numpy as np
 import pytest
 import torch
 
 import ghostclip
-from ghostclip.accounting import GaussianAccountant, create_accountant, get_noise_multiplier
-from ghostclip.accounting.contour import Composition, Contour, Nodes, TailCut
-from ghostclip.accounting.history import totals
+from ghostclip.accounting import GaussianAccountant, create_accountant
 from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
 from ghostclip.accounting.rdp import rdp_delta
-from ghostclip.compat.opacus.accountants.analysis.rdp import compute_rdp
 from ghostclip.errors import InvalidOptionError
 from ghostclip.privacy.charges import charges_of
 from tests.engine.training import small_model
@@ -105,12 +101,6 @@ def test_an_engine_refuses_them_too():
             read(1e-5)
 
 
-@pytest.mark.parametrize("change", [{"q": math.nan}, {"q": -0.1}, {"noise_multiplier": math.nan}])
-def test_the_function_under_the_old_name_refuses_them(change):
-    with pytest.raises(InvalidOptionError):
-        compute_rdp(**{"q": 0.1, "noise_multiplier": 1.0, "steps": 3, "orders": [2.0], **change})
-
-
 @pytest.mark.parametrize("sigma", [0.0, 0.005, 0.05, 0.3, 1.0, 30.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_who_hardly_ever_takes_part_is_private_without_noise(name, sigma):
@@ -122,20 +112,6 @@ def test_who_hardly_ever_takes_part_is_private_without_noise(name, sigma):
             assert rdp_delta(keeper((sigma, rate, steps)).whole_history(), 0.0) <= delta
 
 
-def test_the_probability_of_taking_part():
-    def of(history, others=()):
-        return totals(history, others, "zero_out").participation
-
-    assert of([(1.0, 1e-5, 1)]) == 1e-5
-    assert of([(1.0, 0.25, 2), (2.0, 0.5, 1)]) == pytest.approx(1 - 0.75**2 / 2, rel=1e-11)
-    assert of([(1.0, 0.25, 2), (2.0, 0.5, 1)]) >= 1 - 0.75**2 / 2
-    assert of([(1.0, 1.0, 1)]) == 1
-    assert of([]) == 0
-    assert of([], [("truncated_poisson", (1.0, 0.01, 100.0, 9.0), 1)]) == 0.01
-    assert of([], [("guarantee", (0.0, 1e-3), 1)]) == 1e-3
-    assert of([], [("guarantee", (1.0, 0.0), 1)]) == 1
-
-
 def test_steps_without_noise_may_use_part_of_delta():
     """One step that reveals who was in it, of rate 1e-6, and a thousand others: close to the others alone."""
     others = keeper((1.0, 0.01, 1000), name="rdp").get_epsilon(9e-6)
@@ -143,7 +119,7 @@ def test_steps_without_noise_may_use_part_of_delta():
     assert keeper((0.0, 1e-6, 11), (1.0, 0.01, 1000), name="rdp").get_epsilon(1e-5) == math.inf
 
 
-@pytest.mark.parametrize("sigma", [0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0])
+@pytest.mark.parametrize("sigma", [0.5, 0.9, 1.5])
 def test_epsilon_grows_with_the_steps(sigma):
     """Rounding of the mass at 0 was once larger than δ here."""
     found = [bounds(sigma, 8e-5, steps, 6e-14) for steps in (1, 2, 3, 4, 6, 13, 50)]
@@ -171,19 +147,6 @@ def test_two_steps_equal_the_sum_over_all_pairs(seed):
     assert delta_of_two(sigma, rate, found.upper, "lower") <= delta * (1 + 1e-9)
     assert delta_of_two(sigma, rate, found.lower, "upper") >= delta * (1 - 1e-9)
     assert found.upper - found.lower <= 2e-2 * found.upper
-
-
-@pytest.mark.parametrize("steps", [1, 3, 400])
-@pytest.mark.parametrize("loss", [1e-3, 0.05, 0.4])
-def test_outcomes_bounded_apart_change_no_bound(steps, loss):
-    """Whatever the cut: both contours' bounds enclose one δ."""
-    step = discretised(SampledGaussian(0.9, 0.01, "remove"), Cells(0.05, 0.01, 1.0, 9.0), "upper")
-    composition = Composition([step], [steps])
-    plain = Contour(composition, Nodes(8.0, 1e-6, 40.0, 40_000))
-    cut = Contour(composition, Nodes(8.0, 1e-6, 40.0, 40_000, TailCut(loss, 30.0)))
-    for epsilon in (0.8, 1.0, 1.5, 2.5):
-        assert cut.lower(epsilon) <= plain.upper(epsilon) * (1 + 1e-12)
-        assert plain.lower(epsilon) <= cut.upper(epsilon) * (1 + 1e-12)
 
 
 def settings(count, seed):
@@ -218,7 +181,7 @@ def check_neighbours(count, seed):
             assert first.upper == 0, where
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_epsilon_grows_with_steps_rate_and_confidence_and_falls_with_noise(seed):
     check_neighbours(4, seed)
 
@@ -227,13 +190,3 @@ def test_epsilon_grows_with_steps_rate_and_confidence_and_falls_with_noise(seed)
 @pytest.mark.parametrize("seed", range(100, 150))
 def test_epsilon_grows_at_many_settings(seed):
     check_neighbours(20, seed)
-
-
-@pytest.mark.parametrize(("rate", "steps", "delta"), [(8e-5, 3, 6e-14), (1e-4, 1, 1e-5)])
-def test_calibration_keeps_to_it(rate, steps, delta):
-    sigma = get_noise_multiplier(target_epsilon=0.5, target_delta=delta, sample_rate=rate, steps=steps)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert 0.499 <= bounds(sigma, rate, steps, delta).upper <= 0.5
-        shorter = bounds(sigma, rate, max(1, steps // 2), delta).upper
-    assert shorter <= 0.5

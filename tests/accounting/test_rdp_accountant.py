@@ -5,11 +5,8 @@ from __future__ import annotations
 import io
 import math
 import random
-import subprocess
-import sys
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from scipy.special import log_ndtr
@@ -18,7 +15,6 @@ from ghostclip.accounting import (
     Accountant,
     RDPAccountant,
     create_accountant,
-    epsilon_from_rdp,
     register_accountant,
     steps_per_epoch,
 )
@@ -67,15 +63,6 @@ def test_equal_to_dp_accounting_at_the_same_orders(sigma, rate, steps, delta, _b
     assert ours == pytest.approx(oracle.get_epsilon(delta), rel=1e-8)
 
 
-@pytest.mark.parametrize(("sigma", "rate", "steps", "delta", "_best", "_factor"), SETTINGS)
-def test_never_above_opacus_over_its_own_orders(sigma, rate, steps, delta, _best, _factor):
-    theirs = pytest.importorskip("opacus.accountants").RDPAccountant()
-    theirs.history = [(sigma, rate, steps)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert epsilon(sigma, rate, steps, delta) <= theirs.get_epsilon(delta) * (1 + 1e-8)
-
-
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 20.0])
 def test_gaussian_mechanism_is_never_below_its_exact_epsilon(sigma):
     """Balle and Wang 2018: δ(ε) of the Gaussian mechanism, so the ε we claim must have at most the δ asked for."""
@@ -117,23 +104,6 @@ def test_order_and_grouping_of_steps_do_not_matter():
     assert together.get_epsilon(1e-5) > epsilon(1.0, 0.01, 30)
 
 
-def test_a_step_costs_the_same_whatever_came_before():
-    accountant = RDPAccountant()
-    for _ in range(20_000):
-        accountant.step(noise_multiplier=1.0, sample_rate=0.01)
-    assert accountant.history == [(1.0, 0.01, 20_000)]
-
-
-def test_curves_are_computed_once(monkeypatch):
-    accountant = RDPAccountant()
-    accountant.history = [(1.0, 0.01, 5), (2.0, 0.01, 5), (1.0, 0.01, 5)]
-    first = accountant.get_epsilon(1e-5)
-    monkeypatch.setattr("ghostclip.accounting.rdp.rdp_curve", lambda **_: pytest.fail("computed again"))
-    assert accountant.get_epsilon(1e-5) == first
-    accountant.step(noise_multiplier=2.0, sample_rate=0.01)
-    assert accountant.get_epsilon(1e-5) > first
-
-
 def test_edges():
     accountant = RDPAccountant()
     assert accountant.get_privacy_spent(delta=1e-5) == (0.0, 0.0)
@@ -145,22 +115,6 @@ def test_edges():
     assert epsilon(1e9, 1.0, 1) == 0.0
     assert 0 < epsilon(1e-10, 0.5, 10) < math.inf
     assert 0 < epsilon(1.0, 0.5, 10, delta=5e-324) < math.inf
-
-
-def test_epsilon_is_zero_only_where_total_variation_meets_delta():
-    """√(1 - e^-r) ≤ δ is r ≤ δ² for small r."""
-    for delta in (1e-3, 1e-8, 1e-100):
-        orders = np.array([2.0, 8.0])
-        assert epsilon_from_rdp(orders, np.full(2, 0.99 * delta**2), delta=delta)[0] == 0
-        assert epsilon_from_rdp(orders, np.full(2, 1.01 * delta**2), delta=delta)[0] > 0
-
-
-def test_a_saved_state_does_not_change_with_the_accountant():
-    accountant = RDPAccountant()
-    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
-    state = accountant.state_dict()
-    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
-    assert state == {"history": [(1.0, 0.5, 1)], "mechanism": "rdp", "relation": "zero_out"}
 
 
 @pytest.mark.parametrize("alphas", [[2.0, 3.0], [100.0, 200.0]])
@@ -289,8 +243,3 @@ def test_accountants_can_be_registered(monkeypatch):
 )
 def test_steps_per_epoch(rate, steps):
     assert steps_per_epoch(rate) == steps
-
-
-def test_importing_it_loads_neither_torch_nor_scipy():
-    code = "import sys, ghostclip.accounting; sys.exit(bool({'torch', 'scipy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

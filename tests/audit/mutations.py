@@ -20,6 +20,8 @@ from ghostclip import GhostClipper
 from ghostclip.data import PrivateSampler
 from ghostclip.noise import FastNoise
 from ghostclip.optim import DPOptimizer
+from ghostclip.privacy.account import Account
+from ghostclip.privacy.charges import Charge
 from tests.audit.subject import BOUND, CLASSES
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -221,6 +223,18 @@ def shuffled_while_poisson_is_accounted() -> Any:
         return order[step * size : (step + 1) * size]
 
     return mock.patch.object(PrivateSampler, "draw", in_turns)
+
+
+def steps_forgotten() -> Any:
+    """Every second release is not charged."""
+    original, calls = Account._add, [0]
+
+    def add(self: Account, events: Sequence[Charge]) -> None:
+        calls[0] += 1
+        if calls[0] % 2:
+            original(self, events)
+
+    return mock.patch.object(Account, "_add", add)
 
 
 MUTATIONS: dict[str, Mutation] = {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
 
-from ghostclip import GhostClipper
 from tests.audit.loops import LOOPS, run
 from tests.audit.subject import BOUND
 
@@ -36,16 +34,6 @@ def test_a_record_moves_every_release_by_at_most_c(loop):
         assert taken_part > 0 or name in {"NaN", "infinite"}, f"{name}: it is part of no step, so nothing was tested"
 
 
-def test_physical_batches_and_workers_release_what_plain_loops_release():
-    plain, physical, workers = (run(loop, None, dropout=0.0) for loop in ("plain", "physical batches", "workers"))
-    assert plain.sizes == workers.sizes
-    assert len(physical.sizes) > len(plain.sizes)
-    for other in (physical, workers):
-        assert other.account == plain.account
-        for got, wanted in zip(other.releases, plain.releases, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_what_can_be_seen_from_outside_does_not_depend_on_a_record(name, strategy):
@@ -67,21 +55,3 @@ def test_the_operations_are_those_of_the_neighbour(strategy):
     with_it = run("plain", ADVERSARIES["ordinary"], sigma=1.0, strategy=strategy)
     assert len(with_it.operations) > 500
     assert with_it.operations == without.operations
-
-
-def test_a_difference_in_control_flow_is_seen(monkeypatch):
-    """An engine that says so, and draws a number, when a sample was not finite."""
-    original = GhostClipper.backward
-
-    def telling(self, loss):
-        original(self, loss)
-        if self.non_finite_samples:
-            warnings.warn("a sample was not finite", stacklevel=2)
-            torch.rand(1)
-
-    monkeypatch.setattr(GhostClipper, "backward", telling)
-    quiet, told = (run("plain", ADVERSARIES[name], sigma=1.0) for name in ("ordinary", "NaN"))
-    assert quiet.sizes == told.sizes
-    assert quiet.spoken != told.spoken
-    assert not torch.equal(quiet.generators, told.generators)
-    assert quiet.operations != told.operations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,8 +20,7 @@ TINY_GIVEN = [*TINY_RUN, "--device", "cpu", "--comparison-steps", "1"]
 TINY = [*TINY_MODEL, *TINY_GIVEN]
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a run of the command left behind."""
 
     status: int
@@ -36,8 +36,8 @@ def text_file(tmp_path):
 
 
 @pytest.fixture
-def finetune(capfd):
-    """Run ``ghostclip finetune`` with the given words, and give status and output."""
+def command(capfd):
+    """Run ``ghostclip`` with the given words, and give status and output."""
 
     def run(*words: object) -> Result:
         capfd.readouterr()
@@ -45,13 +45,19 @@ def finetune(capfd):
             # Whatever the libraries announce is theirs; the command itself reports through its output.
             warnings.simplefilter("ignore")
             try:
-                status = main(["finetune", *map(str, words)])
+                status = main([*map(str, words)])
             except SystemExit as stopped:
                 status = int(stopped.code or 0)
         captured = capfd.readouterr()
         return Result(status, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def finetune(command):
+    """Run ``ghostclip finetune`` with the given words."""
+    return partial(command, "finetune")
 
 
 @pytest.fixture

@@ -11,15 +11,6 @@ from ghostclip.cli import main
 from ghostclip.errors import InvalidOptionError
 
 
-def run(capsys, *words):
-    try:
-        status = main([str(word) for word in words])
-    except SystemExit as stopped:
-        status = int(stopped.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 def reference(*history, delta=1e-5, relation="zero_out"):
     accountant = create_accountant(relation=relation)
     accountant.history = list(history)
@@ -29,8 +20,8 @@ def reference(*history, delta=1e-5, relation="zero_out"):
 SETTING = ("--noise-multiplier", 1, "--sample-rate", 0.01)
 
 
-def test_epsilon_says_what_it_assumes(capsys, tmp_path):
-    status, out, err = run(capsys, "epsilon", *SETTING, "--steps", 1000, "--json", tmp_path / "result.json")
+def test_epsilon_says_what_it_assumes(command, tmp_path):
+    status, out, err = command("epsilon", *SETTING, "--steps", 1000, "--json", tmp_path / "result.json")
     assert (status, err) == (0, "")
     for words in ("epsilon <= 1.8284 at delta", "no accountant can go below", "Poisson", "zero_out", "a sample:"):
         assert words in out
@@ -40,39 +31,24 @@ def test_epsilon_says_what_it_assumes(capsys, tmp_path):
     assert result["epsilon_lower_bound"] == expected.lower
 
 
-def test_what_is_printed_is_rounded_upwards(capsys):
-    _, out, _ = run(capsys, "epsilon", *SETTING, "--steps", 1000)
+def test_what_is_printed_is_rounded_upwards(command):
+    _, out, _ = command("epsilon", *SETTING, "--steps", 1000)
     printed = float(out.split("epsilon <= ")[1].split()[0])
     assert 0 <= printed - reference((1.0, 0.01, 1000)).upper < 1.1e-4
 
 
-def test_samples_epochs_and_a_delta_too_large(capsys):
+def test_samples_epochs_and_a_delta_too_large(command):
     words = ("--samples", 1000, "--batch-size", 10, "--epochs", 10, "--delta", 1e-3)
-    status, out, err = run(capsys, "epsilon", "--noise-multiplier", 1, *words)
+    status, out, err = command("epsilon", "--noise-multiplier", 1, *words)
     assert status == 0
     assert "1000 steps" in out
     assert "warning: delta=0.001 is not below 1/N" in err
 
 
-def test_an_epsilon_that_means_nothing_is_said(capsys):
-    status, _, err = run(capsys, "epsilon", "--noise-multiplier", 1, "--sample-rate", 1, "--steps", 1000)
+def test_an_epsilon_that_means_nothing_is_said(command):
+    status, _, err = command("epsilon", "--noise-multiplier", 1, "--sample-rate", 1, "--steps", 1000)
     assert status == 0
     assert "warning: an epsilon above 50 means nothing" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("epsilon", *SETTING, "--steps", 10, "--delta", 2), "--delta 2.0: must lie strictly"),
-        (("epsilon", *SETTING, "--steps", 10, "--accountant", "nope"), "--accountant 'nope' is not available"),
-        (("calibrate", *SETTING, "--target-epsilon", -1), "--target-epsilon -1.0: must be"),
-        (("calibrate", *SETTING, "--target-epsilon", 1, "--delta", 0), "--delta 0.0: must lie strictly"),
-    ],
-)
-def test_options_are_named_as_they_are_typed(capsys, words, said):
-    status, _, err = run(capsys, *words)
-    assert (status, err.count("\n")) == (2, 1)
-    assert said in err
 
 
 def test_a_traceback_is_shown_on_request(monkeypatch):
@@ -81,14 +57,14 @@ def test_a_traceback_is_shown_on_request(monkeypatch):
         main(["epsilon", *map(str, SETTING), "--steps", "10", "--delta", "2"])
 
 
-def test_segments_from_options_and_files(capsys, tmp_path):
+def test_segments_from_options_and_files(command, tmp_path):
     expected = reference((1.0, 0.01, 100), (2.0, 0.02, 50)).upper
     lines, listed = tmp_path / "schedule.txt", tmp_path / "schedule.json"
     lines.write_text("# noise, rate, steps\n1, 0.01, 100\n2 0.02 50  # later\n")
     listed.write_text("[[1, 0.01, 100], [2, 0.02, 50]]")
     ways = [("--segment", 1, 0.01, 100, "--segment", 2, 0.02, 50), ("--schedule", lines), ("--schedule", listed)]
     for words in ways:
-        status, out, _ = run(capsys, "epsilon", *words, "--json", "-")
+        status, out, _ = command("epsilon", *words, "--json", "-")
         assert status == 0
         assert json.loads(out[out.index("{") :])["epsilon"] == expected
 
@@ -101,29 +77,32 @@ def test_segments_from_options_and_files(capsys, tmp_path):
         (("--noise-multiplier", 1, "--sample-rate", 0.01), "steps"),
     ],
 )
-def test_calibrate_solves_for_what_is_missing(capsys, words, name):
-    status, out, _ = run(capsys, "calibrate", "--target-epsilon", 2, *words, "--json", "-")
+def test_calibrate_solves_for_what_is_missing(command, words, name):
+    status, out, _ = command("calibrate", "--target-epsilon", 2, "--accountant", "rdp", *words, "--json", "-")
     assert status == 0
     result = json.loads(out[out.index("{") :])
     assert f"{name} = " in out
     assert 1.99 < result["epsilon"] <= 2
 
 
-def test_neighbours_matter(capsys):
-    _, out, _ = run(capsys, "epsilon", *SETTING, "--steps", 100, "--neighbours", "replace_one", "--json", "-")
+def test_neighbours_matter(command):
+    _, out, _ = command("epsilon", *SETTING, "--steps", 100, "--neighbours", "replace_one", "--json", "-")
     found = json.loads(out[out.index("{") :])
     assert found["epsilon"] == reference((1.0, 0.01, 100), relation="replace_one").upper
 
 
-def test_a_plot_is_written(capsys, tmp_path):
+def test_a_plot_is_written(command, tmp_path):
     path = tmp_path / "curves.png"
-    assert run(capsys, "epsilon", *SETTING, "--steps", 100, "--plot", path)[0] == 0
+    assert command("epsilon", *SETTING, "--steps", 100, "--plot", path)[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("words", "match"),
     [
+        (("epsilon", *SETTING, "--steps", 10, "--delta", 2), "--delta 2.0: must lie strictly"),
+        (("epsilon", *SETTING, "--steps", 10, "--accountant", "nope"), "--accountant 'nope' is not available"),
+        (("calibrate", *SETTING, "--target-epsilon", -1), "--target-epsilon -1.0: must be"),
         (("epsilon",), "--noise-multiplier; --sample-rate, or --samples and --batch-size; --steps or --epochs: needed"),
         (("epsilon", *SETTING), "--steps or --epochs: needed"),
         (("epsilon", *SETTING, "--steps", 0), "--steps 0"),
@@ -138,7 +117,6 @@ def test_a_plot_is_written(capsys, tmp_path):
         (("epsilon", "--segment", 1, 0.1, 1, "--segment", -1, 0.1, 1), "segment 2: noise multiplier -1"),
         (("epsilon", "--segment", 1, 3, 1), "segment 1: sample rate 3"),
         (("epsilon", "--noise-multiplier", 1, "--sample-rate", 2, "--steps", 1), "--sample-rate 2"),
-        (("epsilon", *SETTING, "--steps", 1, "--delta", 0), "delta"),
         (("epsilon", *SETTING, "--steps", 1, "--accountant", "gdp"), "refused as a guarantee"),
         (("epsilon", "--segment", 1, 0.1, 2.5), "whole number"),
         (("epsilon", "--segment", 1, 0.1, "nan"), "whole number"),
@@ -149,18 +127,18 @@ def test_a_plot_is_written(capsys, tmp_path):
         (("calibrate", "--target-epsilon", 1, *SETTING, "--steps", 5), "give two"),
     ],
 )
-def test_wrong_input_is_one_line(capsys, words, match):
-    status, _, err = run(capsys, *words)
+def test_wrong_input_is_one_line(command, words, match):
+    status, _, err = command(*words)
     assert status == 2
     assert match in err
     assert err.count("\n") == 1
 
 
-def test_a_wrong_schedule(capsys, tmp_path):
+def test_a_wrong_schedule(command, tmp_path):
     path = tmp_path / "schedule.txt"
     path.write_text("1 0.01\n")
-    assert "expected noise multiplier" in run(capsys, "epsilon", "--schedule", path)[2]
+    assert "expected noise multiplier" in command("epsilon", "--schedule", path)[2]
     path.write_text("[[1, 0.01, 2.5]]")
-    assert "2.5 steps" in run(capsys, "epsilon", "--schedule", path)[2]
+    assert "2.5 steps" in command("epsilon", "--schedule", path)[2]
     path.write_text("\n")
-    assert "no segment" in run(capsys, "epsilon", "--schedule", path)[2]
+    assert "no segment" in command("epsilon", "--schedule", path)[2]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import warnings
-from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 
 import ghostclip
 from benchmarks.flops import counter
-from ghostclip.cli import main
 from ghostclip.validation.inspection import inspect_model, losses_of
 from ghostclip.validation.sources import InspectionRequest, load_source
-from tests.cli.conftest import Result
 
 SCRIPT = """
 import torch
@@ -109,19 +105,8 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def inspect(capfd):
-    def run(*words: object) -> Result:
-        capfd.readouterr()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                status = main(["inspect", *map(str, words)])
-            except SystemExit as stopped:
-                status = int(stopped.code or 0)
-        captured = capfd.readouterr()
-        return Result(status, captured.out, captured.err)
-
-    return run
+def inspect(command):
+    return partial(command, "inspect")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "llama", "mixtral", "t5"])
@@ -140,7 +125,7 @@ def test_architectures(inspect, name):
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("gpt2", "bookkeeping"), ("gpt2", "ghost"), ("gpt2", "fast"), ("gpt2", "hooks"), ("bert", "bookkeeping")],
+    [("gpt2", "ghost"), ("gpt2", "hooks"), ("bert", "bookkeeping")],
 )
 def test_expected_operations_are_those_of_the_step(name, strategy):
     """The whole step is predicted: layers, attention and, for two backwards, attention's backward once more."""
@@ -176,12 +161,6 @@ def test_real_sizes_from_shapes_alone(inspect):
     assert "symmetric Gram" in plans["transformer.h.11.mlp.c_fc.weight"]
 
 
-def test_plan_follows_sequence_length_and_strategy(inspect):
-    assert "keep per-sample gradient" in inspect("gpt2", "--sequence-length", 64).out
-    assert "symmetric Gram" in inspect("gpt2", "--sequence-length", 8).out
-    assert "instantiate" in inspect("gpt2", "--sequence-length", 8, "--strategy", "fast").out
-
-
 def test_trainable(inspect):
     result = inspect("gpt2", "--trainable", r"ln_|attn\.c_attn")
     assert result.status == 0
@@ -205,13 +184,6 @@ def test_mixing_is_refused_with_the_place(inspect, script):
     assert "remedy" in result.out
 
 
-def test_recurrent_layers_are_priced(inspect, script):
-    result = inspect(f"{script}:recurrent", "--json", "-")
-    assert result.status == 0
-    assert 1 <= json.loads(result.out)["flop_ratio"] < 10
-    assert result.err == ""
-
-
 def test_batches_of_a_factory(inspect, script):
     assert "random input of shape (4, 12)" in inspect(f"{script}:mlp").out
     assert "(5, 7, 12)" in inspect(f"{script}:mlp", "--input-shape", "7,12", "--batch-size", 5).out
@@ -219,20 +191,6 @@ def test_batches_of_a_factory(inspect, script):
     own = inspect(f"{script}:with_batch", "--batch-size", 6)
     assert own.status == 0, own
     assert "6 samples" in own.out
-
-
-def test_module_and_function(inspect, script, monkeypatch):
-    monkeypatch.chdir(script.parent)
-    assert inspect("script:mlp").status == 0
-
-
-def test_local_folder(inspect, tmp_path):
-    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 2, "n_layer": 3, "vocab_size": 50, "n_positions": 40}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    full = inspect(tmp_path, "--full", "--sequence-length", 10, "--json", "-")
-    assert full.status == 0, full
-    assert json.loads(full.out)["parameters"]["all"] < 30_000
-    assert inspect(tmp_path, "--sequence-length", 10).status == 0
 
 
 def test_json_file(inspect, script, tmp_path):
@@ -253,6 +211,8 @@ def test_json_file(inspect, script, tmp_path):
         (["{script}:breaks"], "no such key"),
         (["{script}:number"], "returned int"),
         (["{script}:raw"], "--input-shape"),
+        ([":factory"], "name both"),
+        (["./x:f"], "imported"),
         (["{script}x:raw"], "script.pyx"),
         (["other.py:raw"], "no such file"),
         (["no.such.module:raw"], "No module named"),
@@ -280,23 +240,13 @@ def test_wrong_input_is_one_line(inspect, script, words, said):
     assert said in result.err
 
 
-def test_nothing_is_trained(script):
-    """Parameters keep their values and get no gradient; the model of a factory can be used afterwards."""
-    source = load_source(InspectionRequest(f"{script}:mlp", batch_size=4, sequence_length=3))
-    before = [parameter.clone() for parameter in source.model.parameters()]
-    inspect_model(source)
-    assert all(torch.equal(one, two) for one, two in zip(before, source.model.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in source.model.parameters())
-    assert not any(module._forward_hooks for module in source.model.modules())
-
-
 def test_memory_counts_the_state_of_the_optimizer_and_the_device(inspect):
     found = {}
-    for optimizer in ("adamw", "momentum", "sgd"):
+    for optimizer in ("adamw", "sgd"):
         words = ["--optimizer", optimizer, "--device-memory", 24, "--device-memory", "1GB", "--json", "-"]
         found[optimizer] = json.loads(inspect("gpt2", "--full", "--sequence-length", 256, *words).out)["memory"]
     weights = 4 * 124_439_808
-    for optimizer, states in (("adamw", 2), ("momentum", 1), ("sgd", 0)):
+    for optimizer, states in (("adamw", 2), ("sgd", 0)):
         memory = found[optimizer]
         assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (weights, weights, states * weights)
         assert memory["total"] == sum(
@@ -307,14 +257,6 @@ def test_memory_counts_the_state_of_the_optimizer_and_the_device(inspect):
         fixed = memory["total"] - memory["batch_size"] * a_sample
         assert fixed + batch * a_sample <= 0.9 * 24e9 < fixed + (batch + 1) * a_sample
     assert found["adamw"]["physical_batch"]["1000000000"] == 0
-
-
-def test_a_stand_in_shows_no_costs(inspect):
-    """Those of two layers of width 32 would be taken for the model's."""
-    out = inspect("gpt2", "--device-memory", 24).out
-    assert "fits" not in out
-    assert "expected" not in out
-    assert "--full plans the real sizes" in out
 
 
 def test_memory_is_said_on_the_page(inspect):
@@ -331,26 +273,3 @@ def test_wrong_memory(inspect, words, part):
     result = inspect("gpt2", *words)
     assert result.status == 2
     assert part in result.err
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_page_agrees_with_the_coverage_of_a_clipper(name):
-    """The same plan, with what the memory budget keeps, and one ratio wherever it is shown."""
-    # Looked at as a model of its own, whose costs are shown.
-    source = replace(load_source(InspectionRequest(name, batch_size=5, sequence_length=24)), stand_in=False)
-    found = inspect_model(source)
-    with ghostclip.GhostClipper(source.model, max_grad_norm=1.0) as clipper:
-        clipper.backward(losses_of(source.call(), batch_size=5, axis=0))
-        clipper.reset()
-        coverage = clipper.coverage()
-    assert [(row.name, row.plan, row.cost) for row in found.coverage] == [
-        (row.name, row.plan, row.cost) for row in coverage
-    ]
-    values = found.as_dict()
-    assert values["memory_ratio_at_most"] == values["coverage"]["total"]["memory_ratio"]
-    assert found.memory.clipping == coverage.total.held
-    assert f"at most {found.coverage.memory_ratio:.2f} x" in str(found)
-
-
-def test_help_says_what_a_batch_function_returns(inspect):
-    assert "a tuple or list of positional arguments" in inspect("--help").out

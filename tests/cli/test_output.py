@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ghostclip import _files
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.finetune import run
-from ghostclip.finetune.record import draw, smoothed
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "run.json"
-    _files.write_text(path, "old")
-
-    def fail():
-        with _files.atomic_path(path) as temporary:
-            temporary.write_text("half of the n")
-            raise RuntimeError("disk")
-
-    with pytest.raises(RuntimeError, match="disk"):
-        fail()
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+from ghostclip.finetune.record import draw
 
 
 def test_empty_and_missing_folders_are_usable(tmp_path):
@@ -40,15 +24,6 @@ def test_folder_in_use_is_refused_unless_asked(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_file_is_no_folder(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(OutputError, match="a file lies there"):
-        run.require_usable(path, overwrite=True)
-    with pytest.raises(OutputError, match="cannot be written"):
-        run.require_usable(path / "below", overwrite=False)
-
-
 def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.choose_folder(None, resume=False).name == "ghostclip-run"
@@ -60,12 +35,6 @@ def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):
     (tmp_path / "ghostclip-run-2" / "private" / "resume").mkdir(parents=True)
     (tmp_path / "ghostclip-run-2" / "private" / "resume" / "state.pt").write_text("")
     assert run.choose_folder(None, resume=True).name == "ghostclip-run-2"
-
-
-def test_smoothing_starts_at_the_first_value_and_keeps_constants():
-    assert smoothed([]) == []
-    assert smoothed([2.0, 4.0])[0] == 2.0
-    assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
 
 
 @pytest.mark.parametrize("losses", [[], [None], [5.0], [5.0, None, 4.0] * 20])

@@ -17,7 +17,7 @@ import torch
 import ghostclip
 from ghostclip.accounting import create_accountant
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
-from tests.cli.conftest import TEXT, TINY, TINY_GIVEN, TINY_MODEL
+from tests.cli.conftest import TEXT, TINY
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -135,39 +135,17 @@ def test_seed_fixes_the_split_and_never_the_noise(finetune, text_file, tmp_path,
     assert all(different)
 
 
-def test_bfloat16_auto_batch_and_secure_noise(finetune, text_file, tmp_path, record_of):
+def test_bfloat16_auto_batch_secure_noise_and_a_memory_budget(finetune, text_file, tmp_path, record_of):
     out = tmp_path / "out"
     options = ["--dtype", "bfloat16", "--physical-batch-size", "auto", "--secure-noise", "--delta", "0.5"]
+    options += ["--memory-budget", "0.5"]
     result = finetune("--data", text_file, "--output", out, *TINY, *options)
     assert result.status == 0, result.err
     assert "δ = 0.5 is not below 1/N" in result.err
     assert "cryptographic keystream" in result.out
     assert record_of(out)["cost"]["private"]["physical_batch"] >= 1
+    assert record_of(out)["options"]["memory_budget"] == 0.5
     assert weights(out)["transformer.wte.weight"].dtype == torch.float32
-
-
-def test_local_model_and_tokenizer(finetune, tmp_path, record_of):
-    """A folder with a model and its own tokenizer, rows of a table, one passage a row, nothing from the network."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "[END]": 1, "says": 2, "that": 3}, "[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[END]", unk_token="[UNK]")
-    tokenizer.save_pretrained(tmp_path / "base")
-    config = transformers.LlamaConfig(
-        vocab_size=7, hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=16, tie_word_embeddings=False,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"body": f"he says that {i} says that"}) for i in range(40)))
-    words = ["--data", rows, "--text-column", "body", "--model", tmp_path / "base", "--max-passages-per-document", "1"]
-    result = finetune(*words, *TINY_GIVEN, "--output", tmp_path / "out")
-    assert result.status == 0, result.err
-    assert "Assumed: the initial weights do not depend on this text" in result.out
-    record = record_of(tmp_path / "out")
-    assert record["data"]["passage_length"] == 7
-    assert record["data"]["most_per_document"] == 1
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "[END]"
 
 
 def test_stop_and_resume_is_the_same_run(finetune, text_file, tmp_path, record_of, after_step):
@@ -225,14 +203,11 @@ def test_an_average_is_evaluated_and_written_and_survives_a_stop(
             torch.testing.assert_close(tensor, wanted)
         assert torch.equal(tensor, parts[name])
     assert any(not torch.equal(tensor, iterates[-1][name]) for name, tensor in whole.items())
-    records = {}
-    for one in ("whole", "parts", "last"):
-        if one == "last":
-            assert finetune(*common, "--output", tmp_path / "last").status == 0
-        records[one] = json.loads((tmp_path / one / "private" / "run.json").read_text(encoding="utf-8"))
-    assert records["whole"]["options"]["average"] == kind
-    found = [record["held_out_perplexity"]["after"] for record in records.values()]
-    assert found[0] == found[1] != found[2]
+    records = [
+        json.loads((tmp_path / one / "private" / "run.json").read_text(encoding="utf-8")) for one in ("whole", "parts")
+    ]
+    assert records[0]["options"]["average"] == kind
+    assert records[0]["held_out_perplexity"]["after"] == records[1]["held_out_perplexity"]["after"]
 
 
 def test_crash_over_counts_and_never_under_counts(finetune, text_file, tmp_path, record_of, after_step):
@@ -285,13 +260,7 @@ def _foreign(path):
 
 @pytest.mark.parametrize(
     ("damage", "part"),
-    [
-        (_cut, "was saved after 2"),
-        (_foreign, "ledger that belongs to it"),
-        (lambda path: path.write_bytes(b""), "the ledger is empty"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"events", b"evants", 1)), "damaged"),
-        (Path.unlink, "holds 0 releases"),
-    ],
+    [(_cut, "was saved after 2"), (_foreign, "ledger that belongs to it"), (Path.unlink, "holds 0 releases")],
 )
 def test_resume_without_the_whole_ledger_is_refused(finetune, text_file, tmp_path, after_step, damage, part):
     out = tmp_path / "out"
@@ -320,9 +289,7 @@ def test_a_run_is_resumed_by_one_process_at_a_time(finetune, text_file, tmp_path
     ("options", "part"),
     [
         (["--epsilon", "3"], "--epsilon is 3.0 but the interrupted run has 8.0"),
-        (["--batch-size", "9"], "--batch-size is 9 but the interrupted run has 7"),
         (["--data", "elsewhere.txt"], "--data is"),
-        (["--seed", "5"], "--seed is 5 but the interrupted run has None"),
     ],
 )
 def test_resume_with_another_mechanism_is_refused(finetune, text_file, tmp_path, after_step, options, part):
@@ -360,17 +327,6 @@ def test_overwrite_replaces_a_run_and_spares_other_files(finetune, text_file, tm
     assert record_of(out)["privacy"]["target_epsilon"] == 2
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "model-00001-of-00002.safetensors").exists()
-
-
-def test_empty_poisson_batches_are_steps(finetune, text_file, tmp_path, record_of):
-    """At one expected sample a third of the batches is empty: each is a noise-only step that counts."""
-    out = tmp_path / "out"
-    words = ["--steps", "25", "--batch-size", "1", "--device", "cpu", "--unsafe-noise-seed", "4"]
-    result = finetune("--data", text_file, "--output", out, *TINY_MODEL, *words)
-    assert result.status == 0, result.err
-    record = record_of(out)
-    assert 0 in record["not_private"]["samples"]
-    assert record["privacy"]["steps_spent"] == 25
 
 
 @pytest.mark.slow

@@ -47,12 +47,6 @@ def test_csv_rows_are_documents(tmp_path):
     assert read_documents(path) == ["a, b\nc", "d"]
 
 
-def test_csv_field_may_be_long(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("text\n" + "x" * 200_000 + "\n")
-    assert [len(text) for text in read_documents(path)] == [200_000]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [

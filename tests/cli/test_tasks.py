@@ -171,7 +171,7 @@ def test_first_clipped_sum_is_that_of_single_samples(first_step, kind):
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["text-lora", "answers", "classify-bert"])
 def test_one_sample_moves_the_sum_by_c_at_most(first_step, kind):
     _, _, whole = first_step(kind)
     _, _, emptied = first_step(kind, emptied=0)
@@ -179,7 +179,7 @@ def test_one_sample_moves_the_sum_by_c_at_most(first_step, kind):
     assert 0.5 * C < moved <= C * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["answers-lora", "classify", "classify-lora"])
+@pytest.mark.parametrize("kind", ["answers-lora", "classify"])
 def test_a_resumed_run_is_the_run_that_would_have_been(finetune, given, tmp_path, record_of, after_step, kind):
     words = [*words_of(options_of(given, kind)), *TINY_GIVEN]
     assert finetune(*words, "--output", tmp_path / "whole").status == 0
@@ -201,7 +201,6 @@ def test_a_resumed_run_is_the_run_that_would_have_been(finetune, given, tmp_path
     [
         ("answers-lora", "peft.AutoPeftModelForCausalLM", "perplexity:"),
         ("classify", "transformers.AutoModelForSequenceClassification", "accuracy:"),
-        ("classify-lora", "peft.AutoPeftModelForSequenceClassification", "accuracy:"),
     ],
 )
 def test_what_is_written_is_loaded(finetune, given, tmp_path, kind, loader, said):
@@ -211,6 +210,7 @@ def test_what_is_written_is_loaded(finetune, given, tmp_path, kind, loader, said
     text = " ".join(result.out.split())
     assert f"{loader}.from_pretrained loads it" in text
     assert said in text
+    assert "Assumed: the initial weights do not depend on this text" in text
     assert "for one row" in text
     closing = text[text.index("Neighbours:") :]
     for once in ("is public", "Poisson", "σ = ", "fast (a statistical generator)", "batch sizes", "rounding or timing"):

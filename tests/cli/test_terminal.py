@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 
 import pytest
@@ -30,13 +29,6 @@ def search():
     return get_noise_multiplier(target_epsilon=2, target_delta=1e-5, sample_rate=0.01, steps=200, accountant="rdp")
 
 
-def test_short_work_shows_nothing():
-    stream = Terminal()
-    with Working("counting", stream=stream):
-        pass
-    assert stream.getvalue() == ""
-
-
 def test_long_work_shows_what_and_how_long_and_how_far_and_vanishes(at_once):
     stream = Terminal()
     with Working("searching", logger="ghostclip.accounting.calibration", stream=stream):
@@ -47,22 +39,6 @@ def test_long_work_shows_what_and_how_long_and_how_far_and_vanishes(at_once):
     assert "at noise multiplier" in shown
     assert "200 steps" in shown
     assert shown.endswith("\r\x1b[2K")
-
-
-def test_a_log_gets_lines(at_once):
-    stream = io.StringIO()
-    with Working("searching", stream=stream):
-        while not stream.getvalue():
-            pass
-    assert re.fullmatch(r"(searching: \d+ s\n)+", stream.getvalue())  # as many as the work was long
-
-
-def test_the_logger_is_left_as_it_was():
-    logger = logging.getLogger("ghostclip.accounting.calibration")
-    before = (logger.level, logger.propagate, list(logger.handlers))
-    with pytest.raises(KeyError), Working("searching", logger=logger.name):
-        raise KeyError
-    assert (logger.level, logger.propagate, logger.handlers) == before
 
 
 @pytest.mark.parametrize(

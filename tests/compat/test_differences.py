@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip.errors import LossReductionError, MissingGradientError
-from tests.compat.pairs import Training, batch, clipped_sum, make_private, package, released, small_model
+from tests.compat.pairs import PACKAGES, Training, batch, clipped_sum, make_private, package, released, small_model
 
 pytest.importorskip("opacus")
 pytestmark = [
@@ -23,9 +23,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
     pytest.mark.filterwarnings("ignore:2 backward passes"),
 ]
+OURS, THEIRS = PACKAGES
 BOUND = 0.5
 # Opacus adds 1e-6 to every norm.
-CLOSE = {"ghostclip.compat.opacus": 1e-10, "opacus": 1e-5}
+CLOSE = {OURS: 1e-10, THEIRS: 1e-5}
 
 
 def error(training: Training, want: torch.Tensor) -> float:
@@ -44,7 +45,7 @@ def step(training: Training, *, criterion=None, parts: int = 1) -> None:
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost", "functorch"])
-@pytest.mark.parametrize("name", ["ghostclip.compat.opacus", "opacus"])
+@pytest.mark.parametrize("name", PACKAGES)
 def test_the_ordinary_step_is_the_same(name, mode):
     training = make_private(name, mode)
     step(training)
@@ -62,9 +63,7 @@ class ColumnLoss(nn.Module):
 
 
 def test_losses_of_shape_b_1():
-    ours, theirs = (
-        make_private(name, "ghost", criterion=ColumnLoss()) for name in ("ghostclip.compat.opacus", "opacus")
-    )
+    ours, theirs = (make_private(name, "ghost", criterion=ColumnLoss()) for name in PACKAGES)
     step(ours)
     assert error(ours, clipped_sum()) < 1e-10
     step(theirs)
@@ -77,20 +76,20 @@ def scalar_criterion(output, target):
 
 def test_scalar_criterion_in_ghost_mode():
     with pytest.raises(LossReductionError, match="not one loss per sample"):
-        step(make_private("ghostclip.compat.opacus", "ghost", criterion=scalar_criterion))
-    default = make_private("ghostclip.compat.opacus", "auto", criterion=scalar_criterion)
+        step(make_private(OURS, "ghost", criterion=scalar_criterion))
+    default = make_private(OURS, "auto", criterion=scalar_criterion)
     step(default)
     assert error(default, clipped_sum()) < 1e-10
-    theirs = make_private("opacus", "ghost", criterion=scalar_criterion)
+    theirs = make_private(THEIRS, "ghost", criterion=scalar_criterion)
     step(theirs)
     assert error(theirs, clipped_sum()) > 0.1
 
 
 def test_unwrapped_loss_in_ghost_mode():
-    ours = make_private("ghostclip.compat.opacus", "ghost")
+    ours = make_private(OURS, "ghost")
     step(ours, criterion=nn.CrossEntropyLoss())
     assert error(ours, clipped_sum()) < 1e-10
-    theirs = make_private("opacus", "ghost", bound=1e-3)
+    theirs = make_private(THEIRS, "ghost", bound=1e-3)
     step(theirs, criterion=nn.CrossEntropyLoss())
     assert released(theirs).norm() > 10 * 6 * 1e-3
 
@@ -99,7 +98,7 @@ def test_unwrapped_loss_in_ghost_mode():
 def test_two_passes_by_hand():
     """The weighted losses of the second are a sum and are clipped again: of right weights nothing is left to clip."""
     x, y = batch()
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         training = make_private(name, "ghost")
         losses_B = functional.cross_entropy(training.module(x), y, reduction="none")
         losses_B.mean().backward(retain_graph=True)
@@ -113,7 +112,7 @@ def test_two_passes_by_hand():
 
 def test_two_passes_by_hand_with_weights_that_do_not_clip_are_clipped():
     x, y = batch()
-    ours = make_private("ghostclip.compat.opacus", "ghost")
+    ours = make_private(OURS, "ghost")
     losses_B = functional.cross_entropy(ours.module(x), y, reduction="none")
     losses_B.mean().backward(retain_graph=True)
     ours.optimizer.zero_grad()
@@ -123,7 +122,7 @@ def test_two_passes_by_hand_with_weights_that_do_not_clip_are_clipped():
 
 
 def test_two_backwards_in_ghost_mode():
-    ours, theirs = (make_private(name, "ghost") for name in ("ghostclip.compat.opacus", "opacus"))
+    ours, theirs = (make_private(name, "ghost") for name in PACKAGES)
     charged = []
     ours.optimizer.attach_step_hook(lambda optimizer: charged.append(optimizer.accumulated_iterations))
     step(ours, parts=2)
@@ -135,7 +134,7 @@ def test_two_backwards_in_ghost_mode():
 
 
 def test_schedule_of_the_bound_in_ghost_mode():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         training = make_private(name, "ghost", bound=10 * BOUND)
         schedule = package(f"{name}.schedulers").LambdaGradClip(
             training.optimizer, scheduler_function=lambda epoch: 0.1 if epoch else 1.0
@@ -143,7 +142,7 @@ def test_schedule_of_the_bound_in_ghost_mode():
         schedule.step()
         assert training.optimizer.max_grad_norm == BOUND
         step(training)
-        if name == "ghostclip.compat.opacus":
+        if name == OURS:
             assert error(training, clipped_sum()) < 1e-10
         else:
             assert released(training).norm() > 6 * BOUND
@@ -158,21 +157,19 @@ def test_adaptive_clipping_in_ghost_mode():
         "min_clipbound": 0.01,
         "unclipped_num_std": 1.0,
     }
-    ours = make_private("ghostclip.compat.opacus", "ghost", bound=5.0, options=options)
+    ours = make_private(OURS, "ghost", bound=5.0, options=options)
     step(ours)
     assert error(ours, clipped_sum(5.0)) < 1e-10
     unclipped = math.log(5.0 / ours.optimizer.max_grad_norm)
     assert 0 < unclipped <= 1
     with pytest.raises(ValueError, match="Unsupported combination"):
-        make_private("opacus", "ghost", options=options)
+        make_private(THEIRS, "ghost", options=options)
 
 
 def test_expected_batch_size():
-    sizes = {
-        name: make_private(name, "hooks", records=147, batch_size=3) for name in ("ghostclip.compat.opacus", "opacus")
-    }
-    assert sizes["ghostclip.compat.opacus"].optimizer.expected_batch_size == 3
-    assert sizes["opacus"].optimizer.expected_batch_size == 2
+    sizes = {name: make_private(name, "hooks", records=147, batch_size=3) for name in PACKAGES}
+    assert sizes[OURS].optimizer.expected_batch_size == 3
+    assert sizes[THEIRS].optimizer.expected_batch_size == 2
 
 
 def test_attention_is_the_same_function():
@@ -190,9 +187,7 @@ def test_groups_of_a_replaced_batch_norm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16))
     x = torch.randn(3, 5)
-    ours, theirs = (
-        package(f"{name}.validators").ModuleValidator.fix(model) for name in ("ghostclip.compat.opacus", "opacus")
-    )
+    ours, theirs = (package(f"{name}.validators").ModuleValidator.fix(model) for name in PACKAGES)
     assert (theirs[1].num_groups, ours[1].num_groups) == (16, 2)
     assert theirs(x).abs().max() < 1e-4
     assert ours(x).std() > 0.5
@@ -202,21 +197,21 @@ def test_groups_of_a_replaced_batch_norm():
 
 
 def test_secure_mode():
-    engine = package("ghostclip.compat.opacus").PrivacyEngine(secure_mode=True)
+    engine = package(OURS).PrivacyEngine(secure_mode=True)
     assert engine.secure_mode
     with pytest.raises(ImportError, match="torchcsprng"):
-        package("opacus").PrivacyEngine(secure_mode=True)
+        package(THEIRS).PrivacyEngine(secure_mode=True)
 
 
 def test_misspelt_option():
     misspelt = {"posson_sampling": False}
     with pytest.raises(TypeError, match="posson_sampling"):
-        make_private("ghostclip.compat.opacus", "hooks", options=misspelt)
-    assert make_private("opacus", "hooks", options=misspelt).optimizer is not None
+        make_private(OURS, "hooks", options=misspelt)
+    assert make_private(THEIRS, "hooks", options=misspelt).optimizer is not None
 
 
 def test_keys_of_the_state():
-    ours, theirs = (make_private(name, "hooks").module for name in ("ghostclip.compat.opacus", "opacus"))
+    ours, theirs = (make_private(name, "hooks").module for name in PACKAGES)
     plain = list(small_model().state_dict())
     assert list(ours.state_dict()) == plain
     assert list(theirs.state_dict()) == [f"_module.{key}" for key in plain]
@@ -226,18 +221,15 @@ def test_keys_of_the_state():
 def test_gradients_between_backward_and_step():
     x, y = batch()
     kept = {}
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         training = make_private(name, "hooks")
         nn.CrossEntropyLoss()(training.module(x), y).backward()
         kept[name] = training
-    pairs = list(
-        zip(kept["ghostclip.compat.opacus"].model.parameters(), kept["opacus"].model.parameters(), strict=True)
-    )
+    pairs = list(zip(kept[OURS].model.parameters(), kept[THEIRS].model.parameters(), strict=True))
     for ours, theirs in pairs:
         torch.testing.assert_close(ours.grad_sample, theirs.grad_sample)
     assert all(
-        torch.equal(ours, p.grad_sample)
-        for ours, (p, _) in zip(kept["ghostclip.compat.opacus"].optimizer.grad_samples, pairs, strict=True)
+        torch.equal(ours, p.grad_sample) for ours, (p, _) in zip(kept[OURS].optimizer.grad_samples, pairs, strict=True)
     )
     # Ours stays with the engine until it has noise.
     assert all(ours.grad is None for ours, _ in pairs)
@@ -246,7 +238,7 @@ def test_gradients_between_backward_and_step():
 
 
 def test_sums_and_per_sample_gradients_last_until_zero_grad():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         training = make_private(name, "hooks")
         x, y = batch()
         nn.CrossEntropyLoss()(training.module(x), y).backward()
@@ -267,7 +259,7 @@ def test_sums_and_per_sample_gradients_last_until_zero_grad():
 
 
 def test_parts_of_a_step_come_in_order():
-    optimizer = make_private("ghostclip.compat.opacus", "hooks").optimizer
+    optimizer = make_private(OURS, "hooks").optimizer
     with pytest.raises(MissingGradientError, match="step"):
         optimizer.clip_and_accumulate()
     with pytest.raises(MissingGradientError, match="add_noise"):
@@ -279,7 +271,7 @@ def test_parts_of_a_step_come_in_order():
 
 
 def test_hooks_are_not_switched_off():
-    ours, theirs = (make_private(name, "hooks") for name in ("ghostclip.compat.opacus", "opacus"))
+    ours, theirs = (make_private(name, "hooks") for name in PACKAGES)
     x, y = batch()
     with pytest.warns(UserWarning, match="nothing is switched off"):
         ours.module.disable_hooks()
@@ -296,7 +288,7 @@ def test_hooks_are_not_switched_off():
 
 
 def test_accumulation_is_accounted():
-    ours, theirs = (make_private(name, "hooks") for name in ("ghostclip.compat.opacus", "opacus"))
+    ours, theirs = (make_private(name, "hooks") for name in PACKAGES)
     charged = []
     ours.optimizer.attach_step_hook(lambda optimizer: charged.append(optimizer.accumulated_iterations))
     ours.module.forbid_grad_accumulation()
@@ -308,24 +300,8 @@ def test_accumulation_is_accounted():
         step(theirs, parts=2)
 
 
-@pytest.mark.filterwarnings("ignore:.*backward passes were made:UserWarning")
-def test_backwards_before_a_step_are_counted_as_they_come():
-    x, y = batch()
-    for name in ("ghostclip.compat.opacus", "opacus"):
-        training = make_private(name, "hooks", options={"poisson_sampling": False})
-        seen = []
-        for part in range(3):
-            functional.cross_entropy(training.module(x[part : part + 2]), y[part : part + 2]).backward()
-            seen.append(training.optimizer.accumulated_iterations)
-        assert seen == [1, 2, 3]
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        functional.cross_entropy(training.module(x), y).backward()
-        assert training.optimizer.accumulated_iterations == 1
-
-
 def test_adaptive_criterion_moves_the_bound_in_the_step():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         model = small_model()
         names = package(f"{name}.grad_sample")
         module = names.GradSampleModuleFastGradientClipping(model, max_grad_norm=BOUND)
@@ -348,7 +324,7 @@ def test_adaptive_criterion_moves_the_bound_in_the_step():
         )
         x, y = batch()
         criterion(module(x), y).backward()
-        if name == "opacus":
+        if name == THEIRS:
             assert optimizer.max_grad_norm != BOUND
             continue
         assert optimizer.max_grad_norm == BOUND
@@ -368,7 +344,7 @@ def test_adaptive_criterion_moves_the_bound_in_the_step():
 
 
 def test_splitting_sampler_refuses_to_run_ahead():
-    training = make_private("ghostclip.compat.opacus", "hooks")
+    training = make_private(OURS, "hooks")
     parts = package("ghostclip.compat.opacus.utils.batch_memory_manager").BatchSplittingSampler(
         sampler=training.loader.batch_sampler, max_batch_size=2, optimizer=training.optimizer
     )
@@ -381,37 +357,27 @@ def test_splitting_sampler_refuses_to_run_ahead():
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 def test_fixed_batches_are_no_samples():
     spent = {}
-    for name in ("ghostclip.compat.opacus", "opacus"):
-        model = small_model()
-        engine = package(name).PrivacyEngine(accountant="rdp")
-        x, y = batch(60)
-        made = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=False,
-        )
-        for inputs, target in made[-1]:
-            made[1].zero_grad()
-            nn.CrossEntropyLoss()(made[0](inputs), target).backward()
-            made[1].step()
+    for name in PACKAGES:
+        engine, module, optimizer, loader = engine_with(name, sigma=1.0, poisson_sampling=False)
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(module(inputs), target).backward()
+            optimizer.step()
         spent[name] = engine.get_epsilon(1e-3)
     # One Gaussian mechanism with σ = 1 alone: δ(ε) = Φ(1/2 - ε) - e^ε·Φ(-1/2 - ε), which no account can undercut.
-    least = spent["opacus"]
+    least = spent[THEIRS]
     normal = torch.distributions.Normal(0.0, 1.0)
     delta = normal.cdf(torch.tensor(0.5 - least)) - math.exp(least) * normal.cdf(torch.tensor(-0.5 - least))
     assert delta > 1e-3
-    assert spent["ghostclip.compat.opacus"] > least
+    assert spent[OURS] > least
 
 
 def test_length_of_an_account():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         accountant = package(f"{name}.accountants").RDPAccountant()
         for _ in range(3):
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)
-        assert len(accountant) == (3 if name == "ghostclip.compat.opacus" else 1)
+        assert len(accountant) == (3 if name == OURS else 1)
         assert [tuple(entry) for entry in accountant.history] == [(1.0, 0.25, 3)]
 
 
@@ -425,40 +391,41 @@ def noisy_step(name, *, seed):
 
 
 def test_global_seed_does_not_fix_the_noise():
-    assert not torch.equal(noisy_step("ghostclip.compat.opacus", seed=0), noisy_step("ghostclip.compat.opacus", seed=0))
-    assert torch.equal(noisy_step("opacus", seed=0), noisy_step("opacus", seed=0))
+    assert not torch.equal(noisy_step(OURS, seed=0), noisy_step(OURS, seed=0))
+    assert torch.equal(noisy_step(THEIRS, seed=0), noisy_step(THEIRS, seed=0))
 
 
 def test_parameters_have_no_attribute_of_ours():
-    ours, theirs = (make_private(name, "ghost") for name in ("ghostclip.compat.opacus", "opacus"))
+    ours, theirs = (make_private(name, "ghost") for name in PACKAGES)
     for training in (ours, theirs):
         step(training)
     assert not any(hasattr(p, "grad_sample") for p in ours.model.parameters())
     assert all(p.grad_sample is None for p in theirs.model.parameters())
 
 
-def engine_with(name, *, sigma):
+def engine_with(name, *, sigma, model=None, **options):
     """An engine, and a model, optimizer and loader of it."""
     engine = package(name).PrivacyEngine(accountant="rdp")
-    model = small_model()
+    model = small_model() if model is None else model
     private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=DataLoader(TensorDataset(*batch(60)), batch_size=6),
         noise_multiplier=sigma,
         max_grad_norm=BOUND,
+        **options,
     )
-    return engine, *private[:2]
+    return engine, *private
 
 
 def test_checkpoint_of_another_mechanism(tmp_path):
-    for name in ("ghostclip.compat.opacus", "opacus"):
-        engine, module, optimizer = engine_with(name, sigma=1.0)
+    for name in PACKAGES:
+        engine, module, optimizer, _ = engine_with(name, sigma=1.0)
         engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
         engine.save_checkpoint(path=tmp_path / name, module=module, optimizer=optimizer)
-        other, module, optimizer = engine_with(name, sigma=2.0)
+        other, module, optimizer, _ = engine_with(name, sigma=2.0)
         options = {"path": tmp_path / name, "module": module, "optimizer": optimizer}
-        if name == "opacus":
+        if name == THEIRS:
             other.load_checkpoint(**options)
         else:
             with pytest.raises(ValueError, match=r"noise_multiplier: saved 1\.0, now 2\.0"):
@@ -470,12 +437,12 @@ def test_checkpoint_of_another_mechanism(tmp_path):
 
 def test_optimizer_before_the_model():
     x, y = batch()
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         model = small_model()
         make = package(f"{name}.optimizers").DPOptimizer
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         options = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, "expected_batch_size": 6}
-        if name == "ghostclip.compat.opacus":
+        if name == OURS:
             with pytest.raises(ValueError, match="Wrap the model first"):
                 make(optimizer, **options)
             continue
@@ -487,24 +454,24 @@ def test_optimizer_before_the_model():
 
 
 def test_frozen_batch_norm():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16).requires_grad_(requires_grad=False))
         validator = package(f"{name}.validators").ModuleValidator
-        assert validator.is_valid(model) == (name == "opacus")
+        assert validator.is_valid(model) == (name == THEIRS)
         model[1].eval()
         assert validator.is_valid(model)
 
 
 def test_modules_that_need_no_fixer():
     for kind in (nn.LSTM, nn.GRU, nn.MultiheadAttention):
-        ours, theirs = (package(f"{name}.validators").ModuleValidator for name in ("ghostclip.compat.opacus", "opacus"))
+        ours, theirs = (package(f"{name}.validators").ModuleValidator for name in PACKAGES)
         assert kind in theirs.FIXERS
         assert kind not in ours.FIXERS
         assert type(ours.fix(nn.Sequential(kind(4, 2)))[0]) is kind
 
 
 def test_accountant_of_ones_own():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
 
         class Modest(package(f"{name}.accountants").IAccountant):
             def __init__(self):
@@ -526,32 +493,24 @@ def test_accountant_of_ones_own():
         engine = package(name).PrivacyEngine(accountant="rdp")
         engine.accountant = Modest()
         assert engine.get_epsilon(1e-5) == 0.5
-        if name == "ghostclip.compat.opacus":
+        if name == OURS:
             assert engine.epsilon_bounds(1e-5).upper == 0.0
 
 
 def test_validator_of_a_model_in_evaluation_mode():
-    for name in ("ghostclip.compat.opacus", "opacus"):
-        assert package(f"{name}.validators").ModuleValidator.is_valid(small_model().eval()) == (
-            name == "ghostclip.compat.opacus"
-        )
-        model = small_model().eval()
+    for name in PACKAGES:
+        validators = package(f"{name}.validators")
+        assert validators.ModuleValidator.is_valid(small_model().eval()) == (name == OURS)
         with pytest.raises(package(f"{name}.validators.errors").UnsupportedModuleError):
-            package(name).PrivacyEngine(accountant="rdp").make_private(
-                module=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-                data_loader=DataLoader(TensorDataset(*batch()), batch_size=3),
-                noise_multiplier=1.0,
-                max_grad_norm=BOUND,
-            )
+            engine_with(name, sigma=1.0, model=small_model().eval())
 
 
 def test_state_of_another_accountant():
-    for name in ("ghostclip.compat.opacus", "opacus"):
+    for name in PACKAGES:
         accountants = package(f"{name}.accountants")
         saved, other = accountants.RDPAccountant(), accountants.PRVAccountant()
         saved.step(noise_multiplier=1.0, sample_rate=0.1)
-        if name == "ghostclip.compat.opacus":
+        if name == OURS:
             other.load_state_dict(saved.state_dict())
             assert other.history == saved.history
         else:
@@ -565,7 +524,7 @@ def test_axis_of_an_empty_batch():
         return torch.stack(rows, dim=1), torch.stack(labels)
 
     record = (torch.zeros(3), torch.tensor(1))
-    for name, labels in (("ghostclip.compat.opacus", (0,)), ("opacus", None)):
+    for name, labels in ((OURS, (0,)), (THEIRS, None)):
         kept = package(f"{name}.data_loader").CollateFnWithEmpty(collate, batch_first=False)
         kept([record])
         if labels is None:
@@ -577,12 +536,12 @@ def test_axis_of_an_empty_batch():
 
 def test_step_without_a_draw():
     x, y = batch()
-    for name in ("ghostclip.compat.opacus", "opacus"):
-        engine, module, optimizer = engine_with(name, sigma=1.0)
+    for name in PACKAGES:
+        engine, module, optimizer, _ = engine_with(name, sigma=1.0)
         nn.CrossEntropyLoss()(module(x), y).backward()
-        if name == "ghostclip.compat.opacus":
+        if name == OURS:
             with pytest.raises(RuntimeError, match="private loader"):
                 optimizer.step()
         else:
             optimizer.step()
-        assert len(engine.accountant) == (name == "opacus")
+        assert len(engine.accountant) == (name == THEIRS)

@@ -77,17 +77,6 @@ def test_projection():
         layers.DPRNN(4, 5, proj_size=3)
 
 
-def test_opacus_drops_the_state_between_steps_and_torch_does_not():
-    ours, theirs = layers.DPLSTM(4, 5, 2, dropout=0.9), opacus.layers.DPLSTM(4, 5, 2, dropout=0.9)
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(6, 3, 4)
-    # The last layer's outputs are dropped too, although torch drops between layers only.
-    assert (theirs(x)[0] == 0).any()
-    assert not (ours(x)[0] == 0).any()
-    _same(ours.eval()(x)[0].shape, theirs.eval()(x)[0].shape)
-    torch.testing.assert_close(ours(x)[0], theirs(x)[0])
-
-
 @pytest.mark.parametrize(("name", "kind"), [("DPLSTMCell", nn.LSTMCell), ("DPGRUCell", nn.GRUCell)])
 def test_cells_are_torchs(name, kind):
     ours, theirs = getattr(layers, name)(4, 5, True), kind(4, 5)
@@ -99,26 +88,12 @@ def test_cells_are_torchs(name, kind):
     _same(ours(x, states if lstm else states[0], batch_size_t=2), theirs(x, first))
 
 
-def test_cell_of_a_plain_network():
-    ours, theirs = layers.DPRNNCell(4, 5, False, "relu"), nn.RNNCell(4, 5, bias=False, nonlinearity="relu")
-    _swap_weights(ours, theirs)
-    x = torch.randn(2, 4)
-    _same(ours(x), theirs(x))
-
-
 @pytest.mark.parametrize("name", ["DPLSTM", "DPGRU", "DPRNN", "DPMultiheadAttention", "SequenceBias"])
 def test_constructors_take_what_opacus_takes(name):
     theirs = inspect.signature(getattr(opacus.layers, name)).parameters.values()
     defaults = {"input_size": 4, "hidden_size": 5, "embed_dim": 6, "num_heads": 2}
     given = [defaults.get(p.name, p.default) for p in theirs]
     assert isinstance(getattr(layers, name)(*given), nn.Module)
-
-
-@pytest.mark.parametrize("name", ["DPLSTMCell", "DPGRUCell", "DPRNNCell"])
-def test_cells_take_what_opacus_cells_take(name):
-    theirs = inspect.signature(getattr(opacus_rnn, name)).parameters.values()
-    given = {"input_size": 4, "hidden_size": 5, "bias": True}
-    assert isinstance(getattr(layers, name)(*[given.get(p.name, p.default) for p in theirs]), nn.Module)
 
 
 def _attend(module: nn.Module, options: dict, **asked: object) -> tuple[Tensor, Tensor | None]:
@@ -152,31 +127,11 @@ def test_attention_is_torchs(options, asked):
     _same(_attend(ours, options, **asked), _attend(theirs, options, **asked))
 
 
-def test_opacus_attention_mixes_heads_with_positions_and_ours_does_not():
-    for batch_first, agrees in ((False, True), (True, False)):
-        options = {"batch_first": batch_first}
-        torchs = nn.MultiheadAttention(6, 3, **options)
-        theirs, ours = opacus.layers.DPMultiheadAttention(6, 3, **options), layers.DPMultiheadAttention(6, 3, **options)
-        ours.load_state_dict(torchs.state_dict())
-        theirs.load_state_dict(dict(torchs.state_dict()))
-        expected, found = _attend(torchs, options)[0], _attend(theirs, options)[0]
-        assert torch.allclose(found, expected, atol=1e-6) is agrees
-        _same(_attend(ours, options)[0], expected)
-
-
 def test_weights_of_opacus_attention_load():
     theirs = opacus.layers.DPMultiheadAttention(6, 3, add_bias_kv=True)
     ours = layers.DPMultiheadAttention(6, 3, add_bias_kv=True)
     ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(_attend(ours, {}), _attend(theirs, {}))
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_sequence_bias(batch_first):
-    ours, theirs = layers.SequenceBias(6, batch_first), opacus.layers.SequenceBias(6, batch_first)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 3, 6)
-    _same(ours(x), theirs(x))
 
 
 class _Renamed(layers.RenameParamsMixin, nn.Module):

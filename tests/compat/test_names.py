@@ -14,7 +14,6 @@ from ghostclip.compat.opacus.grad_sample import (
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
 )
-from ghostclip.compat.opacus.grad_sample.functorch import make_functional
 from ghostclip.compat.opacus.optimizers import (
     AdaClipDPOptimizer,
     DistributedDPOptimizer,
@@ -30,7 +29,7 @@ from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
-from ghostclip.errors import InvalidOptionError, MissingGradientError, NotOfferedError
+from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.facade import GradSampleHooks, GradSampleModule
 from ghostclip.optim import DPOptimizer
 from tests.compat.pairs import batch, make_private, small_model
@@ -132,28 +131,6 @@ def test_modules_that_are_not_offered_say_why(module):
         importlib.import_module("ghostclip.compat.opacus.grad_sample.nothing_like_it")
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "why"),
-    [
-        ("grad_sample", "compute_conv_grad_sample", "register_grad_sampler"),
-        ("grad_sample", "linear", "register_grad_sampler"),
-        ("grad_sample.functorch", "ft_compute_per_sample_gradient", "register_grad_sampler"),
-        ("grad_sample.grad_sample_module", "create_or_accumulate_grad_sample", "inside"),
-        ("layers.dp_rnn", "DPRNNBase", "DPLSTM"),
-        ("utils.tensor_utils", "unfold2d", r"functional\.unfold"),
-        ("utils.per_sample_gradients_utils", "ModelWithLoss", "check_per_sample_gradients"),
-        ("validators", "lstm", "nothing to replace"),
-        ("accountants.analysis", "prv", "PLDAccountant"),
-    ],
-)
-def test_refused_pattern_says_why(module, name, why):
-    home = importlib.import_module(f"ghostclip.compat.opacus.{module}")
-    with pytest.raises(NotOfferedError, match=why):
-        getattr(home, name)
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        _ = home.nothing_like_it
-
-
 def split(training, size=2):
     sampler = BatchSplittingSampler(
         sampler=training.loader.batch_sampler, max_batch_size=size, optimizer=training.optimizer
@@ -210,34 +187,8 @@ def test_a_loop_left_early_leaves_nothing():
     assert not training.optimizer.last_step_was_virtual
 
 
-def test_workers_that_prefetch_are_refused():
-    training = make_private("ghostclip.compat.opacus", "hooks", batch_size=30)
-    loader = split(training)
-    ahead = iter(loader.batch_sampler)
-    for indices in (next(ahead),):
-        assert len(indices) <= 2
-    with pytest.raises(MissingGradientError, match="num_workers=0"):
-        next(ahead)
-
-
 def test_length_over_any_sampler():
     optimizer = make_private("ghostclip.compat.opacus", "hooks").optimizer
     batches = BatchSampler(SequentialSampler(range(20)), batch_size=10, drop_last=False)
     assert len(BatchSplittingSampler(sampler=batches, max_batch_size=4, optimizer=optimizer)) == 5
     assert len(BatchSplittingSampler(sampler=[[1, 2], [3]], max_batch_size=4, optimizer=optimizer)) == 2
-
-
-def test_functional_form_gives_gradients_of_ones_own():
-    model = small_model()
-    x, y = batch()
-    facade = GradSampleModule(model)
-    function, parameters = make_functional(facade, disable_autograd_tracking=True)
-
-    def loss(parameters, inputs, target):
-        return nn.functional.cross_entropy(function(parameters, inputs[None]), target[None])
-
-    own = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
-    nn.CrossEntropyLoss()(facade(x), y).backward()
-    for gradient, p in zip(own, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, p.grad_sample)
-    assert [id(p) for p in make_functional(model)[1]] == [id(p) for p in model.parameters()]

@@ -37,25 +37,3 @@ def test_script_shows_what_it_shows_with_opacus(name):
     pytest.importorskip("opacus")
     (pair,) = outcomes.pairs([name])
     assert pair.status == WRITTEN[name]["status"], outcomes.plain([pair])[0]["remark"]
-
-
-def outcome(problem="", **shown):
-    return outcomes.Outcome(shown, problem, ())
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "status"),
-    [
-        (outcome(epsilon=2.0, steps=3), outcome(epsilon=1.5, steps=3), "same"),
-        (outcome(epsilon=2.0), outcome(epsilon=2.1), "differs"),
-        (outcome(epsilon=2.0), outcome(), "differs"),
-        (outcome(norms=[1.0, 2.0]), outcome(norms=[1.0, 2.00001]), "same"),
-        (outcome(norms=[1.0, 2.0]), outcome(norms=[1.0, 2.1]), "differs"),
-        (outcome(), outcome(more=1), "differs"),
-        (outcome("wrong"), outcome(), "runs here only"),
-        (outcome(), outcome("wrong"), "fails here"),
-        (outcome("wrong"), outcome("wrong"), "fails in both"),
-    ],
-)
-def test_outcomes_are_judged(theirs, ours, status):
-    assert outcomes.Pair("a script", theirs, ours).status == status

@@ -79,12 +79,6 @@ def test_validators_of_ones_own_are_asked(monkeypatch):
         make_private(nn.Sequential(Odd(3, 2)))
 
 
-def test_model_in_evaluation_mode():
-    with pytest.raises(UnsupportedModuleError, match=r"evaluation mode. Call module\.train\(\)") as refused:
-        make_private(nn.Linear(4, 2).eval())
-    assert isinstance(refused.value, ValueError)
-
-
 def test_optimizer_of_another_model():
     # Begins with Opacus's words, by which people find it.
     said = r"^Module parameters are different than optimizer Parameters: 2 of .* from module\.parameters\(\)"

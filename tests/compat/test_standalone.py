@@ -10,8 +10,6 @@ from torch import nn
 
 from ghostclip.compat.opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
-    get_gsm_class,
-    get_hooks_class,
     wrap_model,
 )
 from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer, get_optimizer_class
@@ -58,16 +56,6 @@ def test_facade_and_optimizer_find_each_other(mode, wrap):
     assert not hasattr(model[0].weight, "grad_sample")
     optimizer.step()
     torch.testing.assert_close(released(model), clipped_sum(BOUND))
-
-
-def test_facade_alone_keeps_samples_and_clips_nothing():
-    facade = GradSampleModule(small_model(), loss_reduction="sum")
-    x, y = batch()
-    nn.CrossEntropyLoss(reduction="sum")(facade(x), y).backward()
-    for p in facade.parameters():
-        torch.testing.assert_close(p.grad_sample.sum(dim=0), p.grad)
-    facade.set_grad_sample_to_none()
-    assert all(p.grad_sample is None for p in facade.parameters())
 
 
 def test_optimizer_without_a_facade_is_refused():
@@ -150,18 +138,6 @@ def test_policy_is_not_replaced_within_a_batch():
         DPPerLayerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=[1.0] * 4, **options())
 
 
-def test_classes_of_modes():
-    assert get_gsm_class("hooks") is GradSampleModule
-    assert get_gsm_class("ghost") is GradSampleModuleFastGradientClipping
-    assert get_hooks_class("functorch")(small_model()).clipper.strategy == "hooks"
-    with pytest.raises(InvalidOptionError, match="prepare_module"):
-        get_gsm_class("bookkeeping")
-    with pytest.raises(InvalidOptionError, match="sharded"):
-        get_gsm_class("ghost_fsdp")
-    with pytest.raises(InvalidOptionError, match="make_private"):
-        get_optimizer_class("adaptive", True)
-
-
 def test_noise_is_made_as_asked():
     model = small_model()
     GradSampleModule(model)
@@ -235,22 +211,3 @@ def _owned(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=6)
     return module.clipper
-
-
-def test_what_a_facade_says_of_its_hooks_and_parameters():
-    module = GradSampleModuleFastGradientClipping(small_model())
-    module.get_parameter("0.bias").requires_grad_(False)
-    assert [id(p) for p in module.trainable_parameters] == [id(p) for p in module.parameters() if p.requires_grad]
-    assert module.hooks_enabled
-    module.remove_hooks()
-    assert not module.hooks_enabled
-
-
-def test_zero_grad_of_a_facade_drops_per_sample_gradients():
-    x, y = batch()
-    module = GradSampleModule(small_model())
-    for _ in range(2):
-        nn.CrossEntropyLoss()(module(x), y).backward()
-        assert all(isinstance(p.grad_sample, torch.Tensor) for p in module.parameters())
-        module.zero_grad()
-        assert all(p.grad is None and p.grad_sample is None for p in module.parameters())

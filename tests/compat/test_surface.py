@@ -15,8 +15,6 @@ from ghostclip.compat.opacus.surface import REFUSED  # noqa: E402
 from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
 from ghostclip.facade.module import REFUSED_MODES  # noqa: E402
 from tests.compat.surface import differences, reasons, table  # noqa: E402
-from tests.compat.surface.compare import difference  # noqa: E402
-from tests.compat.surface.walk import Name  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "opacus-surface.json"
@@ -77,21 +75,3 @@ def test_refused_mode_says_why(mode):
 
     with pytest.raises(InvalidOptionError, match=mode):
         strategy_of(mode)
-
-
-def theirs(option, *, other=1):
-    """A function to be compared with."""
-
-
-def test_comparison_sees_what_differs(monkeypatch):
-    from tests.compat.surface import compare
-
-    def told(ours):
-        monkeypatch.setattr(compare, "ours", lambda path: ours)
-        return difference(Name("somewhere.theirs", "function", theirs))
-
-    assert told(lambda option, other=1, more=None: None) == ""
-    assert told(lambda *, option, other=1: None) == "option by keyword"
-    assert told(lambda option, *, other=2: None) == "other=2 by default"
-    assert told(lambda option: None) == "has no other"
-    assert told(lambda option, other=1, *, more: None) == "also needs more"

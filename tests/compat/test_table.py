@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from ghostclip.compat.opacus.data_loader import CollateFnWithEmpty
 from ghostclip.compat.opacus.grad_sample import GradSampleModuleFastGradientClipping, prepare_module
 from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer
 from ghostclip.compat.opacus.utils.adaptive_clipping import DPTensorFastGradientAdaptiveClipping
-from ghostclip.data import PoissonSampler
 from tests.compat.pairs import small_model
 from tests.project.test_layering import LAYERS
 
@@ -43,19 +41,6 @@ def test_module_is_imported_and_lists_its_names(name):
             assert pickle.loads(pickle.dumps(thing)) is thing
     for inner in surface.submodules(name):
         assert getattr(module, inner) is sys.modules[f"{ROOT}.{name}.{inner}"]
-
-
-def test_submodules_are_attributes_without_an_import(monkeypatch):
-    assert opacus.utils.uniform_sampler is not None
-    monkeypatch.delitem(sys.modules, f"{ROOT}.utils.uniform_sampler")
-    monkeypatch.delattr(opacus.utils, "uniform_sampler")
-    assert opacus.utils.uniform_sampler.UniformWithReplacementSampler is PoissonSampler
-
-
-def test_names_of_a_package_are_those_of_its_modules():
-    assert opacus.optimizers.DPOptimizer is opacus.optimizers.optimizer.DPOptimizer
-    assert opacus.layers.DPLSTM is opacus.layers.dp_rnn.DPLSTM
-    assert opacus.PrivacyEngine is opacus.privacy_engine.PrivacyEngine
 
 
 def test_what_is_not_in_the_table_is_not_found():
@@ -84,13 +69,6 @@ def test_instances_are_pickled():
     assert pickle.loads(pickle.dumps(CollateFnWithEmpty(torch.stack))).wrapped_collator_fn is torch.stack
     # As the version before wrote the class.
     assert pickle.loads(b"cghostclip.compat.opacus.layers.dp_rnn\nDPLSTM\n.") is layers.DPLSTM
-
-
-def test_module_is_run_as_a_program():
-    program = [sys.executable, "-m", f"{ROOT}.scripts.compute_dp_sgd_privacy", "-r", "0.01", "-n", "1", "-e"]
-    shown = subprocess.run([*program, "1"], capture_output=True, encoding="utf-8", check=True)
-    assert "100 steps is (ε, δ)" in shown.stdout
-    assert not shown.stderr
 
 
 @pytest.mark.parametrize(

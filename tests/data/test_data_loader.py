@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import warnings
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -26,16 +25,14 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
-    default_collate,
     random_split,
 )
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import steps_per_epoch
 from ghostclip.data import DPDataLoader
-from ghostclip.data import loader as loader_module
 from ghostclip.data.torch_loader import warn_of_repetitions
-from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
+from ghostclip.errors import DataError, InvalidOptionError, ResumeError
 
 RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))
 
@@ -87,14 +84,6 @@ def test_rate_and_expected_size_are_not_truncated(records, size):
     assert loader.sample_rate == size / records == loader.batch_sampler.sample_rate
     assert loader.expected_batch_size == size
     assert len(loader) == steps_per_epoch(size / records) == len(list(loader))
-
-
-def test_batches_hold_the_records_drawn():
-    loader = private()
-    for records, (x, y) in zip([loader.private_sampler.draw(i) for i in range(10)], loader, strict=True):
-        assert y.tolist() == records
-        assert x.shape == (len(records), 5)
-        assert x.dtype == torch.float32
 
 
 def test_options_are_kept():
@@ -161,34 +150,6 @@ def test_empty_batches_have_the_structure_of_the_others(name):
     for batch in found:
         assert type(batch) is type(full)
         assert describe(batch) == expected
-
-
-@pytest.mark.integration
-def test_empty_batch_encoding():
-    from transformers import BatchEncoding
-
-    def collate(records):
-        return BatchEncoding({"input_ids": torch.stack(records), "labels": torch.stack(records)})
-
-    batch = private(Listed([torch.arange(4)] * 9), 3, collate_fn=collate).collate_fn([])
-    assert type(batch) is BatchEncoding
-    assert batch["input_ids"].shape == batch.labels.shape == (0, 4)
-    assert batch.to("cpu")["labels"].dtype == torch.int64
-
-
-def test_an_empty_batch_shares_no_memory_with_the_next():
-    loader = private(Listed([{"x": [torch.ones(2)]}] * 9), 3)
-    first = loader.collate_fn([])
-    first["x"].append("mine")
-    assert len(loader.collate_fn([])["x"]) == 1
-
-
-def test_the_user_function_never_sees_an_empty_list():
-    def collate(records):
-        assert records
-        return default_collate(records)
-
-    assert empties(private(collate_fn=collate))[0][0][0].shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -330,46 +291,6 @@ def test_a_plain_batch_sampler_and_a_subset_are_accepted():
     assert private(Subset(RECORDS, range(20)), 5).sample_rate == 5 / 20
 
 
-def test_replacement_is_logged(caplog):
-    with caplog.at_level("INFO", logger="ghostclip"):
-        private(shuffle=True)
-    assert "RandomSampler" in caplog.text
-
-
-@pytest.mark.parametrize("dropped", [True, False])
-def test_a_drop_last_that_has_no_effect_is_said(caplog, dropped):
-    private(drop_last=dropped)
-    assert ("drop_last=True: no effect" in caplog.text) is dropped
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned")
-def test_memory_that_cannot_be_pinned_is_said_once(caplog):
-    loader_module._pins.cache_clear()
-    for _ in range(2):
-        # torch would warn at every pass, and warnings are errors here.
-        list(private(pin_memory=True))
-    assert caplog.text.count("pin_memory=True: no effect") == 1
-
-
-def test_a_generator_repeats_and_warns():
-    drawn = []
-    for seed in (1, 1, 2):
-        source = DataLoader(RECORDS, 4, generator=torch.Generator().manual_seed(seed))
-        with pytest.warns(FixedSeedWarning):
-            drawn.append([y.tolist() for _, y in DPDataLoader.from_data_loader(source)])
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_a_seeded_random_sampler_does_not_fix_the_draw():
-    drawn = []
-    for _ in range(2):
-        sampler = RandomSampler(RECORDS, generator=torch.Generator().manual_seed(1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            drawn.append([y.tolist() for _, y in private(sampler=sampler)])
-    assert drawn[0] != drawn[1]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_checkpoint_counts_what_was_delivered_not_what_was_prefetched(workers):
     options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
@@ -391,13 +312,3 @@ def test_a_checkpoint_counts_what_was_delivered_not_what_was_prefetched(workers)
     assert not set(map(tuple, got)) & {tuple(batch) for batch in continued if len(batch) > 2}
     with pytest.raises(ResumeError, match="num_samples"):
         private(Subset(RECORDS, range(20)), 2).load_state_dict(state)
-
-
-def test_ranks_share_the_key_of_the_first():
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        loader = DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), distributed=True)
-    finally:
-        distributed.destroy_process_group()
-    assert loader.private_sampler.num_replicas == 1
-    assert len(list(loader)) == 10

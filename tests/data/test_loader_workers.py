@@ -40,16 +40,6 @@ def test_a_loop_left_early_repeats_no_draw_and_reorders_none(persistent, leave):
     assert state["position"] == delivered[-1] + 1
 
 
-def test_the_older_of_two_loops_is_refused():
-    loader = DPDataLoader(RECORDS, batch_size=6)
-    first, second = iter(loader), iter(loader)
-    next(first)
-    next(second)
-    with pytest.raises(InvalidOptionError, match="newer loop"):
-        next(first)
-    assert len(list(second)) == 9
-
-
 @pytest.mark.parametrize(
     ("scheme", "batches", "size"),
     [
@@ -67,13 +57,6 @@ def test_a_loader_over_another_scheme(scheme, batches, size):
     state = loader.state_dict()
     loader.load_state_dict(state)
     assert state["remaining"] == 0
-
-
-def test_a_largest_batch():
-    loader = DPDataLoader.from_data_loader(DataLoader(RECORDS, batch_size=20), max_batch_size=21)
-    sizes = [len(records) for _ in range(20) for (records,) in loader]
-    assert max(sizes) == 21
-    assert loader.event.kind == "truncated_poisson"
 
 
 def test_schemes_that_do_not_fit_are_refused():

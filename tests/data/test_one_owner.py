@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 import pickle
 
 import pytest
@@ -32,19 +31,15 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
     "torch.save": _saved,
-    "copy of a copy": lambda thing: copy.copy(copy.deepcopy(thing)),
 }
 NOISE = {
     "fast": FastNoise,
     "fast, seeded": lambda: FastNoise(seed=3),
-    "fast, generator": lambda: FastNoise(generator=torch.Generator().manual_seed(3)),
     "secure": SecureNoise,
     "exact": ExactNoise,
 }
 SAMPLERS = {
     "Poisson": lambda: PoissonSampler(num_samples=400, sample_rate=0.1),
-    "Poisson, seeded": lambda: PoissonSampler(num_samples=400, sample_rate=0.1, seed=3),
-    "truncated": lambda: PoissonSampler(num_samples=400, sample_rate=0.1, max_batch_size=60),
     "shuffled": lambda: PrivateSampler(Shuffled(num_samples=400, batch_size=40)),
     "users": lambda: PrivateSampler(UserPoisson([*range(200), *range(200)], sample_rate=0.2, max_records=1)),
     "loader": lambda: DPDataLoader(RECORDS, batch_size=40),
@@ -75,17 +70,16 @@ def _batch(sampler):
 
 @every_copy
 @every_noise
-@pytest.mark.parametrize("draw", [_noise, _joint_noise])
-def test_a_copy_of_a_noise_source_draws_nothing(make, copied, draw):
+def test_a_copy_of_a_noise_source_draws_nothing(make, copied):
     original = make()
-    draw(original)
+    _noise(original)
     twin, position = copied(original), original.state_dict()["position"]
     revivals = (twin.skip, twin.renew_key, lambda: twin.load_state_dict(original.state_dict()))
-    for use in (*revivals, lambda: draw(twin)):
+    for use in (*revivals, lambda: _noise(twin), lambda: _joint_noise(twin)):
         with pytest.raises(CopyError, match=r"is a copy.*state_dict"):
             use()
     assert twin.state_dict()["position"] == position
-    assert draw(original).any()
+    assert _noise(original).any()
 
 
 @every_fork
@@ -157,41 +151,9 @@ def test_a_fork_draws_no_batch_that_its_parent_draws(make, fork):
     assert in_fork(renewed, fork=fork) != _batch(original)
 
 
-def test_a_grandchild_is_a_fork_too():
-    source = FastNoise()
-
-    def child():
-        source.renew_key()
-        _noise(source)
-        with pytest.raises(CopyError, match="fork"):
-            in_fork(lambda: _noise(source))
-        return True
-
-    assert in_fork(child)
-    _noise(source)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_loader_are_no_drawers(method):
     loader = DPDataLoader(RECORDS, batch_size=40, num_workers=1, multiprocessing_context=method)
     seen = [batch[0].numel() for batch in loader]
     assert len(seen) == 10
     assert sum(seen) > 200
-
-
-def _draws(source, queue):
-    try:
-        queue.put(_noise(source).sum().item())
-    except CopyError as error:
-        queue.put(str(error))
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_source_handed_to_another_process_is_refused_there(method):
-    context = multiprocessing.get_context(method)
-    queue = context.SimpleQueue()
-    process = context.Process(target=_draws, args=(FastNoise(), queue))
-    process.start()
-    found = queue.get()
-    process.join()
-    assert "state_dict" in str(found)

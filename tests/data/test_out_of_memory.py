@@ -8,15 +8,13 @@ from collections import namedtuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from ghostclip import PrivacyEngine
-from ghostclip._memory import is_out_of_memory
 from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.physical_batches import rows_of
 from ghostclip.errors import DataError, MissingGradientError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
+from tests.private_run import PrivateRun
 
 DATA = small_data(40)
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -28,19 +26,9 @@ ERRORS = (
 
 
 def _private(strategy="bookkeeping", **options):
-    engine, model = PrivacyEngine(), small_model()
-    private = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(DATA, batch_size=20),
-        noise_multiplier=1.0,
-        max_grad_norm=0.5,
-        grad_sample_mode=strategy,
-        **options,
-    )
-    optimizer = private[1]
-    optimizer.noise_source.add_ = lambda tensor, std: None
-    return engine, private[0], optimizer, private[-1]
+    run = PrivateRun(DATA, lr=1.0, batch_size=20, max_grad_norm=0.5, grad_sample_mode=strategy, **options)
+    run.optimizer.noise_source.add_ = lambda tensor, std: None
+    return run.engine, run.model, run.optimizer, run.loader
 
 
 class Memory:
@@ -91,7 +79,7 @@ class Memory:
 
 
 PHASES = ("forward", "backward", "contraction", "afterwards")
-CASES = [(strategy, phase, ERRORS[0]) for strategy in ("bookkeeping", "ghost", "hooks") for phase in PHASES]
+CASES = [(strategy, phase, ERRORS[0]) for strategy in ("bookkeeping", "hooks") for phase in PHASES]
 CASES += [("bookkeeping", "contraction", error) for error in ERRORS[1:]]
 
 
@@ -115,55 +103,6 @@ def test_every_sample_is_in_the_sum_once(strategy, phase, error, monkeypatch):
     expected = clipped_sum(model_before, whole, 0.5) / 20
     torch.testing.assert_close((before - parameters_of(model)).double(), expected, rtol=1e-4, atol=1e-6)
     assert engine.accountant.history == [(1.0, 0.5, 1)]
-
-
-def test_later_batches_are_smaller(monkeypatch):
-    _, model, optimizer, loader = _private()
-    memory, manager = Memory("forward", 3, MemoryError()), None
-    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=40, optimizer=optimizer)
-    with manager as batches:
-        for _ in range(2):
-            for batch in batches:
-                batches.run(batch, lambda part: memory.work(optimizer, model, part, monkeypatch))
-                optimizer.step()
-                optimizer.zero_grad()
-    assert manager.physical_batch_size <= 5
-    assert memory.failures < 12
-
-
-def test_adaptive_count_takes_every_sample_once(monkeypatch):
-    _, model, optimizer, loader = _private(clipping="adaptive")
-    observed = []
-    adaptation = optimizer.clipper.policy.adaptation
-    take = adaptation.take_count
-    adaptation.take_count = lambda: observed.append(adaptation.shifted_count.item()) or take()
-    memory, norms, samples = Memory("contraction", 3, MemoryError()), [], 0
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as batches:
-        for batch in batches:
-            samples += len(batch[0])
-
-            def work(part):
-                memory.work(optimizer, model, part, monkeypatch)
-                norms.extend(optimizer.clipper.per_sample_norms.tolist())
-
-            batches.run(batch, work)
-            optimizer.step()
-            if not optimizer.last_step_was_virtual:
-                break
-    assert len(norms) == samples
-    assert observed == [sum(norm <= 0.5 for norm in norms) - samples / 2]
-
-
-def test_one_sample_that_does_not_fit_is_an_error_and_leaves_nothing(monkeypatch):
-    engine, model, optimizer, loader = _private()
-    memory = Memory("forward", 0, MemoryError())
-    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer)
-    with manager as batches:
-        stream = iter(batches)
-        with pytest.raises(MemoryError):
-            batches.run(next(stream), lambda part: memory.work(optimizer, model, part, monkeypatch))
-    assert not optimizer.clipper.has_clipped_sum
-    assert len(engine.accountant) == 0
 
 
 def test_other_errors_are_not_swallowed_and_restore_the_sums():
@@ -190,12 +129,6 @@ def _losses(model, part):
 def _broken(model, optimizer, part):
     optimizer.clipper.backward(_losses(model, part))
     raise ZeroDivisionError
-
-
-def test_only_lack_of_memory_counts_as_that():
-    assert all(is_out_of_memory(error) for error in ERRORS)
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
-    assert not is_out_of_memory(ValueError(MESSAGE))
 
 
 Pair = namedtuple("Pair", ["x", "y"])

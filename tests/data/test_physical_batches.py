@@ -7,28 +7,23 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ghostclip import PhysicalBatches, PrivacyEngine
+from ghostclip import PhysicalBatches
 from ghostclip.errors import DataError, InvalidOptionError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
+from tests.private_run import PrivateRun
 
 DATA = small_data(40)
 # The draws and the noise are to be the same twice.
 pytestmark = pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning", "ignore:noise_multiplier=0")
 
 
-def _private(*, noise=1.0, generator=None, **options):
+def _private(*, noise=1.0, generator=None):
     torch.manual_seed(3)
-    engine, model = PrivacyEngine(), small_model()
-    private = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(DATA, batch_size=20, generator=torch.Generator().manual_seed(7)),
-        noise_multiplier=noise,
-        max_grad_norm=0.5,
-        noise_generator=generator,
-        **options,
-    )
-    return engine, *private
+    loader = DataLoader(DATA, batch_size=20, generator=torch.Generator().manual_seed(7))
+    run = PrivateRun(
+        DATA, lr=1.0, sigma=noise, data_loader=loader, max_grad_norm=0.5, noise_generator=generator
+    )  # fmt: skip
+    return run.engine, run.model, run.optimizer, run.loader
 
 
 class Work:
@@ -88,12 +83,6 @@ def test_later_batches_begin_with_what_fitted():
             optimizer.step()
     assert parts.size <= 3
     assert sum(size > 3 for size in work.sizes) < 6
-
-
-def test_an_empty_batch_runs_once():
-    _, model, optimizer, _ = _private()
-    batch = [part[:0] for part in DATA.tensors]
-    assert PhysicalBatches(optimizer, max_physical_batch_size=4).run(batch, Work(model, room=4)) == [0]
 
 
 def test_one_record_that_does_not_fit_is_an_error_and_leaves_nothing():

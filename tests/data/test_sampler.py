@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch.utils.data import DataLoader
 
-from ghostclip.compat.opacus.data_loader import UniformWithReplacementSampler
 from ghostclip.data import PoissonSampler
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.noise import RandomKey
 
 
 def seeded(number=7, **options):
@@ -45,14 +42,6 @@ def test_every_record_joins_independently_with_probability_q():
     assert np.abs(together - q * q).max() < 5.5 * np.sqrt(q * q * (1 - q * q) / draws)
     following = (mask[1:] & mask[:-1]).mean(axis=0)
     assert np.abs(following - q * q).max() < 5 * np.sqrt(q * q / draws)
-
-
-def test_large_batches_hold_distinct_records():
-    batch = seeded(num_samples=1_000, sample_rate=0.9).draw(0)
-    assert batch == sorted(set(batch))
-    assert 0 <= batch[0] <= batch[-1] < 1_000
-    assert all(type(record) is int for record in batch)
-    assert seeded(sample_rate=1.0).draw(3) == list(range(50))
 
 
 def test_the_cost_does_not_grow_with_the_data():
@@ -93,13 +82,6 @@ def test_an_explicit_seed_or_generator_repeats_and_warns():
         PoissonSampler(num_samples=5, sample_rate=0.1, seed=1, generator=torch.Generator())
 
 
-def test_purposes_with_one_seed_share_no_stream():
-    with pytest.warns(FixedSeedWarning):
-        noise, sampling = RandomKey("noise", seed=1), RandomKey("sampling", seed=1)
-    assert noise.secret != sampling.secret
-    assert noise.digest(0, 8) != noise.digest(1, 8)
-
-
 def test_no_batch_is_drawn_twice_even_after_an_abandoned_epoch():
     sampler = seeded(sample_rate=0.2)
     seen = []
@@ -129,16 +111,6 @@ def test_a_resumed_run_draws_what_was_left(taken):
     rest = list(resumed)
     assert len(rest) == (10 - taken % 10 if taken % 10 else 10)
     assert got + rest + list(resumed) == whole[: taken + len(rest) + 10]
-
-
-def test_interleaved_loops_are_refused():
-    sampler = seeded()
-    first, second = iter(sampler), iter(sampler)
-    next(first)
-    next(second)
-    with pytest.raises(InvalidOptionError, match="newer loop"):
-        next(first)
-    assert len(list(second)) == 9
 
 
 def test_replicas_share_one_draw():
@@ -180,10 +152,3 @@ def test_foreign_state_is_refused(change, match):
 def test_refuses(change, match):
     with pytest.raises(InvalidOptionError, match=match):
         PoissonSampler(**{"num_samples": 10, "sample_rate": 0.1} | change)
-
-
-def test_the_opacus_name_works_in_a_plain_loader():
-    sampler = UniformWithReplacementSampler(num_samples=40, sample_rate=0.5, generator=None, steps=4)
-    sizes = [len(batch) for batch in DataLoader(torch.arange(40), batch_sampler=sampler, collate_fn=list)]
-    assert len(sizes) == 4
-    assert sum(sizes) > 20

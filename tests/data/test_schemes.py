@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ import torch
 from scipy import stats
 
 from ghostclip.accounting.history import SamplingEvent
-from ghostclip.data import FullBatch, Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
+from ghostclip.data import Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise import RandomKey
-from ghostclip.noise.keys import WordStream, independent_coins, permutation, subset, unit_interval
+from ghostclip.noise.keys import WordStream, permutation, subset
 
 
 def key():
@@ -36,39 +35,6 @@ def chi2_p(observed, expected):
 
 
 # The selections
-
-
-@pytest.mark.parametrize(("count", "rate"), [(2_000_000, 1e-4), (500, 0.5), (40, 0.99), (3, 0.1)])
-def test_sizes_are_binomial(count, rate):
-    sizes = np.array([len(independent_coins(WordStream(key(), i), count, rate)) for i in range(2000)])
-    points = np.arange(stats.binom.ppf(0.01, count, rate), stats.binom.ppf(0.99, count, rate) + 1)
-    limits = np.unique(np.quantile(points, np.linspace(0, 1, min(12, len(points)))).astype(int))
-    probability = np.diff(stats.binom.cdf(limits, count, rate), prepend=0, append=1)
-    observed = np.bincount(np.searchsorted(limits, sizes), minlength=len(limits) + 1)
-    likely = probability > 0.002
-    observed, probability = np.append(observed[likely], 0), np.append(probability[likely], 0)
-    observed[-1], probability[-1] = 2000 - observed.sum(), max(1 - probability.sum(), 1e-3)
-    assert chi2_p(observed, 2000 * probability / probability.sum()) > 1e-4
-
-
-def test_positions_are_uniform_over_a_large_data_set():
-    found = np.concatenate([independent_coins(WordStream(key(), i), 20_000_000, 1e-5) for i in range(100)])
-    assert stats.kstest(found / 2e7, "uniform").pvalue > 1e-4
-
-
-def test_selection_goes_on_when_the_first_words_do_not_reach_the_end():
-    class Stingy(WordStream):
-        def take(self, count):
-            return super().take(1 + count // 50)
-
-    records = independent_coins(Stingy(key(), 0), 5_000, 0.2)
-    assert 850 < len(records) < 1150
-    assert len(np.unique(records)) == len(records)
-
-
-def test_uniform_values_are_never_zero():
-    values = unit_interval(np.array([0, 1, 2**64 - 1], dtype=np.uint64))
-    assert values.tolist() == [2.0**-65, 1.5 * 2.0**-64, 1.0]
 
 
 def test_permutations_and_subsets_are_uniform():
@@ -123,12 +89,6 @@ def test_truncated_batches_are_random_subsets_of_poisson_batches():
 
 
 # Full and shuffled batches
-
-
-def test_a_full_batch_has_every_record_in_every_step():
-    sampler = PrivateSampler(FullBatch(num_samples=9))
-    assert list(sampler) == [list(range(9))]
-    assert (sampler.event.kind, sampler.sample_rate, sampler.expected_batch_size, len(sampler)) == ("full", 1.0, 9.0, 1)
 
 
 @pytest.mark.parametrize(("records", "size"), [(12, 4), (10, 4), (7, 7), (147, 3)])
@@ -238,17 +198,6 @@ def test_the_expected_size_is_the_batch_size(records, size):
     assert Poisson(num_samples=records, sample_rate=size / records).expected_batch_size == size
 
 
-def test_a_rate_of_no_whole_size_is_kept():
-    assert Poisson(num_samples=10, sample_rate=0.25).expected_batch_size == 2.5
-    assert Poisson(num_samples=10, sample_rate=1e-14).expected_batch_size == 1e-13
-
-
-def test_an_event_is_plain_values():
-    event = Poisson(num_samples=10, sample_rate=0.25, relation="add_remove").event
-    assert SamplingEvent(**asdict(event)) == event
-    assert all(type(value) in {str, int, float, type(None)} for value in asdict(event).values())
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -269,15 +218,3 @@ def test_an_event_is_plain_values():
 def test_events_that_make_no_sense_are_refused(change, match):
     with pytest.raises(InvalidOptionError, match=match):
         SamplingEvent(**{"kind": "poisson", "sample_rate": 0.5, "num_units": 4} | change)
-
-
-def test_a_branch_draws_anew():
-    sampler, branch = (
-        seeded(Poisson(num_samples=500, sample_rate=0.5)),
-        seeded(Poisson(num_samples=500, sample_rate=0.5)),
-    )
-    assert sampler.fingerprint() == branch.fingerprint()
-    branch.renew_key()
-    assert sampler.fingerprint() != branch.fingerprint()
-    assert next(iter(sampler)) != next(iter(branch))
-    assert sampler.state_dict()["key"] not in sampler.fingerprint()

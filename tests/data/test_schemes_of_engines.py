@@ -14,11 +14,12 @@ from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
 from ghostclip.data import DPDataLoader, FullBatch, Poisson, Shuffled, UserPoisson
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.errors import BudgetExceededError, DataError, InvalidOptionError, ResumeError
+from ghostclip.errors import BudgetExceededError, DataError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
 from tests.engine.training import parameters_of, small_data
+from tests.private_run import DELTA, PrivateRun
 
-RECORDS, DELTA = 50, 1e-5
+RECORDS = 50
 DATA = small_data(RECORDS)
 USERS = [record // 2 for record in range(RECORDS)]
 SCHEMES = {
@@ -41,32 +42,22 @@ def costs(name, events, sigma=1.0):
 
 
 def epsilon_of(name, events):
-    accountant = create_accountant()
+    accountant = create_accountant("rdp")
     accountant.history, accountant.others = costs(name, events)
     return accountant.get_epsilon(DELTA)
 
 
-class Run:
+class Run(PrivateRun):
     """A private training on one of the schemes."""
 
-    def __init__(self, name, folder=None, *, epsilon=None, epochs=2, physical=None, scheme=None, **options):
-        self.engine = PrivacyEngine(ledger=None if folder is None else folder / "ledger")
+    def __init__(self, name, folder=None, *, physical=None, scheme=None, **options):
         model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 3))
         scheme = SCHEMES[name]() if scheme is None else scheme
-        arguments = {
-            "module": model,
-            "optimizer": torch.optim.Adam(model.parameters(), lr=0.05),
-            "data_loader": DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=10), scheme=scheme),
-            "max_grad_norm": 1.0,
-            **options,
-        }
-        if epsilon is None:
-            made = self.engine.make_private(noise_multiplier=1.0, **arguments)
-        else:
-            made = self.engine.make_private_with_epsilon(
-                target_epsilon=epsilon, target_delta=DELTA, epochs=epochs, **arguments
-            )
-        self.model, self.optimizer, self.loader = made
+        loader = DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=10), scheme=scheme)
+        ledger = None if folder is None else folder / "ledger"
+        super().__init__(
+            DATA, model=model, inner=torch.optim.Adam, lr=0.05, data_loader=loader, ledger=ledger, **options
+        )
         self.physical = physical
 
     @property
@@ -101,12 +92,6 @@ class Run:
         while not self.engine.budget_spent:
             self.one_pass()
 
-    def save(self, place):
-        self.engine.save_checkpoint(path=place, module=self.model, optimizer=self.optimizer)
-
-    def load(self, place, **options):
-        self.engine.load_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **options)
-
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_account_is_what_was_released(name):
@@ -139,8 +124,7 @@ def test_budget_that_stops_ends_the_training_across_a_resumption(name, tmp_path)
     assert resumed.optimizer.releases == 4 * PER_PASS.get(name, 1)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("with_ledger", [False, True])
+@pytest.mark.parametrize(("name", "with_ledger"), [(name, name in ("users", "shuffled")) for name in SCHEMES])
 def test_resumed_run_is_the_uninterrupted_one_and_costs_the_same(name, with_ledger, tmp_path):
     folder = tmp_path if with_ledger else None
     run, saved = Run(name, folder), tmp_path / "run.pt"
@@ -154,18 +138,8 @@ def test_resumed_run_is_the_uninterrupted_one_and_costs_the_same(name, with_ledg
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_ledger_tells_another_process_what_was_released(name, tmp_path):
-    run = Run(name, tmp_path)
-    run.train(6)
-    run.engine.close()
-    again = Run(name, tmp_path)
-    assert again.account == run.account == costs(name, math.ceil(6 / PER_PASS.get(name, 1)))
-    assert again.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA) > 0
-
-
-@pytest.mark.parametrize("name", SCHEMES)
 def test_target_epsilon_is_met_and_kept(name):
-    run = Run(name, epsilon=6.0)
+    run = Run(name, epsilon=6.0, epochs=2, when_spent="raise")
     for _ in range(2):
         run.one_pass()
     assert 5.9 < run.engine.get_epsilon(DELTA) <= 6.0
@@ -217,13 +191,6 @@ def test_less_noise_in_the_rest_of_a_shuffled_pass_is_charged_after_a_resumption
     assert resumed.engine.accountant.history == [(1.0, 1.0, 1), (0.5, 1.0, 1)]
 
 
-def test_shuffled_passes_that_are_left_early_are_paid_for():
-    run = Run("shuffled")
-    for number in range(1, 4):
-        run.one_pass(last=run.optimizer.releases + 2)
-        assert run.account == costs("shuffled", number)
-
-
 def test_poisson_loader_without_poisson_sampling_is_refused():
     with pytest.raises(DataError, match="several batches"):
         Run("poisson", poisson_sampling=False)
@@ -238,23 +205,13 @@ def test_relation_of_the_sampler_is_that_of_the_account(tmp_path):
     assert run.account == costs("truncated", 3)
     assert run.engine.get_epsilon(DELTA) > epsilon_of("truncated", 3)
     assert "one record more or less" in run.engine.summary(DELTA)
-    again = PrivacyEngine(ledger=tmp_path / "ledger")
+    again = PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
     assert again.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
     with pytest.raises(InvalidOptionError, match="'add_remove'"):
         Run("truncated", tmp_path)
-    alone = PrivacyEngine(ledger=tmp_path / "ledger")
+    alone = PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
     alone.load_checkpoint(path=tmp_path / "run.pt", module=run.model)
     assert alone.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
-
-
-def test_ledgers_of_the_first_version_are_refused_with_what_to_do(tmp_path):
-    lines = (
-        b'{"mechanism":{"noise_multiplier":1.0},"version":1}\t96d1908a\n'
-        b'{"events":[[1.0,0.2,1]],"fingerprint":"a","number":0,"run":"r"}\tf643f348\n'
-    )
-    (tmp_path / "ledger").write_bytes(lines)
-    with pytest.raises(ResumeError, match=r"format 1.*the version that began it"):
-        PrivacyEngine(ledger=tmp_path / "ledger")
 
 
 def test_what_the_user_records_beside_the_training_counts_in_budgets():
@@ -266,11 +223,3 @@ def test_what_the_user_records_beside_the_training_counts_in_budgets():
         run.until_spent()
     assert run.engine.get_epsilon(DELTA) <= epsilon_of("poisson", 40)
     assert 2 < run.optimizer.releases < 40
-
-
-def test_schedule_on_users_is_charged_at_their_sensitivity():
-    run = Run("users")
-    run.train(2)
-    run.optimizer.noise_multiplier = 3.0
-    run.train(1)
-    assert run.engine.accountant.history == [(0.5, 0.2, 2), (1.5, 0.2, 1)]

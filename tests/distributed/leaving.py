@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
+from tests.private_run import PrivateRun
 
 CASES = ("forward in parts", "proved forward in parts", "forward", "loader", "optimizer")
 TIMEOUT = 120
@@ -76,12 +76,9 @@ def run(rank: int, ranks: int, folder: str, case: str, recovers: bool) -> None:
             fully_shard(layer)
         fully_shard(net)
     records = _Records(torch.randn(16, 4), torch.arange(16) % 3)
-    optimizer = _Update(net.parameters(), lr=0.1)
-    model, private, loader = PrivacyEngine().make_private(
-        module=net, optimizer=optimizer, data_loader=DataLoader(records, batch_size=8), noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )  # fmt: skip
-    culprit: Any = {"loader": records, "optimizer": optimizer}.get(case, net[1])
+    run = PrivateRun(records, model=net, inner=_Update, batch_size=8)
+    model, private, loader = run.model, run.optimizer, run.loader
+    culprit: Any = {"loader": records, "optimizer": run.optimizer.original_optimizer}.get(case, net[1])
     error, begun = ("", ""), time.monotonic()
     try:
         _train(model, private, loader, culprit if rank else None, bad=3 if "proved" in case else 2, recovers=recovers)

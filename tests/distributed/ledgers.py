@@ -20,6 +20,7 @@ from ghostclip.errors import GhostClipError, ResumeError
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
 from tests.distributed.loops import data, model, snapshot
 from tests.distributed.refusals import outcome
+from tests.private_run import PrivateRun
 from tests.process_group import process_group
 
 BATCH, SIGMA, DELTA = 7, 1.0, 1e-3
@@ -62,7 +63,7 @@ def _written(path: Path, *, count: int = 2) -> None:
     ledger.close()
 
 
-class Run:
+class Run(PrivateRun):
     """A private training on this rank.
 
     Args:
@@ -72,16 +73,12 @@ class Run:
     """
 
     def __init__(self, ledger: Any, *, engine: PrivacyEngine | None = None, alone: bool = False) -> None:
-        self.engine = PrivacyEngine(ledger=ledger) if engine is None else engine
-        self.net = model()
-        loader = DataLoader(data(), batch_size=BATCH)
-        self.trained, self.optimizer, self.loader = self.engine.make_private(
-            module=self.net,
-            optimizer=torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], lr=0.1),
-            data_loader=DPDataLoader.from_data_loader(loader, distributed=False) if alone else loader,
-            noise_multiplier=SIGMA,
-            max_grad_norm=0.5,
+        loader: Any = DataLoader(data(), batch_size=BATCH)
+        loader = DPDataLoader.from_data_loader(loader, distributed=False) if alone else loader
+        super().__init__(
+            data(), model=model(), engine=engine, ledger=ledger, sigma=SIGMA, max_grad_norm=0.5, data_loader=loader
         )
+        self.net, self.trained = self.bare, self.model
 
     def steps(self, count: int) -> None:
         """Make steps.
@@ -103,14 +100,6 @@ class Run:
                 assert all(torch.equal(before[name], p) for name, p in snapshot(self.net).items()), "released"
                 assert all(p.grad is None for p in self.net.parameters()), "released"
                 raise
-
-    def save(self, path: Any) -> None:
-        """Save a checkpoint."""
-        self.engine.save_checkpoint(path=path, module=self.trained, optimizer=self.optimizer)
-
-    def load(self, path: Any) -> None:
-        """Load a checkpoint."""
-        self.engine.load_checkpoint(path=path, module=self.trained, optimizer=self.optimizer)
 
     def state(self) -> dict[str, Any]:
         """What all ranks must have in common."""
@@ -240,11 +229,6 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
         training.steps(1)
         Run(None, engine=training.engine, alone=True)
 
-    def second_engine() -> None:
-        first = Run(place / "twice")
-        first.steps(1)
-        Run(place / "twice")
-
     def loaded_before() -> None:
         training = Run(None)
         training.steps(1)
@@ -255,21 +239,10 @@ def _refused(rank: int, place: Path) -> dict[str, Callable[[], Any]]:
             Run(None, engine=engine)
         Run(None, engine=engine)
 
-    def damaged_twice() -> None:
-        engine = PrivacyEngine(ledger="damaged first")
-        with contextlib.suppress(ResumeError):
-            Run(None, engine=engine)
-        Run(None, engine=engine)
-
     return {
         "held by another training": lambda: Run(place / "held"),
-        "second engine": second_engine,
         "damaged": lambda: Run(place / "damaged"),
-        "damaged, epsilon": lambda: PrivacyEngine(ledger=place / "damaged").get_epsilon(DELTA),
-        "damaged, apart": lambda: Run(place / "damaged", alone=True),
-        "folder, apart": lambda: Run(place / "at0", alone=True),
         "damaged first": lambda: Run("damaged first"),
-        "damaged, tried twice": damaged_twice,
         "folder": lambda: Run(place / "at0"),
         "another path": lambda: Run(place / f"path{rank}"),
         "on one only": lambda: Run(place / "one" if rank else None),

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ghostclip import PrivacyEngine
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
+from tests.private_run import PrivateRun
 
 RECORDS, BATCH, BOUND, RATE = 21, 4, 0.3, 0.5
 
@@ -93,16 +93,12 @@ def train(loop: Loop, rank: int) -> dict[str, Any]:
     elif loop.wrapper == "opacus":
         given = DifferentiallyPrivateDistributedDataParallel(net)
     sampler = DistributedSampler(data()) if loop.sampler else None
-    engine = PrivacyEngine()
-    private, optimizer, loader = engine.make_private(
-        module=given,
-        optimizer=torch.optim.SGD(given.parameters(), lr=RATE),
+    run = PrivateRun(
+        data(), model=given, lr=RATE, sigma=0.0, max_grad_norm=BOUND, poisson_sampling=loop.poisson,
         data_loader=DataLoader(data(), batch_size=BATCH, sampler=sampler, shuffle=None if loop.sampler else True),
-        noise_multiplier=0.0,
-        max_grad_norm=BOUND,
-        poisson_sampling=loop.poisson,
         grad_sample_mode=loop.strategy,
-    )
+    )  # fmt: skip
+    engine, private, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
     called = {
         "kept": lambda: given,
         "second": lambda: DistributedDataParallel(private),

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
 from ghostclip.mechanisms import (
     BallsInBins,
     BandedInverse,
-    BandedMatrixFactorization,
     BufferedToeplitz,
     CyclicPoissonSampling,
     Mechanism,
-    UnamplifiedSampling,
 )
+from tests.private_run import PrivateRun
 
 RECORDS, BATCH, EPOCHS, DELTA = 24, 6, 2, 1e-2
 MECHANISMS: dict[str, Mechanism] = {
     "balls in bins": BallsInBins(),
     "cyclic": CyclicPoissonSampling(groups=2),
-    "unamplified": UnamplifiedSampling(),
     "banded inverse": BandedInverse(bands=3, epochs=EPOCHS),
-    "banded factorisation": BandedMatrixFactorization(bands=2, epochs=EPOCHS),
     "buffered": BufferedToeplitz(buffers=2, epochs=EPOCHS),
 }
 
@@ -39,15 +36,11 @@ def _begin(name: str, *, divided: bool) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(RECORDS, 1500, generator=generator, dtype=torch.float64)
     released: list[Tensor] = []
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5),
-        data_loader=DataLoader(TensorDataset(features, torch.arange(RECORDS) % 3), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=0.3,
-        mechanism=MECHANISMS[name],
-    )
+    run = PrivateRun(
+        TensorDataset(features, torch.arange(RECORDS) % 3), model=net, inner=partial(torch.optim.SGD, momentum=0.5),
+        batch_size=BATCH, max_grad_norm=0.3, mechanism=MECHANISMS[name],
+    )  # fmt: skip
+    engine, model, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
     optimizer.attach_release_hook(
         lambda _, found: released.append(torch.cat([p.detach().flatten().clone() for p in found]))
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, _torch
 from ghostclip.distributed import Pipeline, PipelineClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.optim import DPOptimizer
 from ghostclip.optim.release import fingerprint
+from tests.engine.training import as_if_drawn
+from tests.private_run import PrivateRun
 
 SAMPLES, POSITIONS, WIDTH, WORDS, MICROBATCHES = 12, 5, 8, 11, 4
 BOUND = 0.05
@@ -101,19 +100,6 @@ def schedule_of(name: str, stages: list[Any], loss: Any, *, microbatches: int = 
     return SEVERAL[name](stages, microbatches, loss_fn=loss)
 
 
-class Reduced(TorchDispatchMode):
-    """Counts all-reduces by their number of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "allreduce_":
-            self.found[args[0][0].numel()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def run_schedule(schedule: Any, stages: list[Any], inputs: Tensor, labels: Tensor) -> None:
     """One step: the first stage takes inputs, the last one labels."""
     arguments = (inputs,) if any(stage.is_first for stage in stages) else ()
@@ -121,28 +107,23 @@ def run_schedule(schedule: Any, stages: list[Any], inputs: Tensor, labels: Tenso
     schedule.step(*arguments, **options)
 
 
-def clipped(
-    rank: int, ranks: int, name: str, *, loss: Any = mean_loss, left_out: int = -1, steps: int = 2, resets: bool = True
-) -> dict:
-    """Clipped sums of this rank's parameters, by their names in the whole model, and the norms."""
+def clipped(rank: int, ranks: int, name: str, *, resets: bool = True) -> dict:
+    """Clipped sums of this rank's parameters after two steps, by their names in the whole model, and the norms."""
     stages, model = stages_of(rank, ranks, name)
-    schedule = schedule_of(name, stages, loss)
+    schedule = schedule_of(name, stages, mean_loss)
     inputs, labels = batch()
-    if left_out >= 0:
-        labels[left_out] = -100
-    reduction = "mean" if loss is mean_loss else "sum"
-    clipper = PipelineClipper(stages, max_grad_norm=BOUND, loss_reduction=reduction)
-    for _ in range(steps):
+    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
+    for _ in range(2):
         if resets:
             clipper.reset()
-        with Reduced() as reduced, clipper.step():
+        with clipper.step():
             run_schedule(schedule, stages, inputs, labels)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     own = [parameter for stage in stages for parameter in stage.submod.parameters()]
     found = {names[id(parameter)]: parameter.grad.clone() for parameter in own}
     passes = [one.backward_passes for one in clipper.clippers]
     clipper.remove()
-    return {"sums": found, "norms": clipper.per_sample_norms, "reduced": dict(reduced.found), "passes": passes}
+    return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes}
 
 
 def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
@@ -157,11 +138,7 @@ def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         By what it is of.
     """
     found: dict[str, Any] = {name: clipped(rank, ranks, name) for name in (*SINGLE, *SEVERAL)}
-    found["whole"] = clipped(rank, ranks, "1F1B", loss=sum_loss)
     found["added up"] = {name: clipped(rank, ranks, name, resets=False) for name in ENGINE}
-    found["left out"] = [clipped(rank, ranks, "1F1B", loss=sum_loss, left_out=n) for n in range(3)]
-    found["noise"] = {level: noise(rank, ranks, level) for level in ("fast", "secure")}
-    found["trained"] = trained(rank, ranks)
     found["refused"] = refusals(rank, ranks)
     found["engine"] = {name: engine_trained(rank, ranks, name=name) for name in ENGINE}
     if ranks > 2:
@@ -225,14 +202,11 @@ def engine_trained(
     engine, model, released = PrivacyEngine(noise_level="secure"), engine_model(rank, ranks, name, copies), []
 
     def made() -> Any:
-        return engine.make_private(
-            module=model,
-            optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
-            data_loader=DataLoader(data, batch_size=len(data) if sigma == 0 else 6),
-            noise_multiplier=sigma,
-            max_grad_norm=BOUND,
-            loss_reduction="sum",
-        )
+        run = PrivateRun(
+            data, model=model, engine=engine, inner=torch.optim.Adam, lr=0.01,
+            batch_size=len(data) if sigma == 0 else 6, sigma=sigma, max_grad_norm=BOUND, loss_reduction="sum",
+        )  # fmt: skip
+        return run.model, run.optimizer, run.loader
 
     private, optimizer, loader = made()
     if states is not None:
@@ -274,13 +248,10 @@ def _refused_by_engine(
     """What make_private says of a pipeline."""
     model = engine_model(rank, ranks, "1F1B", 1, places=places, microbatches=microbatches)
     with pytest.raises(GhostClipError) as refused:
-        PrivacyEngine(noise_level=level).make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            data_loader=DataLoader(TensorDataset(*batch()), batch_size=4),
-            noise_multiplier=1.0,
+        PrivateRun(
+            TensorDataset(*batch()), model=model, engine=PrivacyEngine(noise_level=level), batch_size=4,
             **{"max_grad_norm": BOUND, **options},
-        )
+        )  # fmt: skip
     return str(refused.value)
 
 
@@ -320,16 +291,12 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
 
 
 def other_samples(rank: int, ranks: int) -> dict[str, str]:
-    """What each rank says of a step whose stages are given different samples, by what differs on the last rank."""
+    """What each rank says of a step whose stages are given different samples or noise, by what differs on a rank."""
     model: Any = engine_model(rank, ranks, "1F1B", 1)
-    private, *_ = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters()),
-        data_loader=DataLoader(TensorDataset(*batch()), batch_size=SAMPLES),
-        noise_multiplier=1.0,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
+    run = PrivateRun(
+        TensorDataset(*batch()), model=model, batch_size=SAMPLES, max_grad_norm=BOUND, loss_reduction="sum"
     )
+    private, optimizer = run.model, run.optimizer
     inputs, labels = batch()
     given = {
         "inputs": (inputs.flip(0), labels),
@@ -346,6 +313,11 @@ def other_samples(rank: int, ranks: int) -> dict[str, str]:
         assert private.clipper.backward_passes == 0
     private.step(inputs, target=labels)
     assert private.clipper.backward_passes == 1
+    as_if_drawn(optimizer, SAMPLES)
+    optimizer.noise_multiplier = 1.0 + rank
+    with pytest.raises(InvalidOptionError) as refused:
+        optimizer.step()
+    said["other noise"] = str(refused.value)
     private.remove_hooks()
     return said
 
@@ -375,15 +347,8 @@ def ledger(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
 def empty(rank: int, ranks: int) -> list[int]:
     """Sizes of the batches of a training of which many are empty, all of which are released."""
     model = engine_model(rank, ranks, "GPipe", 1)
-    engine = PrivacyEngine()
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*batch()), batch_size=1),
-        noise_multiplier=1.0,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-    )
+    run = PrivateRun(TensorDataset(*batch()), model=model, batch_size=1, max_grad_norm=BOUND, loss_reduction="sum")
+    engine, private, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
     sizes = []
     for _ in range(2):
         for ids, targets in loader:
@@ -395,53 +360,6 @@ def empty(rank: int, ranks: int) -> list[int]:
     private.remove_hooks()
     assert sum(entry[2] for entry in engine.accountant.history) == len(sizes)
     return sizes
-
-
-def noise(rank: int, ranks: int, level: str) -> dict[str, Any]:
-    """Two draws of noise alone for this rank's parameters, by their names, and the state before."""
-    stages, model = stages_of(rank, ranks, "interleaved 1F1B")
-    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
-    sources = clipper.noise_sources(level)
-    state = sources[0].state_dict()
-    names = {id(parameter): key for key, parameter in model.named_parameters()}
-    found: dict[str, list[Tensor]] = {}
-    for _ in range(2):
-        for source, stage in zip(sources, stages, strict=True):
-            own = list(stage.submod.parameters())
-            zeros = [torch.zeros_like(parameter) for parameter in own]
-            source.add_all_(zeros, 3.0)
-            for parameter, drawn in zip(own, zeros, strict=True):
-                found.setdefault(names[id(parameter)], []).append(drawn)
-    clipper.remove()
-    return {"state": state, "drawn": found}
-
-
-def trained(rank: int, ranks: int) -> dict[str, Any]:
-    """Weights of this rank after a training in private steps, by their names, and the noise that it began with."""
-    stages, model = stages_of(rank, ranks, "1F1B")
-    schedule = schedule_of("1F1B", stages, mean_loss)
-    clipper = PipelineClipper(stages, max_grad_norm=BOUND)
-    (source,) = clipper.noise_sources("secure")
-    state = source.state_dict()
-    optimizer = DPOptimizer(
-        torch.optim.Adam(stages[0].submod.parameters(), lr=0.01),
-        noise_multiplier=0.5, expected_batch_size=SAMPLES, clipper=clipper.clippers[0], noise_source=source,
-    )  # fmt: skip
-    inputs, labels = batch()
-    for _ in range(3):
-        with clipper.step():
-            run_schedule(schedule, stages, inputs, labels)
-        optimizer.step()
-        optimizer.zero_grad()
-    own = {id(parameter) for parameter in stages[0].submod.parameters()}
-    weights = {key: p.detach().clone() for key, p in model.named_parameters() if id(p) in own}
-    optimizer.noise_multiplier = 0.5 + rank
-    with clipper.step():
-        run_schedule(schedule, stages, inputs, labels)
-    with pytest.raises(InvalidOptionError) as refused:
-        optimizer.step()
-    clipper.remove()
-    return {"state": state, "weights": weights, "refused": str(refused.value)}
 
 
 class Centred(nn.Module):

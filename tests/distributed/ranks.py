@@ -8,31 +8,35 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
+from ghostclip.compat.opacus.data_loader import DistributedUniformWithReplacementSampler
+from ghostclip.compat.opacus.optimizers import DistributedDPOptimizer
 from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.sampler import share_sampler
-from ghostclip.distributed import SharedNoise, broadcast_parameters, require_agreement
+from ghostclip.distributed import (
+    DifferentiallyPrivateDistributedDataParallel,
+    SharedNoise,
+    broadcast_parameters,
+    require_agreement,
+)
 from ghostclip.distributed.agreement import Share, share_noise
 from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import InvalidOptionError
+from ghostclip.facade import GradSampleModule
 from ghostclip.noise import make_noise_source
+from tests.compat.pairs import batch
+from tests.private_run import PrivateRun
 
+WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
 LEVELS = ("fast", "secure", "exact")
-SHAPES = ((70_001,), (3, 5), (1,))
 RECORDS = 300
 STD = 5.0
 SETTINGS = (("secure", 0.0), ("secure", 1.0), ("exact", 1.0))
 """(level of noise, noise multiplier) of a training."""
-
-
-def partial_sums(level: str, rank: int) -> list[torch.Tensor]:
-    """A rank's clipped sums: whole numbers for "exact", else floats that any order adds up to the same."""
-    generator = torch.Generator().manual_seed(rank)
-    sums = [torch.randint(-1000, 1000, shape, generator=generator) for shape in SHAPES]
-    return sums if level == "exact" else [part.float() for part in sums]
 
 
 def find(rank: int) -> dict[str, Any]:
@@ -46,10 +50,10 @@ def find(rank: int) -> dict[str, Any]:
     """
     return {
         "batches": _batches(),
-        "noise": {level: _releases(level, rank) for level in LEVELS},
         "shares": {level: _shares(level) for level in LEVELS},
         "refused": _refused(rank),
         "reseeded": _reseeded(rank),
+        "opacus": {wrapper.__name__: _by_hand(rank, wrapper) for wrapper in WRAPPERS},
         "trained": {setting: train(rank, *setting) for setting in SETTINGS},
     }
 
@@ -74,16 +78,13 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     """
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(features, features.abs().argmax(1) % 3)
-    engine, net = PrivacyEngine(noise_level=level), model(rank)
+    net = model(rank)
     broadcast_parameters(net)
-    net, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.5),
-        data_loader=DataLoader(data, batch_size=8),
-        noise_multiplier=sigma,
-        max_grad_norm=0.3,
+    run = PrivateRun(
+        data, model=net, engine=PrivacyEngine(noise_level=level), lr=0.5, batch_size=8, sigma=sigma, max_grad_norm=0.3,
         grad_sample_mode="hooks" if level == "exact" else "auto",
-    )
+    )  # fmt: skip
+    net, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:
         optimizer.noise_source.load_state_dict(states["noise"])
         loader.load_state_dict(states["sampler"])
@@ -96,9 +97,30 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     return {
         "states": begun,
         "parameters": [p.detach().clone() for p in net.parameters()],
-        "epsilon": engine.get_epsilon(1e-5),
+        "epsilon": run.epsilon,
         "level": optimizer.noise_source.level,
     }
+
+
+def _by_hand(rank: int, wrapper: type[nn.Module]) -> dict[str, Any]:
+    """Step without noise and with it on a half of a batch, by Opacus's distributed names; draw by its sampler."""
+    # Every rank's model starts differently; the wrapper makes them equal.
+    torch.manual_seed(3 + rank)
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    facade = GradSampleModule(wrapper(net))
+    optimizer = DistributedDPOptimizer(
+        torch.optim.SGD(facade.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=6
+    )
+    x, y = batch()
+    states = []
+    for sigma in (0.0, 0.25):
+        optimizer.noise_multiplier = sigma
+        nn.CrossEntropyLoss()(facade(x[rank::2]), y[rank::2]).backward()
+        optimizer.step()
+        states.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    sampler = DistributedUniformWithReplacementSampler(total_size=100, sample_rate=0.25)
+    sampler.set_epoch(0)
+    return {"states": states, "batches": list(map(list, sampler))}
 
 
 def _reseeded(rank: int) -> dict[str, Any]:
@@ -145,18 +167,6 @@ def _batches() -> dict[str, Any]:
         "expected": loader.expected_batch_size,
         "apart": apart.private_sampler.num_replicas,
     }
-
-
-def _releases(level: str, rank: int) -> dict[str, Any]:
-    """Release the ranks' sums."""
-    source = make_noise_source(level=level)
-    share_noise(source)
-    state = source.state_dict()
-    whole = partial_sums(level, rank)
-    for part in whole:
-        noisy_sums_([part], STD, source)
-    require_agreement("noise", source.fingerprint())
-    return {"state": state, "whole": whole, "position": source.state_dict()["position"]}
 
 
 def many(level: str) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.distributed import SharedNoise, SplitSequences
+from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import head_losses
-from ghostclip.noise import make_noise_source
-from ghostclip.optim import DPOptimizer
+from tests.private_run import PrivateRun
 
 # Five samples do not divide by two; of six positions some layers send factors, others sums.
 SAMPLES, POSITIONS, WIDTH, WORDS = 5, 12, 8, 11
@@ -109,55 +106,18 @@ def positions_of(mesh: DeviceMesh, ids: Tensor, labels: Tensor) -> dict[str, Ten
     return {key: value.chunk(ranks, 1)[here] for key, value in {"ids": ids, "labels": labels}.items()}
 
 
-class Sent(TorchDispatchMode):
-    """Counts what is exchanged of factors, by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in {"alltoall_base_", "_reduce_scatter_base_"}:
-            self.found[name] += args[1].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def clipped(mesh: DeviceMesh, *, left_out: int = -1) -> dict[str, Any]:
-    """This rank's clipped sums by name, its samples' norms, and what was sent in the second step."""
+def clipped(mesh: DeviceMesh) -> dict[str, Any]:
+    """This rank's clipped sums by name, and its samples' norms."""
     model, sequences = split_model(mesh)
-    ids, labels = batch()
-    if left_out >= 0:
-        labels[left_out] = -100
-    part = part_of(mesh, ids, labels)
+    part = part_of(mesh, *batch())
     with GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences) as clipper:
         for _ in range(2):
             clipper.reset()
-            loss = losses(model, part).sum()
-            with Sent() as sent:
-                loss.backward()
+            losses(model, part).sum().backward()
         sums = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
         assert clipper.rows_seen == (len(part["ids"]),)
         rows, norms = sequences.rows(len(part["ids"])), clipper.per_sample_norms
-    return {"sums": sums, "norms": norms[:rows], "sent": dict(sent.found)}
-
-
-def trained(mesh: DeviceMesh) -> dict[str, Any]:
-    """Weights after a training in private steps, and the noise that it began with."""
-    model, sequences = split_model(mesh)
-    clipper = GhostClipper(model, max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences)
-    noise = SharedNoise(make_noise_source(level="secure"))
-    state = noise.state_dict()
-    optimizer = DPOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01), noise_multiplier=0.5, expected_batch_size=SAMPLES,
-        loss_reduction="sum", clipper=clipper, noise_source=noise,
-    )  # fmt: skip
-    for _ in range(3):
-        losses(model, part_of(mesh, *batch())).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    clipper.remove()
-    return {"state": state, "weights": {key: p.detach().clone() for key, p in model.named_parameters()}}
+    return {"sums": sums, "norms": norms[:rows]}
 
 
 def records() -> TensorDataset:
@@ -187,15 +147,11 @@ def engine_trained(
     for block in getattr(model, "blocks", []):
         block.sequences = sequences
     engine = PrivacyEngine(noise_level="secure")
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=RECORDS // 4 if sigma else RECORDS),
-        noise_multiplier=sigma,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-        sequences=sequences,
-    )
+    run = PrivateRun(
+        data, model=model, engine=engine, batch_size=RECORDS // 4 if sigma else RECORDS, sigma=sigma,
+        max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences,
+    )  # fmt: skip
+    private, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:
         optimizer.noise_source.load_state_dict(states["noise"])
         loader.load_state_dict(states["sampler"])
@@ -260,19 +216,7 @@ def in_context_parallel(mesh: DeviceMesh) -> dict[str, Any]:
             if declared:
                 found["sums"] = {key: p.grad.clone() for key, p in model.named_parameters()}
         model.zero_grad()
-    found["attention"] = attention_in_context_parallel(mesh)
     return found
-
-
-def attention_in_context_parallel(mesh: DeviceMesh) -> str:
-    """What torch's own ring attention does on a CPU: the name of its error, or nothing."""
-    query = torch.randn(2, 2, 8, 4)
-    try:
-        with context_parallel(mesh["cp"], buffers=[query], buffer_seq_dims=[2]):
-            functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    except (NotImplementedError, RuntimeError) as error:
-        return type(error).__name__
-    return ""
 
 
 def find(rank: int, ranks: int) -> dict[str, Any]:
@@ -287,9 +231,8 @@ def find(rank: int, ranks: int) -> dict[str, Any]:
     """
     del rank
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
-    found: dict[str, Any] = {"whole": clipped(mesh), "trained": trained(mesh)}
-    found["left out"] = [clipped(mesh, left_out=number) for number in range(3)]
-    found["exchanged"] = {name: _exchanged(name) for name in EXCHANGES}
+    found: dict[str, Any] = {"whole": clipped(mesh)}
+    found["exchanged"] = _exchanged()
     found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
     found["engine without one"] = [
         engine_trained(whole_model(), mesh=mesh, sigma=0.0, left_out=number)["released"] for number in range(2)
@@ -303,12 +246,12 @@ def find(rank: int, ranks: int) -> dict[str, Any]:
 class Exchanging(nn.Module):
     """A layer whose input was exchanged with the other rank."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.exchange = nn.Linear(WIDTH, WIDTH), EXCHANGES[name]
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.exchange(x))
+        return self.layer(_experts(x))
 
 
 def _experts(x: Tensor) -> Tensor:
@@ -317,23 +260,9 @@ def _experts(x: Tensor) -> Tensor:
     return received
 
 
-def _contrast(x: Tensor) -> Tensor:
-    found = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, x.contiguous())
-    return torch.stack(found, 1).mean(1)
-
-
-def _functional(x: Tensor) -> Tensor:
-    collectives = torch.distributed._functional_collectives
-    return collectives.all_gather_tensor(x.contiguous(), 0, distributed.group.WORLD).unflatten(0, (-1, len(x))).mean(0)
-
-
-EXCHANGES = {"all-to-all": _experts, "all-gather": _contrast, "all-gather of torch": _functional}
-
-
-def _exchanged(name: str) -> str:
+def _exchanged() -> str:
     """What is said of a model that exchanges records."""
-    model = Exchanging(name)
+    model = Exchanging()
     with GhostClipper(model, max_grad_norm=BOUND) as clipper, pytest.raises(GhostClipError) as refused:
         clipper.backward(model(torch.randn(4, 2 * distributed.get_world_size(), WIDTH)).square().mean((1, 2)))
     return str(refused.value)
@@ -352,15 +281,10 @@ def _refused_by_engine(mesh: DeviceMesh, *, axis: str = "cp", level: str = "fast
     model = whole_model()
     sequences = SplitSequences(mesh if axis == "cp" else mesh[axis], sample_mesh_axes=(axis,))
     with pytest.raises(GhostClipError) as refused:
-        PrivacyEngine(noise_level=level).make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            data_loader=DataLoader(records(), batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=BOUND,
-            grad_sample_mode=mode,
-            sequences=sequences,
-        )
+        PrivateRun(
+            records(), model=model, engine=PrivacyEngine(noise_level=level), batch_size=4, max_grad_norm=BOUND,
+            grad_sample_mode=mode, sequences=sequences,
+        )  # fmt: skip
     return str(refused.value)
 
 

@@ -1,30 +1,22 @@
-"""What a divided model costs and promises, as each rank finds it: collectives, memory, sensitivity, noise, refusals."""
+"""What a divided model costs and promises, as each rank finds it: collectives, memory, sensitivity."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import GhostClipper
 from ghostclip._memory import peak_bytes
 from ghostclip.distributed import ShardedModel
-from ghostclip.distributed.agreement import share_noise
-from ghostclip.distributed.release import noisy_parts_, noisy_sums_
-from ghostclip.errors import GhostClipError
-from ghostclip.noise import make_noise_source
-from tests.distributed.sharded import TRAININGS, blocks, built, losses_of, nested, samples, whole_of
+from tests.distributed.sharded import TRAININGS, built, losses_of, nested, samples
 
-SHAPES = ((40_001,), (300, 150), (3, 5), (1,), (7, 2))
-STD, BOUND = 3.0, 0.05
+BOUND = 0.05
 
 
 def find(rank: int) -> dict[str, Any]:
@@ -36,13 +28,11 @@ def find(rank: int) -> dict[str, Any]:
     Returns:
         By what it is of.
     """
+    del rank
     return {
-        "collectives": {name: _collectives(name) for name in ("nested", "gpt2")},
+        "collectives": _collectives("gpt2"),
         "memory": _memory(),
         "moves": _moves(),
-        "noise": _noise(),
-        "refused": _refused(rank),
-        "copies": _copies(rank),
     }
 
 
@@ -72,11 +62,11 @@ class Collectives(TorchDispatchMode):
 
 
 def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
-    """Count what a forward and a backward ask of the other ranks, without privacy, with it, and in two passes."""
+    """Count what a forward and a backward ask of the other ranks, without privacy and with it."""
     training = TRAININGS[name]
     x, y = (_own(part) for part in samples(training.inputs))
     found = {}
-    for way in ("plain", "bookkeeping", "ghost"):
+    for way in ("plain", "bookkeeping"):
         net = built(training)
         training.shard(net)
         assert isinstance(net, FSDPModule)
@@ -147,103 +137,3 @@ def _moves() -> list[float]:
         float(torch.cat([(a - b).flatten() for a, b in zip(everything, summed(number), strict=True)]).norm() / BOUND)
         for number in range(8)
     ]
-
-
-def _noise() -> Mapping[str, Any]:
-    """Draw this rank's parts of the noise of several parameters, of which one is whole on every rank."""
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    found = {}
-    for level in ("fast", "secure"):
-        source = make_noise_source(level=level)
-        share_noise(source)
-        state = source.state_dict()
-        sums: list[Tensor] = []
-        for shape in SHAPES:
-            dim = 1 if shape == (300, 150) else 0
-            zeros = torch.zeros(shape)
-            sums.append(zeros if shape == (3, 5) else distribute_tensor(zeros, mesh, [Shard(dim)]))
-        noisy_parts_(sums, STD, source)
-        found[level] = {
-            "state": state,
-            "noise": [whole_of(total) for total in sums],
-            "held": [total.to_local().numel() if isinstance(total, DTensor) else total.numel() for total in sums],
-        }
-    return found
-
-
-def _copies(rank: int) -> Mapping[str, Any]:
-    """Reduce the sums of many small parameters, and of one that is no range of memory, that every rank has whole."""
-    source = make_noise_source()
-    share_noise(source)
-    state = source.state_dict()
-    sums = [torch.full((7, number), rank + 1.0) for number in range(1, 60)]
-    sums[4], sums[9] = torch.full((40, 30), rank + 1.0).mT, torch.empty(0, 3)
-    with Collectives() as counted:
-        noisy_sums_(sums, STD, source)
-    return {"state": state, "sums": [total.contiguous() for total in sums], "counts": dict(counted.counts)}
-
-
-class _Mixes(nn.Module):
-    """Gives each sample something of all samples, on one rank only."""
-
-    def __init__(self, *, mixes: bool) -> None:
-        super().__init__()
-        self.layer, self.mixes = nn.Linear(4, 3), mixes
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x - x.mean(0) if self.mixes else x)
-
-
-def _refused(rank: int) -> Mapping[str, str]:
-    """Try what one rank refuses; every rank must hear of it."""
-
-    def mixes() -> None:
-        net = _Mixes(mixes=rank == 1).double()
-        whole_model: Any = nn.Sequential(net)
-        blocks(whole_model)
-        clipper_of(whole_model, max_grad_norm=BOUND)
-        whole_model(torch.randn(4, 4, dtype=torch.float64))
-
-    def raises() -> None:
-        net: Any = nn.Sequential(nn.Linear(4, 3)).double()
-        blocks(net)
-        clipper_of(net, max_grad_norm=BOUND)
-        if rank == 0:
-            net[0].forward = lambda x: x @ torch.ones(9, 9, dtype=torch.float64)
-        net(torch.randn(4, 4, dtype=torch.float64))
-
-    def sigma() -> None:
-        _private(1.0 + rank)
-
-    def later() -> None:
-        net, optimizer, loader = _private(1.0)
-        x, y = next(iter(loader))
-        losses_of(net, "features", x, y).sum().backward()
-        if rank == 1:
-            optimizer.noise_multiplier = 0.5
-        optimizer.step()
-
-    return {attempt.__name__: _message(attempt) for attempt in (mixes, raises, sigma, later)}
-
-
-def _private(noise_multiplier: float) -> tuple[Any, Any, Any]:
-    net = built(TRAININGS["nested"])
-    nested(net)
-    x, y = samples("features")
-    module, optimizer, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=8),
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-    )
-    return module, optimizer, loader
-
-
-def _message(attempt: Callable[[], None]) -> str:
-    try:
-        attempt()
-    except (GhostClipError, RuntimeError) as error:
-        return str(error)
-    return ""

@@ -13,14 +13,14 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
 from ghostclip.distributed import require_agreement
 from ghostclip.errors import GhostClipError
 from tests import process_group as meeting
 from tests.distributed import tensor
 from tests.distributed.sharded import TRAININGS, Training, built, losses_of, samples, whole_of
+from tests.private_run import PrivateRun
 from tests.process_group import process_group
 
 DELTA, DIES_IN = 1e-5, 3
@@ -38,18 +38,11 @@ def _begin(how: str = "nested", *, divided: bool = True, **options: Any) -> tupl
     net = built(DIVIDED[how])
     if divided:
         DIVIDED[how].shard(net)
-    x, y = samples("features")
-    engine = PrivacyEngine(**options)
-    model, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=torch.optim.AdamW(net.parameters(), lr=0.05),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
-        noise_multiplier=1.0,
-        max_grad_norm=0.3,
-        loss_reduction="sum",
-        mechanism=DIVIDED[how].mechanism,
-    )
-    return engine, net, model, optimizer, loader
+    run = PrivateRun(
+        TensorDataset(*samples("features")), model=net, inner=torch.optim.AdamW, lr=0.05, batch_size=6,
+        max_grad_norm=0.3, loss_reduction="sum", mechanism=DIVIDED[how].mechanism, **options,
+    )  # fmt: skip
+    return run.engine, net, run.model, run.optimizer, run.loader
 
 
 def _step(model: Any, optimizer: Any, batch: Any) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ghostclip.noise import make_noise_source
-from ghostclip.noise.keyed import add_noise_
 from tests.distributed.sharded import Training, train
 from tests.process_group import process_group, start_ranks
 
@@ -45,21 +43,6 @@ def _be(rank: int, ranks: int, folder: str, find: Callable[..., Any], arguments:
         os._exit(0)
 
 
-def train_all(rank: int, trainings: Callable[[], Mapping[str, Training]], names: Sequence[str]) -> dict[str, Any]:
-    """Train divided models.
-
-    Args:
-        rank: Number of this process.
-        trainings: Returns those that there are.
-        names: Which of them.
-
-    Returns:
-        What came of each.
-    """
-    del rank
-    return {name: train(trainings()[name], divided=True) for name in names}
-
-
 def assert_as_one_process(found: Sequence[Any], name: str, training: Training) -> None:
     """Compare the weights of a training, with noise, and its account, with those of one process.
 
@@ -75,21 +58,3 @@ def assert_as_one_process(found: Sequence[Any], name: str, training: Training) -
         assert rank[name]["in parts"]
         for one, own in zip(alone["parameters"], rank[name]["parameters"], strict=True):
             torch.testing.assert_close(own, one, rtol=training.rtol, atol=training.rtol)
-
-
-def assert_parts_of_one_draw(found: Sequence[Any], level: str, shapes: Sequence[Sequence[int]], std: float) -> None:
-    """Compare noise that ranks have drawn in parts with that of one process, to the bit.
-
-    Args:
-        found: What each rank has found.
-        level: Of the noise.
-        shapes: Of the parameters.
-        std: Of the noise.
-    """
-    source = make_noise_source(level=level)
-    source.load_state_dict(found[0]["noise"][level]["state"])
-    whole = [torch.zeros(*shape) for shape in shapes]
-    add_noise_(source, whole, std)
-    for rank in found:
-        for one, own in zip(whole, rank["noise"][level]["noise"], strict=True):
-            assert torch.equal(one, own)

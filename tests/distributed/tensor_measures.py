@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,28 +19,23 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import GhostClipper
 from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed import ShardedModel, SharedNoise
-from ghostclip.distributed.agreement import share_noise
-from ghostclip.distributed.release import noisy_parts_
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer
 from tests.distributed.sharded import built, losses_of, samples, whole_of
-from tests.distributed.sharded_measures import Collectives, clipper_of
+from tests.distributed.sharded_measures import clipper_of
 from tests.distributed.tensor import TRAININGS
+from tests.private_run import PrivateRun
 
-STD, BOUND, SAMPLES = 3.0, 0.05, 6
-SHAPES = ((41, 30), (300, 150), (3, 5), (8, 3))
-STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
-MEASURED = ("gpt", "sequence", "tied vocabulary", "mixtral by plan", "qwen3 by plan", "divided classes")
-COUNTED = ("gpt", "tied vocabulary", "sequence", "divided classes")
-MOVED = ("gpt", "sequence", "divided classes")
+BOUND, SAMPLES = 0.05, 6
+MOVED = ("gpt, two passes", "sequence", "divided classes")
 
 
 def find(rank: int) -> dict[str, Any]:
@@ -54,19 +48,10 @@ def find(rank: int) -> dict[str, Any]:
         By what it is of.
     """
     return {
-        "measured": {(name, way): measured(name, way, divided=True) for name in MEASURED for way in STRATEGIES},
-        "shown": shown(divided=True),
-        "by layer": measured("sequence", "bookkeeping", divided=True, policy=by_layer()),
-        "collectives": {name: _collectives(name) for name in COUNTED},
+        "by layer": by_layer(divided=True),
         "moves": {name: _moves(name) for name in MOVED},
-        "noise": _noise(),
         "refused": _refused(rank),
     }
-
-
-def by_layer() -> ClipPolicy:
-    """A bound for each parameter."""
-    return ClipPolicy(BOUND, grouping=PerParameter())
 
 
 def _divided(name: str) -> nn.Module:
@@ -81,78 +66,26 @@ def _sums(net: nn.Module, clipper: GhostClipper) -> list[Tensor]:
     return [whole_of(torch.zeros_like(p) if own is None else own) for p, own in zip(parameters, found, strict=True)]
 
 
-def measured(name: str, strategy: str, *, divided: bool, **options: Any) -> Mapping[str, Any]:
-    """Norms and clipped sums of a batch.
+def by_layer(*, divided: bool) -> Mapping[str, Any]:
+    """Norms and clipped sums of a batch, with a bound for each parameter.
 
     Args:
-        name: Which training's model.
-        strategy: How it is clipped.
         divided: Whether this is one of several ranks.
-        **options: Of the clipper.
 
     Returns:
         Norms of the samples in each group, and the sum of each parameter.
     """
-    options = options or {"max_grad_norm": BOUND}
+    policy = ClipPolicy(BOUND, grouping=PerParameter())
     if divided:
-        net = _divided(name)
-        clipper = clipper_of(net, strategy=strategy, **options)
+        net = _divided("sequence")
+        clipper = clipper_of(net, policy=policy)
     else:
-        net = built(TRAININGS[name])
-        clipper = GhostClipper(net, strategy=strategy, loss_reduction="sum", **options)
+        net = built(TRAININGS["sequence"])
+        clipper = GhostClipper(net, loss_reduction="sum", policy=policy)
         clipper.own_gradients()
-    x, y = (part[:SAMPLES] for part in samples(TRAININGS[name].inputs))
-    with TRAININGS[name].around() if divided else nullcontext():
-        clipper.backward(losses_of(net, TRAININGS[name].inputs, x, y))
+    x, y = (part[:SAMPLES] for part in samples("even ids"))
+    clipper.backward(losses_of(net, "even ids", x, y))
     return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}
-
-
-def shown(*, divided: bool) -> list[Tensor]:
-    """Gradients of a model of 16 bits after the backward of a clipper that no optimizer releases.
-
-    Args:
-        divided: Whether this is one of several ranks.
-
-    Returns:
-        Those of the parameters.
-    """
-    net = built(TRAININGS["mlp"]).bfloat16()
-    if divided:
-        TRAININGS["mlp"].shard(net)
-    clipper = GhostClipper(
-        net, sharded=ShardedModel(net) if divided else None, loss_reduction="sum", max_grad_norm=BOUND
-    )
-    x, y = (part[:SAMPLES] for part in samples("features"))
-    clipper.backward(losses_of(net, "features", x, y))
-    grads = [p.grad for p in net.parameters()]
-    return [whole_of(grad) for grad in grads if grad is not None]
-
-
-def _collectives(name: str) -> Mapping[str, Mapping[str, int]]:
-    """Count what a forward and a backward ask of the other ranks, without privacy and with it."""
-    training = TRAININGS[name]
-    x, y = (part[:SAMPLES] for part in samples(training.inputs))
-    found = {}
-    for way in ("plain", "bookkeeping", "ghost"):
-        net = _divided(name)
-        clipper = None if way == "plain" else clipper_of(net, max_grad_norm=BOUND, strategy=way)
-        for _ in range(3):
-            with Collectives() as counted, training.around():
-                losses = losses_of(net, training.inputs, x, y)
-                losses.sum().backward() if clipper is None else clipper.backward(losses)
-            if clipper is not None:
-                clipper.reset()
-        found[way] = _by_kind(counted.counts)
-    return found
-
-
-def _by_kind(counts: Counter[str]) -> Mapping[str, int]:
-    found: Counter[str] = Counter()
-    for name, count in counts.items():
-        kind = name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")
-        if kind != "wait_tensor":
-            found[kind] += count
-    return dict(found)
 
 
 def _moves(name: str) -> list[float]:
@@ -170,24 +103,6 @@ def _moves(name: str) -> list[float]:
 
     everything = summed(None)
     return [float((everything - summed(number)).norm() / BOUND) for number in range(SAMPLES)]
-
-
-def _noise() -> Mapping[str, Any]:
-    """Draw this rank's parts of the noise: divided along either axis, and whole on every rank."""
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
-    found = {}
-    for level in ("fast", "secure"):
-        source = make_noise_source(level=level)
-        share_noise(source)
-        state = source.state_dict()
-        lies: list[Any] = [Shard(0), Shard(1), None, Replicate()]
-        sums = [
-            torch.zeros(shape) if placed is None else distribute_tensor(torch.zeros(shape), mesh, [placed])
-            for shape, placed in zip(SHAPES, lies, strict=True)
-        ]
-        noisy_parts_(sums, STD, source, groups=())
-        found[level] = {"state": state, "noise": [whole_of(total) for total in sums]}
-    return found
 
 
 # ---------------------------------------------------------------- what is refused
@@ -302,17 +217,11 @@ def _sharded_afterwards(mesh: Any) -> None:
     """Divide a model that is private already."""
     torch.manual_seed(0)
     net = _Stray(nn.Identity())
-    private, optimizer, loader = PrivacyEngine().make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=BOUND,
-        loss_reduction="sum",
-    )
+    data = TensorDataset(torch.randn(8, 4))
+    run = PrivateRun(data, model=net, batch_size=4, max_grad_norm=BOUND, loss_reduction="sum")
     fully_shard(net, mesh=mesh)
-    private(next(iter(loader))[0]).sum().backward()
-    optimizer.step()
+    run.model(next(iter(run.loader))[0]).sum().backward()
+    run.optimizer.step()
 
 
 def _noise_refused(mesh: Any) -> Mapping[str, str]:

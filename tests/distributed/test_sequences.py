@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostclip import GhostClipper
-from ghostclip.noise import make_noise_source
-from ghostclip.optim import DPOptimizer
 from tests import reference
 from tests.distributed import sequences
 from tests.distributed.spawned import found_by_ranks
@@ -39,52 +36,6 @@ def test_clipped_sums_are_those_of_one_process(found):
     sums = _summed([rank["whole"] for rank in found])
     for key, value in alone.clipped.items():
         torch.testing.assert_close(sums[key], value, rtol=1e-11, atol=1e-14)
-
-
-def test_a_sample_moves_the_sum_by_c_at_most(found):
-    whole = _summed([rank["whole"] for rank in found])
-    for number in range(3):
-        less = _summed([rank["left out"][number] for rank in found])
-        moved = torch.cat([(whole[key] - less[key]).flatten() for key in whole]).norm()
-        assert 0.99 * sequences.BOUND < moved <= sequences.BOUND * (1 + 1e-9)
-
-
-def test_the_smaller_of_factors_and_sums_is_sent(found):
-    """Of matrices by the rule of the planner for the positions of one rank, of rows factors, of all else sums."""
-    model = sequences.whole_model()
-    own = sequences.SAMPLES if len(found) == 2 else 3
-    samples, positions = own + own % 2, sequences.POSITIONS // 2
-    factors = samples * positions * (sequences.WIDTH + 1)
-    sums = 0
-    uses = {"twice.weight": 2}
-    for key, parameter in model.named_parameters():
-        shape = parameter.shape
-        if len(shape) == 2 and positions * sum(shape) < shape.numel():
-            factors += uses.get(key, 1) * samples * positions * sum(shape)
-        else:
-            sums += uses.get(key, 1) * samples * shape.numel()
-    keys = 2 * 2 * own * sequences.POSITIONS * sequences.WIDTH
-    for rank in found[:1]:
-        assert rank["whole"]["sent"] == {"alltoall_base_": factors, "_reduce_scatter_base_": sums + keys}
-
-
-def test_a_training_is_that_of_one_process(found):
-    model = sequences.whole_model()
-    source = make_noise_source(level="secure")
-    source.load_state_dict(found[0]["trained"]["state"])
-    inputs = dict(zip(("ids", "labels"), sequences.batch(), strict=True))
-    with GhostClipper(model, max_grad_norm=sequences.BOUND, loss_reduction="sum") as clipper:
-        optimizer = DPOptimizer(
-            torch.optim.Adam(model.parameters(), lr=0.01), noise_multiplier=0.5, expected_batch_size=sequences.SAMPLES,
-            loss_reduction="sum", clipper=clipper, noise_source=source,
-        )  # fmt: skip
-        for _ in range(3):
-            sequences.losses(model, inputs).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank in found:
-        for key, parameter in model.named_parameters():
-            torch.testing.assert_close(rank["trained"]["weights"][key], parameter.detach(), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -119,12 +70,6 @@ def test_context_parallel_is_exact_with_sequences_and_refused_without(found):
         assert "Ring was called inside context_parallel" in rank["ring"]["refused"]
 
 
-def test_attention_of_context_parallel_does_not_run_on_a_cpu(found):
-    """So that its ring is not compared with one process here; once it runs, it is to be."""
-    for rank in found:
-        assert rank["ring"]["attention"] in {"NotImplementedError", "RuntimeError"}
-
-
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -143,8 +88,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(found, case, words):
         assert words in rank["refused"][case]
 
 
-@pytest.mark.parametrize("name", sequences.EXCHANGES)
-def test_exchange_of_records_is_refused(found, name):
-    """Experts spread over ranks, or features gathered for a contrast: rows of other ranks' records come in."""
+def test_exchange_of_records_is_refused(found):
+    """Experts spread over ranks: rows of other ranks' records come in."""
     for rank in found:
-        assert f"in its forward ({name.removesuffix(' of torch')})" in rank["exchanged"][name]
+        assert "in its forward (all-to-all)" in rank["exchanged"]

@@ -11,7 +11,8 @@ from ghostclip.distributed.agreement import share_noise
 from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
-from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, SHAPES, STD, find, many, model, partial_sums, train
+from tests.compat.pairs import clipped_sum, small_model
+from tests.distributed.ranks import LEVELS, RECORDS, SETTINGS, STD, WRAPPERS, find, many, model, train
 from tests.distributed.spawned import found_by_ranks
 
 pytestmark = pytest.mark.distributed
@@ -52,23 +53,6 @@ def test_a_resumed_run_goes_on_on_every_rank(found):
 
 def test_ranks_apart_do_not_share(found):
     assert [rank["batches"]["apart"] for rank in found] == [1, 1]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_release_is_that_of_one_process(found, level):
-    results = [rank["noise"][level] for rank in found]
-    source = alone(results[0]["state"])
-    assert results[0]["state"] == results[1]["state"]
-    for index in range(len(SHAPES)):
-        total = sum(partial_sums(level, rank)[index] for rank in range(RANKS))
-        source.add_(total, STD)
-        one, two = (result["whole"][index] for result in results)
-        assert torch.equal(one, two)
-        if level == "exact":
-            assert torch.equal(one, total)
-        else:
-            torch.testing.assert_close(one, total, rtol=1e-6, atol=2e-4)
-    assert {result["position"] for result in results} == {len(SHAPES)}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -144,3 +128,16 @@ def test_ranks_follow_the_generator_of_the_first(found):
     source.add_all_(sums, STD)
     assert torch.equal(torch.cat(sums), first["noise"][1])
     assert "noise_generator of rank 1 is 'none'" in first["one sided"]
+
+
+@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in WRAPPERS])
+def test_steps_by_opacus_names_are_those_of_one_process_with_one_draw_of_noise(found, wrapper):
+    first, second = (rank["opacus"][wrapper] for rank in found)
+    before = torch.cat([p.detach().flatten() for p in small_model().parameters()])
+    for rank in (first, second):
+        torch.testing.assert_close(6 * (before - rank["states"][0]), clipped_sum(0.5))
+    assert torch.equal(first["states"][1], second["states"][1])
+    assert not torch.equal(first["states"][0], first["states"][1])
+    assert len(first["batches"]) == len(second["batches"]) == 4
+    assert all(not set(one) & set(two) for one, two in zip(first["batches"], second["batches"], strict=True))
+    assert sum(map(len, first["batches"] + second["batches"])) > 0

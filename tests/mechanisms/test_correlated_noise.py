@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
 
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.mechanisms.toeplitz import buffered, inverse_of, of_inverse, series
-from ghostclip.noise import ExactNoise, FastNoise, SecureNoise, add_noise_
+from ghostclip.noise import ExactNoise, add_noise_
 from ghostclip.noise.continuous import make_noise_source
 from ghostclip.noise.correlated import Correlation
-from ghostclip.noise.keyed import KeyedNoise, Range
+from ghostclip.noise.keyed import KeyedNoise
 
 CORRELATION = Correlation(of_inverse((1.0, -0.5, 0.25)), scale=2.0)
 BANDED = Correlation(inverse_of(of_inverse((1.0, 0.6, 0.3, 0.1))), scale=1.5)
@@ -77,56 +74,6 @@ def test_steps_without_a_release_count(correlation: Correlation) -> None:
     for number, tensor in enumerate(row):
         wanted = sum(c[lag] * z[5 - lag][number] for lag in range(6))
         torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
-
-
-@ALL
-def test_noise_of_a_device_s_own_key_stream_is_filtered_alike(correlation: Correlation) -> None:
-    # What a GPU does, by the kernel's twin.
-    source, plain = copies("secure")
-    assert isinstance(source, SecureNoise)
-    source.correlate(correlation, stride=1)
-    c = correlation.scale * series(correlation.sections, 4)
-    z = []
-    for step in range(4):
-        source.begin_row(step)
-        z.append(torch.zeros(1000, dtype=torch.float64))
-        plain.add_(z[-1], 1.0)
-        released = torch.zeros(600)
-        source._release_from_stream(released, (3.0, 2.0), Range(source._next_position(), 100, 1000), rounds=20)
-        wanted = sum(c[lag] * z[step - lag][100:700] for lag in range(step + 1)) * 1.5
-        torch.testing.assert_close(released.double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("correlation", "tensors"), [(CORRELATION, 0), (BANDED, 3), (BUFFERED, 2), (MIXED, 4)])
-def test_buffers_are_as_many_as_said_of_a_rank_s_own_part(correlation: Correlation, tensors: int) -> None:
-    assert correlation.buffers == tensors
-    source = make_noise_source()
-    source.correlate(correlation, stride=STRIDE)
-    for step in range(3):
-        source.begin_row(step)
-        source.add_shard_(torch.zeros(30_000), 1.0, offset=20_000, total=90_000)
-    assert source._rows is not None
-    held = [u_N for _, sections in source._rows._held.values() for past in sections for u_N in past]
-    assert sum(u_N.numel() for u_N in held) == tensors * 30_000
-    assert all(u_N.dtype == torch.float32 for u_N in held)
-    assert len(str(source.state_dict())) < 1000
-
-
-@ALL
-@pytest.mark.parametrize("make", [FastNoise, SecureNoise])
-def test_covariance_over_steps_is_that_of_the_matrix(make: Callable[[], KeyedNoise], correlation: Correlation) -> None:
-    source = make()
-    source.correlate(correlation, stride=1)
-    rows = []
-    for step in range(6):
-        source.begin_row(step)
-        tensor = torch.zeros(200_000)
-        add_noise_(source, [tensor], 0.5)
-        rows.append(tensor.double().numpy())
-    matrix = np.zeros((6, 6))
-    for lag, c in enumerate(correlation.scale * series(correlation.sections, 6)):
-        matrix += np.diag(np.full(6 - lag, c / 2), -lag)
-    assert np.allclose(np.cov(np.stack(rows)), matrix @ matrix.T, atol=0.02)
 
 
 @ALL

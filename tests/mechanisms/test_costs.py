@@ -9,7 +9,6 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from ghostclip.accounting import bounding_accountant
-from ghostclip.errors import InvalidOptionError
 from ghostclip.mechanisms import (
     BandedInverse,
     BandedMatrixFactorization,
@@ -81,11 +80,3 @@ def test_rounds_of_groups_cost_what_others_say_of_sampled_steps(bands: int, sigm
     # Theirs is an upper bound too, of the width of its grid.
     assert 0.998 * known <= found <= ROOM * known
     assert found == epsilon_of(CyclicPoissonSampling(groups=bands), sigma)
-
-
-@pytest.mark.parametrize("bands", [2, 3, 6])
-def test_more_bands_cost_more_at_equal_noise_and_groups_below_them_are_refused(bands: int) -> None:
-    costs = [epsilon_of(BandedMatrixFactorization(bands=one, epochs=EPOCHS), 2.0) for one in (bands, 2 * bands)]
-    assert costs[0] < costs[1]
-    with pytest.raises(InvalidOptionError, match="share rows of C"):
-        BandedMatrixFactorization(bands=bands, groups=bands - 1)

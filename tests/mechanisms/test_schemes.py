@@ -55,13 +55,6 @@ def test_k_of_all_steps_are_any_k_of_them_equally_often() -> None:
     assert scheme.event.steps_per_event == 6
 
 
-def test_cyclic_batches_have_one_size_and_do_not_depend_on_the_key() -> None:
-    scheme = Cyclic(num_samples=103, epoch_steps=10)
-    one, other = epoch_of(scheme, RandomKey("sampling"), 0), epoch_of(scheme, RandomKey("sampling"), 4)
-    assert [batch.tolist() for batch in one] == [batch.tolist() for batch in other]
-    assert {len(batch) for batch in one} == {10, 11}
-
-
 def test_groups_of_cyclic_poisson_samples_are_those_of_the_account() -> None:
     scheme, key = CyclicPoisson(num_samples=1000, groups=4, sample_rate=0.5, epoch_steps=8), RandomKey("sampling")
     group_of = {}

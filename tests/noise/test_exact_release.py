@@ -7,14 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import GhostClipper
 from ghostclip.clipping.policies import per_layer
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, ExactRelease, make_noise_source
-from ghostclip.optim import DPOptimizer
+from ghostclip.noise import ExactNoise, ExactRelease
 
 C = 0.4
 
@@ -79,45 +76,6 @@ def test_a_sample_that_is_not_finite_is_left_out_and_an_abandoned_batch_forgotte
     for got, p in zip(released, parameters, strict=True):
         torch.testing.assert_close(got, clipper.summed_gradient(p), rtol=1e-5, atol=1e-6)
         assert got.isfinite().all()
-
-
-@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
-def test_an_optimizer_releases_integers():
-    """The same training as with the floating-point sums when there is no noise, in physical batches of one."""
-    x, y = torch.randn(24, 5) * 3, torch.randint(3, (24,))
-    trained = []
-    for level in ("exact", "secure"):
-        engine, (model, clipper) = PrivacyEngine(), setting()
-        clipper.remove()
-        model, optimizer, loader = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
-            noise_multiplier=0.0,
-            max_grad_norm=C,
-            grad_sample_mode="hooks",
-        )
-        optimizer = DPOptimizer(
-            optimizer.original_optimizer,
-            noise_multiplier=0.0,
-            expected_batch_size=6,
-            clipper=optimizer.clipper,
-            noise_source=make_noise_source(level=level),
-        )
-        loader.load_state_dict({**loader.state_dict(), "key": "00112233445566778899aabbccddeeff"})
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=1, optimizer=optimizer) as physical:
-            for features, label in physical:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(features), label).backward()
-                optimizer.step()
-        trained.append([p.detach().clone() for p in model.parameters()])
-        optimizer.noise_multiplier = 1.0
-        optimizer.clipper.mark_empty_batch()
-        optimizer.pre_step()
-        noise = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert 0.6 < noise.std().item() * 6 / C < 1.4
-    for exact, secure in zip(*trained, strict=True):
-        torch.testing.assert_close(exact, secure, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_rounded_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import tracemalloc
 import warnings
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.noise import FastNoise, SecureNoise, continuous, keyed, make_noise_source
+from ghostclip.noise import FastNoise, SecureNoise, continuous, make_noise_source
 from ghostclip.noise.continuous import box_muller
 
 DRAWS = 200_000
@@ -51,26 +50,6 @@ def test_moments_and_shape_of_the_distribution(level, dtype, device):
         assert stats.kstest(values, "norm").pvalue > 1e-4
         beyond_four = int((np.abs(values) > 4).sum())
         assert 1 <= beyond_four <= 35
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_neighbours_and_calls_are_uncorrelated(level):
-    source = repeatable(level)
-    first, second = drawn(source, DRAWS, dtype=torch.float64), drawn(source, DRAWS, dtype=torch.float64)
-    bound = 4.5 / math.sqrt(DRAWS)
-    assert abs((first * second).mean()) < bound
-    half = keyed.BLOCK // 2
-    for lag in (1, 2, half, keyed.BLOCK):
-        assert abs((first[lag:] * first[:-lag]).mean()) < bound * 1.2
-        assert abs((first[lag:] ** 2 * first[:-lag] ** 2).mean() - 1) < 3 * bound * 1.2
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_values_lie_on_no_coarse_grid(level, device):
-    """A float32 generator has 2^24 radii, so that values repeat; ours fill float64."""
-    values = drawn(repeatable(level), DRAWS, dtype=torch.float64, device=device)
-    assert values.unique().numel() == DRAWS
-    assert (values.float().double() != values).double().mean() > 0.99
 
 
 def test_fast_noise_goes_beyond_the_cut_of_a_float32_generator(monkeypatch):
@@ -112,13 +91,6 @@ def test_global_seeds_do_not_fix_it(level):
         values.append(drawn(make_noise_source(level=level), 100))
         assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(*values)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_no_call_repeats_another(level, device):
-    source = repeatable(level)
-    calls = torch.stack([drawn(source, 64, device=device) for _ in range(20)])
-    assert calls.unique().numel() == calls.numel()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -178,24 +150,6 @@ def test_a_generator_put_back_repeats_noise_and_warns():
         assert torch.equal(drawn(source, 9), first)
 
 
-def test_a_saved_source_goes_on_with_its_generator():
-    generator = torch.Generator().manual_seed(1)
-    source = following(generator)
-    drawn(source, 9)
-    state = source.state_dict()
-    resumed = following(torch.Generator().manual_seed(5))
-    resumed.load_state_dict(state)
-    assert torch.equal(drawn(resumed, 9), drawn(source, 9))
-    for one in (source, resumed):
-        torch.rand(1, generator=one.generator)
-    assert torch.equal(drawn(resumed, 9), drawn(source, 9))
-    # A fresh key stays until somebody touches the generator.
-    source.renew_key()
-    fresh = source.fingerprint()
-    assert source.fingerprint() == fresh
-    assert not torch.equal(drawn(source, 9), drawn(resumed, 9))
-
-
 @pytest.mark.parametrize(
     "draw",
     [
@@ -226,23 +180,6 @@ def test_noise_is_added_not_written(source_type, device):
     assert 0.48 < tensor.std().item() < 0.52
 
 
-def test_memory_layout_does_not_change_the_noise():
-    expected = drawn(seeded(), 6, 10)
-    base = torch.zeros(10, 6)
-    seeded().add_(base.t(), 1.0)
-    assert torch.equal(base.t(), expected)
-
-
-def test_temporary_memory_does_not_grow_with_the_parameter():
-    tensor = torch.zeros(4_000_000)
-    source = FastNoise()
-    tracemalloc.start()
-    source.add_(tensor, 1.0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2 * 8 * keyed.BLOCK
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 0), (63, 61)])
 def test_every_shape(level, shape):
@@ -257,14 +194,6 @@ def test_a_16_bit_sum_is_rounded_once():
     seeded().add_(tensor, 0.3)
     seeded().add_(exact, 0.3)
     assert torch.equal(tensor, exact.to(torch.bfloat16))
-
-
-def test_parameters_that_need_gradients_and_no_noise():
-    parameter = torch.nn.Parameter(torch.zeros(5))
-    FastNoise().add_(parameter, 0.0)
-    assert not parameter.any()
-    FastNoise().add_(parameter, 1.0)
-    assert parameter.all()
 
 
 @pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])
@@ -284,3 +213,18 @@ def test_refuses_what_cannot_be_noised_or_resumed():
         SecureNoise().load_state_dict(FastNoise().state_dict())
     with pytest.raises(ResumeError, match="missing key, position"):
         FastNoise().load_state_dict({"level": "fast"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_billion_draws_have_gaussian_tails(level):
+    source, values, far = repeatable(level), torch.empty(2**21, dtype=torch.float64), []
+    for _ in range(2**9):
+        source.add_(values.zero_(), 1.0)
+        far.append(values[values.abs() > 5.0].abs())
+    found = torch.cat(far)
+    for threshold in (5.0, 5.5, 5.768, 5.8, 6.0, 6.2):
+        count, expected = int((found > threshold).sum()), 2**30 * 2 * stats.norm.sf(threshold)
+        below, above = stats.poisson.cdf(count, expected), stats.poisson.sf(count - 1, expected)
+        assert 2 * min(below, above) > 1e-4, threshold
+    assert (found > 5.8).any()

@@ -67,26 +67,6 @@ def test_the_kernel_reads_and_writes_every_value_once(launched, kind, rounds):
     assert not traffic.reads
 
 
-def test_a_rank_draws_its_slice_of_the_one_draw(launched):
-    source = FastNoise()
-    with counted():
-        shard = torch.empty(1000, device=GPU)
-        source.add_shard_(shard, 1.0, offset=5 * 10**9, total=6 * 10**9)
-    assert launched == [(1000, (5 * 10**9, 6 * 10**9), (kernels.noise.BLOCK, FAST_ROUNDS))]
-
-
-def test_secure_noise_is_made_on_the_device_without_kernels_too(monkeypatch):
-    """The plain twin: bounded memory, nothing drawn on the host."""
-    monkeypatch.setattr(kernels.Twins, "pick", lambda self, *tensors, **options: self.naive)
-    source = SecureNoise()
-    with counted() as traffic:
-        sums = [torch.empty(1 << 23, device=GPU)]
-        add_noise_(source, sums, 1.0, 64.0)
-    assert traffic.peak <= 2 * 8 * (1 << 22)
-    assert traffic.launches < 2000
-    assert not traffic.reads
-
-
 def test_the_state_says_where_noise_comes_from(monkeypatch):
     monkeypatch.setattr(continuous.runtime, "installed", lambda: True)
     with kernels.using("off"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip.noise import FastNoise, add_noise_, make_noise_source
-from ghostclip.noise.keyed import BLOCK, draws_at_once, packs, skip_noise
+from ghostclip.noise.keyed import BLOCK, draws_at_once, skip_noise
 
 SHAPES = ((), (3,), (BLOCK - 1,), (5, 7), (2, 0), (BLOCK,), (2 * BLOCK + 3,), (63, 61), (1,))
 
@@ -51,57 +51,6 @@ def test_noise_is_added_in_place_in_any_layout_and_type():
     for got, start, added in zip(mixed, before, noise, strict=True):
         torch.testing.assert_close(got, start + added)
     assert not torch.equal(base, torch.arange(12.0).view(3, 4))
-
-
-def test_a_pack_is_one_call():
-    source = make_noise_source()
-    copy = twin(source)
-    tensors = [torch.zeros(3), torch.zeros(2, 2), torch.zeros(5)]
-    flat = torch.zeros(12)
-    source.add_all_(tensors, 1.0)
-    copy.add_(flat, 1.0)
-    assert torch.equal(torch.cat([t.flatten() for t in tensors]), flat)
-    assert source.fingerprint() == copy.fingerprint()
-
-
-def test_packs_hold_every_tensor_once_and_no_more_than_fits():
-    tensors = [*zeros(), *zeros(torch.float32)]
-    for limit in (1, 30, 5000, 10**9):
-        found = list(packs(tensors, lambda _, limit=limit: limit))
-        held = [t for pack in found for t in pack]
-        assert {id(t) for t in held} == {id(t) for t in tensors if t.numel()}
-        assert len(held) == sum(t.numel() > 0 for t in tensors)
-        for pack in found:
-            assert len({t.dtype for t in pack}) == 1
-            assert len(pack) == 1 or sum(t.numel() for t in pack) <= limit
-
-
-def one_by_one(tensors, limit):
-    """What `packs` yields, told by looking everything up for each tensor."""
-    filling, room = {}, {}
-    for tensor in tensors:
-        room.setdefault(tensor.dtype, limit)
-        if tensor.numel() >= limit:
-            yield [tensor]
-        elif tensor.numel():
-            if tensor.numel() > room[tensor.dtype]:
-                yield filling.pop(tensor.dtype)
-                room[tensor.dtype] = limit
-            room[tensor.dtype] -= tensor.numel()
-            filling.setdefault(tensor.dtype, []).append(tensor)
-    yield from filling.values()
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_tensors_of_one_kind_are_divided_as_any(empty):
-    """Kinds that take turns have packs of their own, in an order that follows from the tensors alone."""
-    alike = [t for t in zeros() if empty or t.numel()]
-    total = sum(t.numel() for t in alike)
-    turns = [t for pair in zip(zeros(), zeros(torch.float32), strict=True) for t in pair]
-    for tensors in (alike, alike[:1], [*alike, *zeros(torch.float32)], turns, []):
-        for limit in (0, 1, 30, 5000, 2 * total // 3, total - 1, total, total + 1, 10**9):
-            found = [list(map(id, pack)) for pack in packs(tensors, lambda _, limit=limit: limit)]
-            assert found == [list(map(id, pack)) for pack in one_by_one(tensors, limit)]
 
 
 def test_other_ranks_pass_over_as_many_calls():

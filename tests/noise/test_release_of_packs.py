@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from ghostclip.noise import FastNoise, add_noise_, continuous, keyed, make_noise_source
+from ghostclip.noise import FastNoise, add_noise_, continuous, make_noise_source
 from ghostclip.noise.keyed import BLOCK, Block
 from ghostclip.noise.keys import RandomKey
 
@@ -38,48 +38,6 @@ def test_division_rounds_the_noisy_sum(level, std):
     assert source.fingerprint() == copy.fingerprint()
 
 
-class Doubled(FastNoise):
-    """Knows of `add_` alone."""
-
-    def add_(self, tensor, std):
-        super().add_(tensor, 2 * std)
-
-
-class Tripled(Doubled):
-    """Knows of `add_` and `add_all_`, not of what divides."""
-
-    add_ = Doubled.add_
-
-    def add_all_(self, tensors, std):
-        super().add_all_(tensors, 3 * std)
-
-
-class Halved(FastNoise):
-    """Knows of `add_` and `add_all_`, and changes the second."""
-
-    add_ = FastNoise.add_
-
-    def add_all_(self, tensors, std):
-        super().add_all_(tensors, std / 2)
-
-
-class Quartered(FastNoise):
-    """Knows of what the others call."""
-
-    def add_shard_(self, tensor, std, *, offset, total):
-        super().add_shard_(tensor, std / 4, offset=offset, total=total)
-
-
-KINDS = [(FastNoise, 1.0), (Doubled, 2.0), (Tripled, 6.0), (Halved, 0.5), (Quartered, 0.25)]
-
-
-@pytest.mark.parametrize(("kind", "times"), KINDS)
-def test_what_replaces_the_noise_is_divided_too(kind, times):
-    wide = [torch.zeros(20_000), torch.zeros(20_000)]
-    add_noise_(kind(), wide, 1.0, 5.0)
-    assert torch.cat(wide).std().item() == pytest.approx(times / 5, rel=0.05)
-
-
 def test_any_number_of_threads_draws_the_same(monkeypatch):
     source = FastNoise()
     copy = twin(source)
@@ -104,23 +62,6 @@ def test_any_number_of_threads_draws_the_same(monkeypatch):
     assert len(seen) > 1
     assert threading.active_count() == before
     assert source.fingerprint() == copy.fingerprint()
-
-
-def test_what_a_thread_raises_arrives():
-    def fail():
-        raise RuntimeError("in a thread")
-
-    here, elsewhere = threading.get_ident(), threading.Event()
-
-    def fail_elsewhere():
-        if threading.get_ident() != here:
-            elsewhere.set()
-            fail()
-        assert elsewhere.wait(10)
-
-    for job, workers in ((fail, 1), (fail, 3), (fail_elsewhere, 2)):
-        with pytest.raises(RuntimeError, match="in a thread"):
-            keyed.run(iter([job] * 3), workers=workers)
 
 
 def test_threads_hold_less_than_the_largest_tensor(monkeypatch):

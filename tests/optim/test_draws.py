@@ -8,43 +8,28 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DrawError, InvalidOptionError
 from ghostclip.optim.draws import Draw, DrawLog, Match, Replay
 from tests.engine.training import parameters_of, small_data, small_model
+from tests.private_run import PrivateRun
 
 DATA = small_data(48)
 SHUFFLED = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 ACCUMULATED = pytest.mark.filterwarnings("ignore:2 backward passes")
 
 
-class Run:
+class Run(PrivateRun):
     """A private training whose loop a test writes."""
 
-    def __init__(self, data=DATA, *, poisson=True, workers=0, batch_size=8, **options):
-        self.engine = ghostclip.PrivacyEngine()
-        model = small_model()
-        self.model, self.optimizer, self.loader = self.engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(data, batch_size=batch_size, num_workers=workers),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=poisson,
-            **options,
-        )
+    def __init__(self, data=DATA, *, poisson=True, batch_size=8):
+        super().__init__(data, batch_size=batch_size, poisson_sampling=poisson)
 
     def backward(self, batch):
         inputs, targets = batch
         nn.functional.cross_entropy(self.model(inputs), targets).backward()
-
-    def step(self, batch):
-        self.optimizer.zero_grad()
-        self.backward(batch)
-        self.optimizer.step()
 
     def refuses(self, batch, match, *, backwards=1):
         before, accounted = parameters_of(self.model), len(self.engine.accountant)
@@ -119,19 +104,6 @@ def test_batches_that_the_loader_copies_to_a_device_are_known(poisson, physical,
     assert "records: of the batches drawn;" in run.engine.summary(1e-5)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("physical", [3, 48])
-def test_physical_batches_of_a_draw_add_up(workers, physical):
-    run = Run(workers=workers)
-    for _ in range(2):
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=physical, optimizer=run.optimizer
-        ) as batches:
-            for batch in batches:
-                run.step(batch)
-    assert run.optimizer.releases == len(run.engine.accountant) == 2 * len(run.loader)
-
-
 def test_prefetched_batches_of_a_loader_that_starts_anew():
     """A wrapper that goes round and round begins the next pass while it holds the last batch of this one."""
     run = Run()
@@ -141,46 +113,9 @@ def test_prefetched_batches_of_a_loader_that_starts_anew():
     assert run.optimizer.releases == 3 * len(run.loader)
 
 
-def test_batches_taken_one_by_one():
-    run = Run()
-    for _ in range(5):
-        run.step(next(iter(run.loader)))
-    assert run.optimizer.releases == 5
-
-
-def test_a_loop_that_is_left_and_begun_again():
-    run = Run()
-    for _ in range(4):
-        for batch in itertools.islice(run.loader, 3):
-            run.step(batch)
-    assert run.optimizer.releases == 12
-
-
 @pytest.mark.parametrize("batch", [DATA.tensors, [part[:8] for part in DATA.tensors]], ids=["all", "some"])
 def test_batches_that_were_not_drawn_are_refused(batch):
     Run().refuses(batch, "no batch of the private loader")
-
-
-def test_the_loader_that_was_handed_in_is_refused():
-    run = Run()
-    run.refuses(next(iter(DataLoader(DATA, batch_size=8))), "loader that make_private")
-
-
-def test_a_second_step_on_one_batch_is_refused():
-    run = Run()
-    batch = next(iter(run.loader))
-    run.step(batch)
-    run.refuses(batch, "no batch of the private loader")
-
-
-@SHUFFLED
-@pytest.mark.parametrize("poisson", [True, False])
-def test_batches_that_are_replayed_are_refused(poisson):
-    run = Run(poisson=poisson)
-    kept = list(run.loader)
-    for batch in kept:
-        run.step(batch)
-    run.refuses(kept[0], "no batch of the private loader")
 
 
 def test_rows_that_are_not_records_are_refused():
@@ -257,28 +192,6 @@ def test_two_losses_of_one_draw_count_as_two_participations_and_use_one():
     assert run.engine.accountant.history == [(0.5, 2 * 8 / 48, 6)]
 
 
-@ACCUMULATED
-def test_steps_skipped_by_hand_over_two_draws_count_as_two_participations():
-    """Virtual steps are for parts of one draw; what they add up of several draws may hold a record in each."""
-    run = Run()
-    for number, batch in enumerate(run.loader):
-        run.optimizer.signal_skip_step(do_skip=number % 2 == 0)
-        run.backward(batch)
-        run.optimizer.step()
-    assert run.engine.accountant.history == [(0.5, 2 * 8 / 48, 3)]
-
-
-@SHUFFLED
-@ACCUMULATED
-def test_steps_skipped_by_hand_over_draws_of_one_size_count_as_several_participations():
-    run = Run(poisson=False)
-    for number, batch in enumerate(run.loader):
-        run.optimizer.signal_skip_step(do_skip=number % 2 == 0)
-        run.backward(batch)
-        run.optimizer.step()
-    assert run.engine.accountant.history[0][0] == 0.5
-
-
 @pytest.mark.parametrize("kind", ["poisson", "full"])
 def test_sampling_that_the_user_declares_is_accounted_and_said(kind):
     rate = 0.25 if kind == "poisson" else 1.0
@@ -351,25 +264,6 @@ def test_matches_are_those_of_a_search_through_all():
     assert told > 200
 
 
-def test_many_passes_over_equal_draws_are_matched_at_once():
-    log = DrawLog()
-    log.begin_pass()
-    for number in range(200):
-        log.add(Draw(number, 8, 8))
-    found = log.match([8] * 200)
-    assert found is not None
-    assert len(found.ends) == 200
-    assert len(found.draws) == 200
-
-
-def test_a_log_that_nobody_uses_does_not_grow():
-    data = TensorDataset(torch.zeros(40, 1))
-    loader = ghostclip.data.DPDataLoader(data, batch_size=4)
-    for _ in range(20):
-        list(loader)
-    assert len(loader.private_sampler.draws.waiting) <= 2 * len(loader)
-
-
 class Steps:
     """A log whose draws of eight records are handed out, and steps on tensors."""
 
@@ -401,26 +295,6 @@ class Steps:
         return traced
 
 
-@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.view(4, 6).view(8, 3)], ids=["itself", "a view"])
-def test_tensors_of_a_batch_and_their_views_are_of_its_draw(change):
-    steps = Steps()
-    kept = steps.draw()
-    assert steps.step([change(kept)]).known == {0}
-    steps.draw()
-    assert steps.step([change(kept)]) == Replay(0)
-    assert steps.log.waiting[0].number == 1
-
-
-def test_copies_and_what_was_written_into_are_of_no_known_draw():
-    steps = Steps()
-    kept = steps.draw()
-    assert not steps.step([kept.clone()]).known
-    kept.copy_(steps.draw())
-    assert not steps.step([kept]).known
-    assert steps.log.counted == 2
-    assert "only their number" in steps.log.comparison
-
-
 def test_draws_that_are_views_of_one_tensor():
     steps, data = Steps(), torch.randn(16, 3)
     first = steps.draw(data[:8])
@@ -436,22 +310,6 @@ def test_the_draw_that_is_named_is_not_the_one_that_is_due():
     first = steps.draw()
     second = steps.draw()
     assert steps.trace([first, second]) == Replay(1)
-
-
-def test_what_every_batch_has_is_of_no_draw():
-    steps, constant = Steps(), torch.randn(8, 3)
-    steps.draw(constant)
-    second = steps.draw()
-    steps.log.show([constant])
-    assert steps.step([constant.clone()]) != Replay(0)
-    assert steps.step([second, constant]).known == {1}
-
-
-def test_tensors_that_nobody_holds_are_forgotten():
-    steps = Steps()
-    for _ in range(1000):
-        steps.step([steps.draw()])
-    assert len(steps.log._handed_out._of) < 200
 
 
 def test_draws_of_a_pass_in_another_order_where_each_record_is_paid_for_once_in_it():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
-from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import ghostclip
 from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError
-from tests.engine.training import batch_of, clipped_sum, declared, parameters_of, small_model
+from tests.engine.training import clipped_sum, declared, small_model
 from tests.optim.test_sums_out_of_reach import BATCH, DATA, STRATEGIES, Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -21,24 +18,10 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 LOOSE = 6.0
 
 
-class OwnStep(torch.amp.GradScaler):
-    """Asks no optimizer whether it can be scaled."""
-
-    def step(self, optimizer, *args, **options):
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        if not any(found.item() for found in state["found_inf_per_device"].values()):
-            return optimizer.step(*args, **options)
-        return None
-
-
 SCALERS = {
     "torch": lambda: torch.amp.GradScaler("cpu"),
-    "small scale": lambda: torch.amp.GradScaler("cpu", init_scale=4.0),
     "scale of one": lambda: torch.amp.GradScaler("cpu", init_scale=1.0),
     "sharded": lambda: ShardedGradScaler("cpu"),
-    "own step": lambda: OwnStep("cpu"),
 }
 every_scaler = pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS)
 
@@ -88,41 +71,15 @@ def test_unscaling_and_clipping_change_no_sum_and_the_step_is_refused_or_exact(m
         if used and not isinstance(scaler, ShardedGradScaler):
             scaler.unscale_(run.optimizer)
         nn.utils.clip_grad_norm_(run.bare.parameters(), 1e-3)
-        if isinstance(scaler, OwnStep) and used:
+        with pytest.raises((InvalidOptionError, AssertionError), match=r"GradScaler|_scale is None"):
             scaler.step(run.optimizer)
-        else:
-            with pytest.raises((InvalidOptionError, AssertionError), match=r"GradScaler|_scale is None"):
-                scaler.step(run.optimizer)
-            run.optimizer.step()
+        run.optimizer.step()
         if used and not isinstance(scaler, ShardedGradScaler):
             scaler.update(4.0)
         torch.testing.assert_close(run.applied[-1], want, rtol=1e-10, atol=1e-12)
         assert len(run.engine.accountant) == number + 1
         if number == 1:
             run.optimizer.zero_grad()
-
-
-def test_a_step_that_a_scaler_leaves_out_is_part_of_the_next_one_and_charged_as_that():
-    """It decides by the last release, which is public; the batch that waits is neither lost nor free."""
-    run, scaler = Run(), OwnStep("cpu")
-    scaler.scale(torch.ones(()))
-    run.backward()
-    scaler.step(run.optimizer)
-    scaler.update(4.0)
-    run.bare[0].weight.grad.fill_(torch.inf)
-    want = clipped_sum(run.bare, BATCH, 0.5) + clipped_sum(run.bare, batch_of(DATA, start=20, stop=28), 0.5)
-    run.backward()
-    before = parameters_of(run.bare)
-    scaler.step(run.optimizer)
-    scaler.update(4.0)
-    assert torch.equal(parameters_of(run.bare), before)
-    assert len(run.engine.accountant) == 1
-    run.backward(batch_of(DATA, start=20, stop=28))
-    run.bare[0].weight.grad.zero_()
-    with pytest.warns(UserWarning, match="2 backward passes were made before one step"):
-        scaler.step(run.optimizer)
-    # Of two accumulated batches the mean is released.
-    torch.testing.assert_close(2 * run.applied[-1], want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["ghost", "fast"])
@@ -167,17 +124,6 @@ def _accelerate():
     return lambda optimizer: optimizers.AcceleratedOptimizer(optimizer, scaler=_scaling()).step()
 
 
-@pytest.fixture
-def _no_accelerator_stays():
-    """Another test's has other options."""
-    yield
-    states = sys.modules.get("accelerate.state")
-    if states is not None:
-        states.AcceleratorState._reset_state(reset_partial_state=True)
-        states.GradientState._reset_state()
-
-
-@pytest.mark.usefixtures("_no_accelerator_stays")
 @pytest.mark.parametrize("stepper", [_lightning, _fabric, _accelerate])
 def test_scalers_of_frameworks_are_refused(stepper):
     step, run = stepper(), Run()

@@ -186,19 +186,6 @@ class TestAdapters:
         adapted.remove_hooks = private.remove_hooks
         _assert_exact_step(adapted, private._module, optimizer, loader)
 
-    @pytest.mark.parametrize("inner", [False, True])
-    def test_after_a_release_and_private_again(self, inner):
-        engine = ghostclip.PrivacyEngine()
-        private, optimizer, loader = _private(engine, _Model())
-        _step(private, optimizer, loader)
-        adapted, parameters = self._adapted(private._module if inner else private)
-        with pytest.raises(UncoveredParameterError, match=r"remove_hooks\(\)"):
-            _step(adapted, optimizer, loader)
-        private.remove_hooks()
-        again, optimizer, loader = _private(engine, adapted, parameters, loader)
-        _assert_exact_step(again, adapted, optimizer, loader)
-        assert len(engine.accountant) == 2
-
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_parameters_are_told_to_be_out_of_the_way(register):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostclip import PrivacyEngine
 from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import InvalidOptionError, ResumeError
 from tests.engine.training import Training, batch_of, small_data, small_model
@@ -72,42 +71,6 @@ def test_state_continues_schedule_and_value(name):
         resumed.step()
     with pytest.raises(ResumeError, match="value"):
         resumed.load_state_dict({"last_epoch": 1})
-
-
-def test_state_needs_no_code_to_load(tmp_path):
-    torch.save(_make("LambdaNoise", Training().optimizer).state_dict(), tmp_path / "schedule.pt")
-    assert torch.load(tmp_path / "schedule.pt", weights_only=True)["last_epoch"] == 0
-
-
-def test_every_step_is_accounted_with_its_own_noise():
-    engine, model = PrivacyEngine(), small_model()
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=torch.utils.data.DataLoader(DATA, batch_size=15),
-        noise_multiplier=2.0,
-        max_grad_norm=1.0,
-    )
-    schedule = schedulers.ExponentialNoise(optimizer, gamma=0.5)
-    for _ in range(2):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-        schedule.step()
-    assert engine.accountant.history == [(2.0, 0.25, 4), (1.0, 0.25, 4)]
-
-
-def test_bound_of_a_half_clipped_batch_does_not_change():
-    training = Training()
-    schedule = schedulers.ExponentialGradClip(training.optimizer, gamma=0.5)
-    training.backward(batch_of(DATA, start=0, stop=2))
-    with pytest.raises(InvalidOptionError, match="already clipped"):
-        schedule.step()
-    assert schedule.last_epoch == 0
-    training.optimizer.step()
-    schedule.step()
-    assert training.optimizer.max_grad_norm == 0.5
 
 
 @pytest.mark.parametrize("gamma", [0.0, -1.0, float("nan"), None])

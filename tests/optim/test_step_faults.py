@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from ghostclip import PrivacyEngine
 from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import MissingGradientError
 from ghostclip.privacy.ledger_file import LedgerFile
-from tests.engine.training import batch_of, declared, parameters_of, small_data, small_model
+from tests.engine.training import batch_of, declared, parameters_of, small_data
+from tests.private_run import PrivateRun
 
 DATA = small_data()
 STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
@@ -27,35 +29,18 @@ def _raise(*_, **__):
     raise InjectedError
 
 
-class Run:
+class Run(PrivateRun):
     """A private training without noise in its values, whose every phase can be made to fail once."""
 
-    def __init__(self, folder, strategy="bookkeeping", **options):
+    def __init__(self, folder, strategy="bookkeeping"):
         folder.mkdir(exist_ok=True)
-        self.engine = PrivacyEngine(ledger=folder / "ledger")
-        model = small_model()
-        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
-        private = self.engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
-            data_loader=declared(DATA, 10),
-            grad_sample_mode=strategy,
-            **arguments,
-        )
-        self.model, self.optimizer, self.loader = private[0], private[1], private[-1]
+        super().__init__(
+            DATA, inner=partial(torch.optim.SGD, momentum=0.5), lr=0.5, ledger=folder / "ledger",
+            data_loader=declared(DATA, 10), grad_sample_mode=strategy,
+        )  # fmt: skip
         # Noise of zero, counted: what a step applies is then the clipped sum of its own batch, or it is polluted.
         self.optimizer.noise_source.add_ = lambda tensor, std: self.draws.append(std)
         self.draws: list[float] = []
-
-    def gradient(self, batch):
-        inputs, targets = batch
-        losses = nn.functional.cross_entropy(self.model(inputs), targets, reduction="none")
-        self.optimizer.clipper.backward(losses)
-
-    def step(self, batch):
-        self.optimizer.zero_grad()
-        self.gradient(batch)
-        self.optimizer.step()
 
 
 def _inject(patch, run, phase):
@@ -143,7 +128,7 @@ def test_part_of_a_logical_batch_that_fails_spoils_all_of_it(phase, tmp_path, mo
                     if number == 1:
                         _inject(patch, run, phase)
                     try:
-                        run.gradient(batch)
+                        run.backward(batch)
                     except InjectedError:
                         continue
                 run.optimizer.step()
@@ -175,8 +160,8 @@ def test_sums_lost_in_between_are_noticed(tmp_path):
         run.step(next(batches))
         batch = next(batches)
         run.optimizer.clipper.reset()
-        run.gradient(batch)
-        run.gradient(batch)
+        run.backward(batch)
+        run.backward(batch)
         with pytest.raises(MissingGradientError, match="are gone"):
             run.optimizer.step()
 

@@ -96,28 +96,6 @@ def test_a_step_holds_the_noise_of_less_than_one_parameter(level, dtype):
         assert memory.live == parameters
 
 
-def test_a_virtual_step_allocates_nothing():
-    run = Run(torch.float32, "fast")
-    run.backward()
-    run.optimizer.signal_skip_step()
-    with run.watched() as memory:
-        held = memory.live
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        assert memory.peak == memory.live == held
-    run.optimizer.signal_skip_step(do_skip=False)
-    run.backward()
-    run.optimizer.step()
-
-
-def test_release_is_formed_where_the_sum_lies():
-    run = Run(torch.float32, "fast")
-    run.backward()
-    places = [run.clipper._store._sums[p].data_ptr() for p in run.model.parameters()]
-    run.optimizer.step()
-    assert [p.grad.data_ptr() for p in run.model.parameters()] == places
-
-
 def test_per_sample_gradients_last_until_zero_grad_or_the_next_backward():
     run = Run(torch.float32, "fast", strategy="hooks")
     for discard in (lambda: None, run.optimizer.zero_grad, run.model.zero_grad):

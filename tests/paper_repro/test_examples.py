@@ -14,7 +14,7 @@ from ghostclip.clipping import policies
 from ghostclip.clipping.coefficients import clip_coefficients
 from paper_repro.examples import __main__ as program
 from paper_repro.examples import audited, data
-from tests.audit import mutations, surrounding_mutations
+from tests.audit import mutations
 from tests.integrations import timm_stand_in as stand_in
 
 TINY = list(audited.TINY)
@@ -46,7 +46,7 @@ def clipped_to_twice_the_bound():
     ("broken", "said"),
     [
         (mutations.half_the_noise, "noise of"),
-        (surrounding_mutations.steps_forgotten, "is due"),
+        (mutations.steps_forgotten, "is due"),
         (clipped_to_twice_the_bound, "a record adds"),
     ],
 )

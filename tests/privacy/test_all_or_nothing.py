@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from ghostclip import PrivacyEngine
 from ghostclip.accounting.accountant import IAccountant
 from ghostclip.compat.opacus import schedulers
-from ghostclip.errors import GhostClipError, InvalidOptionError
+from ghostclip.errors import GhostClipError
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
 from ghostclip.privacy.budget import Budget
@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, folder=None, *, width=7, own=False, parts=None, **options):
         torch.manual_seed(width)
-        self.engine = PrivacyEngine(ledger=folder)
+        self.engine = PrivacyEngine(ledger=folder, accountant="rdp")
         if own:
             self.engine.accountant = Own()
         model = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3))
@@ -144,41 +144,21 @@ STAGES = {
     "accountant": lambda run: (run.engine.accountant, "load_state_dict"),
     "ledger": lambda _: (LedgerFile, "append"),
 }
-SETTINGS = {
-    "policy": {"clipping": "adaptive"},
-    "accountant": {"own": True},
-    "sampling": {},
-}
+SETTINGS = {"policy": {"clipping": "adaptive"}, "accountant": {"own": True}}
 
 
-def _options(stage):
-    return SETTINGS.get(stage, {})
-
-
-@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "in the middle of a pass"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_checkpoint_that_fails_at_any_stage_changes_nothing(stage, steps, tmp_path, monkeypatch):
+def test_checkpoint_that_fails_at_any_stage_changes_nothing(stage, tmp_path, monkeypatch):
     # A ledger's line is written only where an account from before it is taken over.
-    with_ledger = stage == "ledger"
-    if stage == "accountant" and steps == 0:
-        pytest.skip("an accountant without steps is told of them one by one")
-    saving = Run(**_options(stage))
-    run = Run(tmp_path / "ledger" if with_ledger else None, **_options(stage))
-    if steps and not with_ledger:
-        # Of the same training, which without a ledger goes on from where it is.
-        run = saving
+    with_ledger, options = stage == "ledger", SETTINGS.get(stage, {})
+    saving = Run(**options)
+    # An accountant without steps is told of them one by one: this one has some, of the same training.
+    run = saving if stage == "accountant" else Run(tmp_path / "ledger" if with_ledger else None, **options)
     place = saving.train(4).save(tmp_path / "run.pt")
-    batches = iter(run.loader) if steps else iter(())
-    next(batches, None)
-    run.train(steps) if steps else None
     before = run.state()
-    skipped = run is saving and stage in ("sampler", "sampling", "noise", "generator")
     with monkeypatch.context() as patch:
         owner, name = STAGES[stage](run)
         _inject(patch, owner, name, works=not with_ledger)
-        if skipped:
-            run.load(place)
-            return
         with pytest.raises(InjectedError):
             run.load(place)
     assert run.state() == before
@@ -214,42 +194,6 @@ def test_torchs_part_that_fails_changes_nothing(failing, monkeypatch):
     assert run.state() == before
 
 
-@pytest.mark.parametrize("at", ["checkpoint", "optimizer"])
-def test_training_goes_on_as_if_the_failed_load_had_not_been_tried(at, tmp_path, monkeypatch):
-    place = Run().train(4).save(tmp_path / "run.pt")
-    runs = [Run(), Run()]
-    states = {"noise": runs[0].optimizer.noise_source.state_dict(), "batches": runs[0].loader.state_dict()}
-    runs[1].optimizer.noise_source.load_state_dict(states["noise"])
-    runs[1].loader.load_state_dict(states["batches"])
-    state = Run().train(2).optimizer.state_dict()
-    loads = {"checkpoint": lambda: runs[0].load(place), "optimizer": lambda: runs[0].optimizer.load_state_dict(state)}
-    with monkeypatch.context() as patch:
-        _inject(patch, Account, "load")
-        with pytest.raises(InjectedError):
-            loads[at]()
-    ends = []
-    for run in runs:
-        torch.manual_seed(9)
-        ends.append(run.train(3).state())
-    same = ("module", "optimizer", "account", "noise", "batches", "values", "schedules", "generator")
-    assert [ends[0][name] for name in same[:2]] == [ends[1][name] for name in same[:2]]
-    assert [ends[0][name] for name in same[3:]] == [ends[1][name] for name in same[3:]]
-
-
-def test_what_is_released_after_a_failed_load_is_held(tmp_path, monkeypatch):
-    run = Run().train(2)
-    place = run.save(tmp_path / "run.pt")
-    with monkeypatch.context() as patch:
-        _inject(patch, Account, "load")
-        with pytest.raises(InjectedError):
-            run.load(place)
-    history = list(run.engine.accountant.history)
-    run.train(1)
-    run.engine.accountant.history = history
-    with pytest.raises(InvalidOptionError, match="lacks 1 releases"):
-        run.engine.get_epsilon(1e-5)
-
-
 class Refusal:
     """What is wrong with what is loaded, in itself."""
 
@@ -283,24 +227,6 @@ def test_what_cannot_be_loaded_changes_nothing(kind, tmp_path):
     assert run.state() == before
 
 
-def test_account_of_another_relation_changes_nothing(tmp_path):
-    """Of an accountant as of one that an engine has opened."""
-    engine = PrivacyEngine()
-    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    state = engine.accountant.state_dict()
-    other = Run()
-    before = other.state()
-    for bad in (
-        {**state, "relation": "replace_one"},
-        {**state, "history": [(1.0, 0.1)]},
-        {**state, "others": [("guarantee", (-1.0, 0.0), 1)]},
-        {**state, "history": [(1.0, 0.1, 3)], "others": [("nothing", (), 1)]},
-    ):
-        with pytest.raises(InvalidOptionError):
-            other.engine.accountant.load_state_dict(bad)
-        assert other.state() == before
-
-
 @pytest.mark.parametrize("wrong", ["key", "position", "remaining"])
 @pytest.mark.parametrize("what", ["sampler", "noise"])
 def test_positions_that_cannot_be_read_change_nothing(what, wrong):
@@ -312,14 +238,4 @@ def test_positions_that_cannot_be_read_change_nothing(what, wrong):
     before = run.state()
     with pytest.raises((GhostClipError, TypeError, ValueError)):
         holder.load_state_dict(other)
-    assert run.state() == before
-
-
-@pytest.mark.parametrize("wrong", [{"value": -1.0}, {"gamma": None, "value": -1.0}, {"value": "much"}])
-def test_schedules_that_cannot_be_read_change_nothing(wrong):
-    run = Run().train(2)
-    before = run.state()
-    for schedule in run.schedules.values():
-        with pytest.raises((GhostClipError, TypeError, ValueError)):
-            schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 7, **wrong})
     assert run.state() == before

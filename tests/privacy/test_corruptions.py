@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 import torch
 
 from benchmarks.corruptions import KINDS, Corruptions, Training
-from ghostclip.privacy import checkpoints, ledger_file, optimizer_state
-from ghostclip.privacy.ledger_file import LedgerFile
+from ghostclip.privacy import checkpoints
 
 
 def test_every_damage_is_refused_or_harmless(tmp_path):
@@ -18,23 +16,6 @@ def test_every_damage_is_refused_or_harmless(tmp_path):
     assert not [one for one in outcomes if one.outcome not in ("refused", "harmless")]
     # A bit of a checkpoint may be one that says nothing; hardly anything else is harmless.
     assert sum(one.outcome == "refused" for one in outcomes) > 0.8 * len(outcomes)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "works"),
-    [
-        (ledger_file, "_hash_of", lambda *_: "0" * 32),
-        (LedgerFile, "require", lambda *_: None),
-        (checkpoints, "is_digest_of", lambda *_: True),
-        (optimizer_state, "is_digest_of", lambda *_: True),
-    ],
-    ids=["without hashes", "without what was seen", "without a checkpoint's digest", "without an account's digest"],
-)
-def test_the_search_finds_what_no_guard_refuses(owner, name, works, tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, name, works)
-    outcomes = Corruptions(tmp_path).many(6 * len(KINDS), seed=5)
-    found = Counter(one.outcome for one in outcomes)
-    assert found.total() > found["refused"] + found["harmless"]
 
 
 @pytest.mark.filterwarnings("ignore:.*")

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
-from tests.engine.training import parameters_of, small_data, small_model
+from tests.engine.training import parameters_of, small_data
+from tests.private_run import PrivateRun
 
 DATA = small_data(50)
 
@@ -52,23 +51,15 @@ def _in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-class Run:
-    """A private training."""
+class Run(PrivateRun):
+    """A training with a ledger, step by step."""
 
     def __init__(self, ledger):
-        self.engine, model = PrivacyEngine(ledger=ledger), small_model()
-        self.model, self.optimizer, self.loader = self.engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(DATA, batch_size=10),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+        super().__init__(DATA, ledger=ledger)
 
     def step(self):
-        inputs, targets = next(iter(self.loader))
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(inputs), targets).backward()
+        self.backward(next(iter(self.loader)))
         self.optimizer.step()
 
 
@@ -410,14 +401,3 @@ def test_a_disk_that_is_really_full_leaves_whole_lines(tmp_path):
 
     assert _in_child(work) == 0
     assert LedgerFile(path).entries == [_entry(0), _entry(2)]
-
-
-def test_a_short_line_after_a_long_one_that_failed_ends_the_file(tmp_path, monkeypatch):
-    ledger = LedgerFile(tmp_path / "ledger")
-    ledger.append(_entry(0))
-    long = Entry("run", 1, ((1.0, 0.1, 1),) * 99, "print")
-    with _full_disk(monkeypatch, 0.9, cutting_fails=True), pytest.raises(OSError, match="No space"):
-        ledger.append(long)
-    ledger.append(_entry(1))
-    assert (tmp_path / "ledger").read_bytes().endswith(b"\n")
-    assert LedgerFile(tmp_path / "ledger").entries == [_entry(0), _entry(1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from ghostclip import PrivacyEngine
 from ghostclip.clipping import policies
 from ghostclip.compat.opacus import schedulers
-from ghostclip.errors import ResumeError
+from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.errors import MissingGradientError, ResumeError
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.cases.table import CPU
 from tests.engine.training import parameters_of, small_data
+from tests.private_run import PrivateRun
 
 DATA = small_data(50)
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,46 +32,21 @@ OPTIONS = {
 }
 
 
-class Run:
-    """A private training with dropout and Adam."""
+class Run(PrivateRun):
+    """A training with dropout and Adam."""
 
     def __init__(self, folder=None, lr=0.05, device=CPU, **options):
-        self.device = device
-        self.engine = PrivacyEngine(ledger=None if folder is None else folder / "ledger")
         model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 3)).to(device)
-        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
-        private = self.engine.make_private(
-            module=model,
-            optimizer=torch.optim.Adam(model.parameters(), lr=lr),
-            data_loader=DataLoader(DATA, batch_size=10),
-            **arguments,
-        )
-        self.model, self.optimizer, self.loader = private[0], private[1], private[-1]
+        ledger = None if folder is None else folder / "ledger"
+        super().__init__(DATA, model=model, inner=torch.optim.Adam, lr=lr, ledger=ledger, **options)
+        self.device = device
 
-    def train(self, steps, *, after=None):
-        """Release so many steps in one go over the data; `after` is called after each step, inside the loop."""
-        last = self.optimizer.releases + steps
-        while self.optimizer.releases < last:
-            for inputs, targets in self.loader:
-                logits = self.model(inputs.to(self.device))
-                losses = nn.functional.cross_entropy(logits, targets.to(self.device), reduction="none")
-                self.optimizer.zero_grad()
-                self.optimizer.clipper.backward(losses)
-                self.optimizer.step()
-                if after is not None:
-                    after(self.optimizer.releases)
-                if self.optimizer.releases == last:
-                    break
+    def backward(self, batch):
+        super().backward([part.to(self.device) for part in batch])
 
     def train_and_save(self, steps, at, place):
         """Release so many steps; save inside the loop after `at` of them."""
         self.train(steps, after=lambda done: self.save(place) if done == at else None)
-
-    def save(self, place, **options):
-        self.engine.save_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **options)
-
-    def load(self, place, **options):
-        return self.engine.load_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **options)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -85,16 +61,6 @@ def test_resumed_run_equals_the_uninterrupted_one(name, at, device, tmp_path):
     assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
     assert resumed.optimizer.max_grad_norm == run.optimizer.max_grad_norm
     assert resumed.engine.accountant.history == run.engine.accountant.history
-
-
-def test_adaptive_bound_moves_and_is_neither_mechanism_nor_lost(tmp_path):
-    run = Run(clipping="adaptive")
-    run.train(4)
-    assert run.optimizer.max_grad_norm != 1.0
-    run.save(tmp_path / "run.pt")
-    resumed = Run(clipping="adaptive")
-    resumed.load(tmp_path / "run.pt")
-    assert resumed.optimizer.max_grad_norm == run.optimizer.max_grad_norm
 
 
 def test_checkpoint_holds_the_whole_mechanism_in_plain_values(tmp_path):
@@ -124,7 +90,8 @@ def test_checkpoint_holds_the_whole_mechanism_in_plain_values(tmp_path):
     [
         ("clipping", {"clipping": "automatic"}),
         ("clipping", {"clipping": policies.per_layer([0.5] * 4), "max_grad_norm": None}),
-        ("noise_multiplier", {"noise_multiplier": 0.9}),
+        ("noise_multiplier", {"sigma": 0.9}),
+        ("max_grad_norm", {"max_grad_norm": 2.0}),
     ],
 )
 def test_another_mechanism_is_refused_or_gets_fresh_randomness(name, options, tmp_path):
@@ -185,18 +152,6 @@ def test_fresh_randomness_from_the_same_seed_is_refused(tmp_path):
     again = Run(noise_generator=torch.Generator().manual_seed(3))
     with pytest.raises(ResumeError, match="same noise"):
         again.load(tmp_path / "run.pt", fresh_randomness=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*follows from an explicit")
-def test_generator_seeded_after_make_private_is_resumed_bit_for_bit(tmp_path):
-    generator = torch.Generator()
-    run = Run(noise_generator=generator)
-    generator.manual_seed(3)
-    run.train_and_save(5, 2, tmp_path / "run.pt")
-    resumed = Run(noise_generator=torch.Generator())
-    resumed.load(tmp_path / "run.pt")
-    resumed.train(3)
-    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
 
 
 def test_lost_ledger_is_noticed(tmp_path):
@@ -264,6 +219,68 @@ def test_scheduled_run_resumes_with_value_and_position(tmp_path):
     assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
     assert resumed.optimizer.max_grad_norm == run.optimizer.max_grad_norm == 0.5**4
     assert resumed.engine.accountant.history == run.engine.accountant.history
+
+
+def test_run_resumed_between_logical_batches_of_physical_ones_is_the_same_run(tmp_path):
+    def train(run, logical, *, save_after=None):
+        manager = BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizer)
+        last = run.optimizer.releases + logical
+        with manager as loader:
+            for inputs, targets in loader:
+                nn.functional.cross_entropy(run.model(inputs), targets).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if not run.optimizer.last_step_was_virtual and run.optimizer.releases == save_after:
+                    run.save(tmp_path / "run.pt")
+                if run.optimizer.releases == last:
+                    return
+
+    run, resumed = Run(), Run()
+    train(run, 4, save_after=2)
+    resumed.load(tmp_path / "run.pt")
+    train(resumed, 2)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    assert resumed.engine.accountant.history == run.engine.accountant.history
+
+
+def test_what_the_user_saves_beside_it_comes_back_and_the_models_keys_are_its_own(tmp_path):
+    run = Run()
+    run.train(1)
+    run.save(tmp_path / "run.pt", checkpoint_dict={"epoch": 7})
+    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
+    Run().model._module.load_state_dict(loaded["module_state_dict"])
+    returned = Run().load(tmp_path / "run.pt")
+    assert returned["epoch"] == 7
+    assert "optimizer_state_dict" not in returned
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_open_files_and_models_without_optimizer():
+    run, file = Run(), io.BytesIO()
+    run.train(2)
+    run.engine.save_checkpoint(path=file, module=run.model)
+    file.seek(0)
+    resumed = Run()
+    resumed.engine.load_checkpoint(path=file, module=resumed.model)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    assert len(resumed.engine.accountant) == 2
+    file.seek(0)
+    with pytest.raises(ResumeError, match="without its optimizer"):
+        Run().load(file)
+
+
+def test_no_checkpoint_inside_a_logical_batch(tmp_path):
+    run = Run()
+    nn.functional.cross_entropy(run.model(DATA.tensors[0]), DATA.tensors[1]).backward()
+    with pytest.raises(MissingGradientError, match="not released"):
+        run.save(tmp_path / "run.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_something_else_is_refused(tmp_path):
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(ResumeError, match="module_state_dict"):
+        Run().load(tmp_path / "other.pt")
 
 
 def _kill(folder, *options):
