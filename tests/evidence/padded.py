@@ -28,58 +28,18 @@ def _masked(h_BTF: Tensor, mask_BT: Tensor) -> Tensor:
     return h_BTF * mask_BT.unsqueeze(2).to(h_BTF)
 
 
-def _mean_of_all(h: Tensor, mask: Tensor) -> Tensor:
-    return h.mean(1)
-
-
-def _sum_of_all(h: Tensor, mask: Tensor) -> Tensor:
-    return h.sum(1)
-
-
-def _mean_of_own(h: Tensor, mask: Tensor) -> Tensor:
-    return _masked(h, mask).sum(1) / mask.sum(1, keepdim=True)
-
-
-def _over_length(h: Tensor, mask: Tensor) -> Tensor:
-    return _masked(h, mask).sum(1) / mask.shape[1]
-
-
-def _last(h: Tensor, mask: Tensor) -> Tensor:
-    return h[:, -1]
-
-
-def _first(h: Tensor, mask: Tensor) -> Tensor:
-    return h[:, 0]
-
-
-def _last_own(h: Tensor, mask: Tensor) -> Tensor:
-    places_T = torch.arange(1, mask.shape[1] + 1)
-    return h[torch.arange(len(h)), (mask * places_T).argmax(1)]
-
-
-def _largest_own(h: Tensor, mask: Tensor) -> Tensor:
-    return h.masked_fill(mask.unsqueeze(2) == 0, -1e9).amax(1)
-
-
-def _largest(h: Tensor, mask: Tensor) -> Tensor:
-    return h.amax(1)
-
-
-def _each(h: Tensor, mask: Tensor) -> Tensor:
-    return h
-
-
+# Of hidden states (B, T, F) and masks (B, T).
 POOLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": _mean_of_all,
-    "sum": _sum_of_all,
-    "own mean": _mean_of_own,
-    "over length": _over_length,
-    "last": _last,
-    "first": _first,
-    "last own": _last_own,
-    "own max": _largest_own,
-    "max": _largest,
-    "each": _each,
+    "mean": lambda h, mask: h.mean(1),
+    "sum": lambda h, mask: h.sum(1),
+    "own mean": lambda h, mask: _masked(h, mask).sum(1) / mask.sum(1, keepdim=True),
+    "over length": lambda h, mask: _masked(h, mask).sum(1) / mask.shape[1],
+    "last": lambda h, mask: h[:, -1],
+    "first": lambda h, mask: h[:, 0],
+    "last own": lambda h, mask: h[torch.arange(len(h)), (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)],
+    "own max": lambda h, mask: h.masked_fill(mask.unsqueeze(2) == 0, -1e9).amax(1),
+    "max": lambda h, mask: h.amax(1),
+    "each": lambda h, mask: h,
 }
 BODIES = (
     "none", "places", "places of mask", "conv", "masked conv", "attention", "masked attention", "causal attention",

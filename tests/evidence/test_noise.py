@@ -15,7 +15,7 @@ from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingErr
 from tests.evidence.noisy import ATOMICS, ATTENTION, LENGTH, WORDS, Decoder, Noise, losses_of, with_lora
 
 # Seeds tell sizes of batches apart as well; most are run by `make test-slow`.
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 # Of each kind: the model, what it runs under, how much kernels are off by, and which.
 KINDS = {
     "bfloat16 with float32 adapters": (with_lora, nullcontext, 2**-7, ATTENTION),
@@ -76,18 +76,15 @@ def _trained(kind, seed, strategy="bookkeeping", *, between=None, size=5, loss=N
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [*((kind, "bookkeeping") for kind in KINDS), *((next(iter(KINDS)), other) for other in ("ghost", "fast", "hooks"))],
+)
 def test_a_backward_that_does_not_repeat_itself_is_no_refusal(kind, strategy, seed):
     assert _trained(kind, seed, strategy, size=2 + seed % 7) == 2 + seed % 7
 
 
-@pytest.mark.parametrize("strategy", ["fast", "hooks"])
-def test_nor_in_other_strategies(strategy):
-    assert _trained("bfloat16 with float32 adapters", 0, strategy) == 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bfloat16 with float32 adapters", "float32 atomics"])
 def test_nor_in_later_proofs_and_beside_functions_that_follow_nothing(kind):
     def between(h):
         return _Own.apply(h, lambda grad, values: -0.7 * grad * (values.abs() < 2))
@@ -96,8 +93,14 @@ def test_nor_in_later_proofs_and_beside_functions_that_follow_nothing(kind):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mixing", MIXING)
-@pytest.mark.parametrize("kind", ["bfloat16 with float32 adapters", "float16 autocast"])
+@pytest.mark.parametrize(
+    ("kind", "mixing"),
+    [
+        ("bfloat16 with float32 adapters", "a deviation of the batch"),
+        ("float16 autocast", "a running mean of norms"),
+        ("float16 autocast", "largest"),
+    ],
+)
 def test_one_that_follows_the_batch_is_refused_all_the_same(kind, mixing, seed):
     """By the second proof: two samples whose largest gradients are alike by chance show little in the first."""
     change = MIXING[mixing]()
@@ -105,8 +108,9 @@ def test_one_that_follows_the_batch_is_refused_all_the_same(kind, mixing, seed):
         _trained(kind, seed, between=lambda h: _Own.apply(h, change), size=2 + seed % 7, steps=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["clamped", "each row by its norm"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("bfloat16 autocast", "clamped"), ("float32 atomics", "each row by its norm")]
+)
 def test_so_is_one_that_does_not_follow_its_scale(kind, way):
     change = {
         "clamped": lambda grad, _: grad.clamp(-1e-4, 1e-4),
@@ -159,13 +163,11 @@ class _Routed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 2**-20), (torch.bfloat16, 2**-8)])
-def test_a_forward_that_adds_up_in_another_order_each_time_is_none(dtype, share, seed):
-    torch.manual_seed(seed)
+def test_a_forward_that_adds_up_in_another_order_each_time_is_none(dtype, share):
     model, ids = _Routed().to(dtype), torch.randint(WORDS, (5, LENGTH))
     with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
-        with Noise(share, seed=seed, of=ATOMICS, forwards=True) as noise:
+        with Noise(share, of=ATOMICS, forwards=True) as noise:
             clipper.backward(losses_of(model, ids))
         assert noise.met
         assert clipper.batch_size == 5

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.evidence.unchecked import BEHIND, FEWER, LOSSES, REPLACED, ROWS, Unchecked
+from ghostclip.evidence.unchecked import BEHIND, FEWER, LOSSES, REPLACED, ROWS
 
 ALL = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 
@@ -106,21 +106,6 @@ def test_a_few_batches_of_one_sample_are_no_news(caplog):
         assert not caplog.records
         _forward(nn.Linear(3, 4), [1] * 5)
     assert len(caplog.records) == 1
-
-
-def test_what_ran_once_counts_as_run():
-    unchecked = Unchecked()
-    unchecked.missed("a reason", REPLACED)
-    unchecked.ran(REPLACED)
-    unchecked.missed("another reason", REPLACED)
-    assert not str(unchecked)
-
-
-def test_reasons_are_grouped():
-    unchecked = Unchecked()
-    unchecked.missed("one", REPLACED, FEWER)
-    unchecked.missed("two", ROWS)
-    assert str(unchecked) == f"not checked: {REPLACED}, {FEWER}: one; {ROWS}: two"
 
 
 @pytest.mark.parametrize("probe", [True, False])
