@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ghostclip
 from ghostclip.errors import SampleMixingError
 from tests.exactness.runs import engine
 from tests.reference import clip_and_sum, per_sample_gradients, trainable
@@ -65,12 +64,3 @@ def test_what_mixes_samples_inside_is_refused(way, strategy):
     clipper = engine(strategy)(model, _C)
     with pytest.raises(SampleMixingError):
         clipper.backward(_losses(model, _batch(5)))
-
-
-def test_proofs_run_the_block_again_at_the_same_call_sites():
-    model = _Frozen()
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=_C)
-    model(_batch(7)["x"])
-    sites = [site for site in clipper._capture.sites.table.values() if "block.weight" in site.names]
-    assert sum(site.proven for site in sites) == 1
-    assert len(sites) <= 2

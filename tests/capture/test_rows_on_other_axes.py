@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
-from ghostclip.errors import SampleMixingError
-from ghostclip.evidence.probe import sample_sets
 from tests.cases.table import probe_loss
 from tests.exactness.runs import Outcome, check_norms, check_sum, gradients
 from tests.reference import clip_and_sum, per_sample_gradients
@@ -101,54 +99,3 @@ def test_order_that_the_first_batch_had_already(pick, strategy):
         x[model.enter(x).sum(1).argsort(descending=turned)] for x, turned in ((first, False), (later, True))
     )
     _check(model, [first, later, later.flip(0)], strategy)
-
-
-class _Follows(_Two):
-    """The first sample follows the second one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.enter(x)
-        return self.leave(torch.cat([h[:1] + h[1:2], h[1:]]))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_one_sample_that_follows_another(size, strategy):
-    model = _Follows().double()
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=BOUND, strategy=strategy)
-    with pytest.raises(SampleMixingError):
-        clipper.backward(_losses(model, {"x": torch.randn(size, 4, dtype=F64)}))
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 33, 64])
-def test_any_two_samples_are_told_apart_by_as_few_sets_as_can_be(size):
-    sets = sample_sets(size)
-    assert len(sets) == {2: 2, 3: 3, 5: 4, 8: 5, 33: 7, 64: 8}[size]
-    for one in range(size):
-        for other in set(range(size)) - {one}:
-            assert any(one in chosen and other not in chosen for chosen in sets)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("first", [4, 6, 1])
-def test_tokens_laid_out_position_by_position(first):
-    """XLNet copies its token ids into ``(T, B)``: parameters meet before anything shows where samples lie."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 30, "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 16, "num_labels": 2}
-    config = transformers.XLNetConfig(**sizes, dropout=0.0, summary_last_dropout=0.0)
-    model = transformers.XLNetForSequenceClassification(config).double()
-
-    def losses(model, batch):
-        return model(input_ids=batch["x"], use_mems=False).logits.square().sum(1)
-
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.05)
-    found = []
-    batches = [{"x": torch.randint(0, 30, shape)} for shape in ((first, 6), (6, 6), (3, 6), (12, 6), (7, 7))]
-    for batch in batches:
-        clipper.reset()
-        clipper.backward(losses(model, batch))
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    clipper.remove()
-    for batch, sums in zip(batches, found, strict=True):
-        wanted = clip_and_sum(per_sample_gradients(model, batch, losses, axes={}), 0.05).clipped
-        for name, value in sums.items():
-            torch.testing.assert_close(value, wanted[name], rtol=1e-7, atol=1e-12, msg=name)

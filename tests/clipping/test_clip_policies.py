@@ -124,17 +124,6 @@ def test_sum_is_that_of_one_sample_at_a_time(name, strategy, case_name, referenc
     clipper.remove()
 
 
-@every_policy
-def test_plain_backward_takes_the_policy_too(name, references):
-    case, (per_sample, bound) = by_name("linear_3d"), references["linear_3d"]
-    model, batch = case.model(F64), case.data(F64)
-    clipper = _attach(model, name, bound, "bookkeeping")
-    case.losses(model, batch).mean().backward()
-    groups = _groups(POLICIES[name][2], list(trainable(model)), bound, name)
-    assert _relative(gradients(model), _expected(per_sample, groups, POLICIES[name][1])) <= 1e-10
-    clipper.remove()
-
-
 class Sequence(nn.Module):
     """An embedding under a linear layer, wide enough for Gram norms: the directions of a token can cancel."""
 

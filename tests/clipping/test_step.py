@@ -201,14 +201,6 @@ def test_hooks_strategy_shows_per_sample_gradients(case):
         torch.testing.assert_close(p.grad_sample, want, rtol=1e-9, atol=1e-11)
 
 
-def test_auto_takes_checkpointing_too():
-    for name in ("checkpoint_reentrant", "checkpoint_not_reentrant", "shared_tied_head"):
-        case = by_name(name)
-        model, batch, clipper = _ready(case, "auto")
-        clipper.backward(case.losses(model, batch))
-        _check(case, model, clipper)
-
-
 @core
 def test_empty_batch_contributes_nothing(case, strategy):
     model, batch, clipper = _ready(case, strategy)

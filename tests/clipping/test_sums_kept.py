@@ -148,3 +148,27 @@ def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
         assert all(p.grad is None for p in model.parameters())
         clipper.backward(_losses(model, ids))
         assert clipper.has_clipped_sum
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "hooks"])
+def test_a_backward_is_undone_to_the_bit(strategy):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 2))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.7, strategy=strategy)
+    clipper.own_gradients(discard=lambda: None, samples=False)
+    x = torch.randint(9, (6, 3))
+
+    def backward(rows):
+        clipper.backward(nn.functional.cross_entropy(model(x[rows]), x[rows, 0] % 2, reduction="none"))
+
+    def same():
+        return [torch.equal(one, clipper.summed_gradient(p)) for one, p in zip(sums, model.parameters(), strict=True)]
+
+    backward(slice(0, 3))
+    sums = [clipper.summed_gradient(p) for p in model.parameters()]
+    with clipper.savepoint() as savepoint:
+        backward(slice(3, 6))
+        assert not any(same())
+        savepoint.restore()
+        assert all(same())
+        backward(slice(3, 6))
+    assert not any(same())

@@ -28,16 +28,11 @@ def _nothing_trained(model):
     return all(p.grad is None for p in model.parameters())
 
 
-def test_losses_with_a_second_axis(strategy):
+def test_losses_of_another_shape(strategy):
     """Shape [B, 1] is refused or exact, never broadcast."""
     case, model, batch, clipper = _ready(strategy)
     with pytest.raises(LossReductionError, match=r"\(?4, ?1\)?"):
         clipper.backward(case.losses(model, batch)[:, None])
-    assert _nothing_trained(model)
-
-
-def test_losses_of_another_length(strategy):
-    case, model, batch, clipper = _ready(strategy)
     with pytest.raises(GhostClipError):
         clipper.backward(case.losses(model, batch)[:2])
     assert _nothing_trained(model)
@@ -93,13 +88,6 @@ def test_penalty_on_parameters_with_plain_backward(strategy):
     assert _nothing_trained(model)
 
 
-def test_penalty_on_one_raw_parameter(strategy):
-    case, model, batch, clipper = _ready(strategy, "custom_vit")
-    with pytest.raises(GhostClipError):
-        clipper.backward(case.losses(model, batch) + model.gamma.abs().sum())
-    assert _nothing_trained(model)
-
-
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
 def test_batch_norm_in_training_mode(strategy, kind):
     model = nn.Sequential(nn.Linear(5, 4), kind(4), nn.Linear(4, 2)).double()
@@ -137,40 +125,6 @@ def test_running_statistics(strategy):
     assert _nothing_trained(model)
 
 
-class _Mixes(nn.Module):
-    """Subtracts the mean over the batch: samples are not independent."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 4)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x):
-        h = self.first(x)
-        return self.last(h - h.mean(0, keepdim=True)).sin()
-
-
-class _MixesInModule(nn.Module):
-    """The same inside a module with a raw parameter, where a fallback would re-run it sample by sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-        self.last = nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.last((x * self.scale - (x * self.scale).mean(0)).sin())
-
-
-@pytest.mark.parametrize("kind", [_Mixes, _MixesInModule])
-def test_samples_that_mix(strategy, kind):
-    model = kind().double()
-    clipper = engine(strategy)(model, 1.0)
-    with pytest.raises(GhostClipError):
-        clipper.backward(model(torch.randn(4, 5, dtype=F64)).square().mean(1))
-    assert _nothing_trained(model)
-
-
 def test_embedding_scaled_by_frequency(strategy):
     model = nn.Embedding(7, 3, scale_grad_by_freq=True).double()
     with pytest.raises(GhostClipError, match="scale_grad_by_freq"):
@@ -194,13 +148,6 @@ def test_wrong_options(options):
 
     with pytest.raises(GhostClipError, match=next(iter(options))):
         ghostclip.GhostClipper(nn.Linear(2, 2), **{"max_grad_norm": 1.0, **options})
-
-
-def test_misspelt_option():
-    import ghostclip
-
-    with pytest.raises(TypeError, match="max_gradnorm"):
-        ghostclip.GhostClipper(nn.Linear(2, 2), max_gradnorm=1.0)
 
 
 def test_model_without_trainable_parameters(strategy):

@@ -7,8 +7,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ghostclip
 from benchmarks.flops import counter
-from ghostclip.errors import DataError, SampleMixingError, UncoveredParameterError
-from ghostclip.rules.recurrent import WRITTEN_OUT, Steps, recurrent_product
+from ghostclip.errors import DataError, SampleMixingError
+from ghostclip.rules.recurrent import WRITTEN_OUT
 
 KINDS = {
     "lstm": lambda **options: nn.LSTM(4, 5, **options),
@@ -95,18 +95,6 @@ def test_written_out_cells_have_torchs_values_and_gradients(cell):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 3, 3, 1), (2,), (3, 1)], ids=str)
-def test_state_before_every_row(sizes, reverse):
-    first, states = -torch.arange(1.0, sizes[0] + 1).unsqueeze(1), torch.arange(float(sum(sizes))).unsqueeze(1)
-    blocks, current, want = states.split(sizes), first.clone(), [None] * len(sizes)
-    steps = Steps(sizes, reverse=reverse)
-    for step in steps.order():
-        want[step] = current[: sizes[step]].clone()
-        current[: sizes[step]] = blocks[step]
-    assert torch.equal(steps.before(first, states), torch.cat(want))
-
-
 class _Last(nn.Module):
     """A recurrent layer with a head on its last output."""
 
@@ -178,12 +166,6 @@ def test_sequences_without_a_step_are_refused():
     model = nn.Sequential(nn.GRU(4, 5, batch_first=True))
     with ghostclip.GhostClipper(model, max_grad_norm=1.0), pytest.raises(DataError, match=r"\(3, 0, 4\) has no step"):
         model(torch.randn(3, 0, 4))
-
-
-def test_weights_that_nobody_watches_are_refused():
-    weight = torch.randn(5, 4, requires_grad=True)
-    with pytest.raises(UncoveredParameterError, match="assigned to samples"):
-        recurrent_product(torch.randn(3, 4), weight, None, torch.randn(3, 4))
 
 
 def _norms(model: nn.Module, x: Tensor) -> Tensor:
