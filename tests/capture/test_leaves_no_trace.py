@@ -136,16 +136,6 @@ def test_copies_while_attached(name, strategy):
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
 
 
-@core
-def test_state_dict_loads_while_attached(case, strategy):
-    model = case.model(F64)
-    clipper = _attach(case, strategy, model)
-    state = {key: value + 1 for key, value in case.model(F64).state_dict().items()}
-    model.load_state_dict(state)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    clipper.remove()
-
-
 def _check_coverage(table, model):
     assert sorted(row.name for row in table) == sorted(trainable(model))
     lines = str(table).splitlines()

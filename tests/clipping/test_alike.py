@@ -101,21 +101,6 @@ def test_frozen_and_shared_parameters_stand_alone(monkeypatch):
     _check(model, clipper, batch)
 
 
-def test_two_forwards_before_one_backward(what):
-    """A siamese use: gradients of both add up before they are measured."""
-    torch.manual_seed(0)
-
-    model, batch = Stack(), {"x": torch.randn(3, 5, 6)}
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping")
-    clipper.backward((model(batch["x"]) * model(batch["x"].flip(1))).flatten(1).sum(1))
-    expected = _reference(
-        model, batch["x"], lambda one, given: (one(given["x"]) * one(given["x"].flip(1))).flatten(1).sum(1)
-    )
-    assert torch.allclose(clipper.per_sample_norms.double(), expected.norms_B, rtol=1e-5)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_sample_that_is_not_finite_adds_nothing(bad, what, monkeypatch):
     torch.manual_seed(0)
@@ -181,35 +166,6 @@ def test_one_sample_left_out_moves_what_is_released_by_no_more_than_the_bound(wh
     for sample in range(5):
         moved = whole - released([row for row in range(5) if row != sample])
         assert moved.double().norm() <= BOUND * (1 + 1e-6)
-
-
-def test_gradients_of_a_part_that_runs_again_are_exact():
-    """A shared norm inside checkpointed blocks: its second use comes to light as the backward goes on."""
-    torch.manual_seed(0)
-    model = Stack()
-    shared = model.blocks[0]["norm"]
-    for block in model.blocks:
-        block["norm"] = shared
-    x = torch.randn(3, 5, 6)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            for block in self.inner.blocks:
-
-                def run(x: torch.Tensor, block: nn.ModuleDict = block) -> torch.Tensor:
-                    return x + block["down"](torch.tanh(block["up"](block["norm"](x))))
-
-                x = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)
-            return x
-
-    clipper = GhostClipper(Checkpointed(), max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-    clipper.backward(_losses(clipper.model, {"x": x}))
-    _check(model, clipper, {"x": x})
 
 
 def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():

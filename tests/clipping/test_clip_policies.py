@@ -332,19 +332,6 @@ def test_adaptive_step_splits_its_noise_and_moves_the_bound(relation, factor):
         noise.asked.clear()
 
 
-def test_adaptation_follows_the_formula():
-    adaptation = QuantileAdaptation(target_unclipped_quantile=0.3, clipbound_learning_rate=0.5, unclipped_num_std=2.0)
-    norms = [torch.tensor([0.5, 1.0, 1.5, math.nan, 9.0])]
-    adaptation.observe(norms, [1.0], norms[0].isfinite())
-    count = adaptation.take_count().item()
-    assert count == 2 - 0.5 * 4
-    assert adaptation.take_count().item() == 0.0
-    share = 0.5 + count / 8
-    assert adaptation.next_bound(1.0, count, 8.0) == pytest.approx(math.exp(-0.5 * (share - 0.3)), rel=1e-12)
-    assert adaptation.next_bound(1.0, -1e9, 8.0) == adaptation.largest
-    assert adaptation.next_bound(1.0, 1e9, 8.0) == adaptation.smallest
-
-
 def test_noise_of_sum_and_count_cost_together_what_the_step_costs():
     adaptation = QuantileAdaptation(unclipped_num_std=1.5)
     rest = adaptation.gradient_noise_multiplier(2.0)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.clipping.held_factors import Keeper
 from tests.exactness.sensitivity.known import KNOWN
 from tests.exactness.sensitivity.measure import ALLOWED, NUMERICS, reduced_products
 
@@ -41,34 +40,3 @@ def test_what_cancels_before_it_is_rounded_does_not_pass_the_bound_afterwards(sc
         for sample in range(6):
             assert summed([sample]).norm() <= 1 + 1e-5
             assert (whole - summed([one for one in range(6) if one != sample])).norm() <= 1 + 1e-5
-
-
-class _Attention(nn.Module):
-    """Three layers that read one activation."""
-
-    def __init__(self, width=96):
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x_BTI):
-        h_BTI = self.first(x_BTI).tanh()
-        return self.q(h_BTI) * self.k(h_BTI) + self.v(h_BTI)
-
-
-@pytest.mark.usefixtures("all_rounded")
-def test_what_several_layers_read_is_held_once_and_its_gram_formed_once(monkeypatch):
-    held, stored = {}, Keeper.stored
-    monkeypatch.setattr(
-        Keeper, "stored", lambda self, name, factor: held.update({name: factor}) or stored(self, name, factor)
-    )
-    # So few positions that no gradient is smaller than its two factors.
-    model, x_BTI = _Attention(), torch.randn(2, 24, 96)
-    with GhostClipper(model, max_grad_norm=1.0, strategy="bookkeeping") as clipper:
-        for _ in range(3):
-            clipper.backward(clipper.model(x_BTI).square().mean((1, 2)))
-        plans = {row.name: row.plan for row in clipper.coverage()}
-    assert all("shared by 3" in plans[f"{name}.weight"] for name in "qkv")
-    q, k, v = (held[f"{name}.weight"].a_NTI for name in "qkv")
-    assert q.dtype == torch.bfloat16
-    assert q is k is v

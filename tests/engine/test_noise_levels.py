@@ -14,7 +14,7 @@ from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
 from ghostclip.errors import InvalidOptionError
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.charges import STEPS_PER_BOUND, discretisation_delta, released_bounds
+from ghostclip.privacy.charges import STEPS_PER_BOUND, released_bounds
 from ghostclip.privacy.checkpoints import digest_of
 from tests.engine.training import declared, small_data, small_model
 
@@ -96,21 +96,6 @@ def test_exact_release_is_whole_steps_of_the_grid():
 
 def _doubles():
     return declared(torch.utils.data.TensorDataset(DATA.tensors[0].double(), DATA.tensors[1]), 8)
-
-
-@pytest.mark.parametrize("history", [[(2.0, 0.2, 50)], [(4.0, 0.2, 20), (1.8, 0.2, 30)]])
-def test_discreteness_takes_its_share_of_delta(history):
-    """Chosen so that it takes most of δ; the smallest σ decides, and what is returned fits."""
-    accountant = create_accountant("rdp")
-    accountant.history = history
-    scale = min(entry[0] for entry in history) * 2**24
-    delta, coordinates = 1e-7, 10**12
-    plain = accountant.get_epsilon(delta)
-    epsilon = released_bounds(accountant, delta, coordinates=coordinates).upper
-    spent = discretisation_delta(epsilon, scale=scale, coordinates=coordinates, steps=50)
-    assert 0.2 * delta < spent < delta
-    assert epsilon >= accountant.get_epsilon(delta - spent) > plain
-    assert epsilon <= 1.01 * accountant.get_epsilon(delta - spent)
 
 
 def test_engine_adds_what_discreteness_costs_and_refuses_a_delta_below_it():

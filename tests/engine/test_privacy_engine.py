@@ -14,6 +14,7 @@ from ghostclip import PrivacyEngine
 from ghostclip.accounting import DEFAULT_ACCOUNTANT, BestAccountant
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import (
+    DataError,
     DrawError,
     GhostClipError,
     InvalidOptionError,
@@ -200,6 +201,11 @@ def test_shuffled_target_epsilon_is_that_of_the_passes():
     assert 7.8 < engine.get_epsilon(DELTA) <= 8.0
 
 
+def test_shuffled_batches_warn():
+    with pytest.warns(UserWarning, match="no amplification"):
+        made_private(poisson_sampling=False)
+
+
 @pytest.mark.parametrize("mode", ["auto", "bookkeeping"])
 def test_a_memory_budget_below_one_returns_a_criterion(mode):
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
@@ -254,7 +260,7 @@ REFUSED = [
     ({"optimizer": None}, InvalidOptionError, "optimizer: expected a torch.optim.Optimizer, got NoneType"),
     ({"grad_sample_mode": "hooks", "memory_budget": 0.5}, InvalidOptionError, "below 1 every layer gets one"),
     ({"data_loader": WEIGHTED}, InvalidOptionError, "WeightedRandomSampler"),
-    ({"data_loader": WEIGHTED, "poisson_sampling": False}, InvalidOptionError, "WeightedRandomSampler"),
+    ({"data_loader": WEIGHTED, "poisson_sampling": False}, DataError, "WeightedRandomSampler"),
     (
         {"optimizer": torch.optim.SGD(small_model().parameters(), lr=0.1)},
         UncoveredParameterError,

@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 
 import ghostclip
 
 STEPS = 5
 _GLOBAL: list = []
 _NUMBER = 0
-_HELPER = SimpleNamespace(calls=0)
 
 
 class _Model(nn.Module):
@@ -56,7 +54,7 @@ def _seen(h):
 def _forgets():
     global _NUMBER
     _GLOBAL.clear()
-    _NUMBER, _Model.total, _HELPER.calls = 0, 0, 0
+    _NUMBER, _Model.total = 0, 0
     _Model.table = {}
 
 
@@ -74,15 +72,6 @@ def _in_global_number(model, h):
 def _in_class(model, h):
     type(model).total += 1
     type(model).table[len(type(model).table)] = _seen(h)
-    return h
-
-
-def _count():
-    _HELPER.calls += 1
-
-
-def _by_helper(model, h):
-    _count()
     return h
 
 
@@ -163,14 +152,6 @@ def _list_argument():
     return _Model(write), lambda model: list(given), lambda model, x: model(x, given)
 
 
-def _popped():
-    return (
-        _Model(lambda model, h, given: h + given.pop("shift")),
-        lambda model: None,
-        lambda model, x: model(x, {"shift": x[:, :4]}),
-    )
-
-
 class _InPlace(_Model):
     def forward(self, x):
         x.mul_(0.5)
@@ -199,48 +180,15 @@ def _own_generators():
     return _Model(write), lambda model: (ours.initial_seed(), array.random(), python.random()), lambda m, x: m(x)
 
 
-def _array():
-    counts = np.zeros(4)
-
+def _in_attribute():
     def write(model, h):
-        counts[0] += len(h)
+        model.held.append(_seen(h))
+        model.latest = h
         return h
 
-    return _Model(write), lambda model: counts.tolist(), lambda model, x: model(x)
-
-
-def _parametrized(parametrization):
-    def make():
-        model = _Model()
-        parametrization(model.first)
-
-        def call(model, x):
-            with parametrize.cached():
-                return model(x) + model(0.5 * x)
-
-        return model, lambda model: [buffer.tolist() for buffer in model.buffers()], call
-
-    return make
-
-
-def _in_attribute(name):
-    def make():
-        def write(model, h):
-            held = model.held
-            held.append(_seen(h)) if isinstance(held, list) else held.log.append(_seen(h))
-            model.latest = h
-            return h
-
-        model = _Model(write)
-        model.held, model.latest = ([] if name == "list" else SimpleNamespace(log=[])), None
-
-        def read(model):
-            log = model.held if isinstance(model.held, list) else model.held.log
-            return list(log), None if model.latest is None else _seen(model.latest)
-
-        return model, read, lambda model, x: model(x)
-
-    return make
+    model = _Model(write)
+    model.held, model.latest = [], None
+    return model, lambda model: (list(model.held), model.latest is None), lambda model, x: model(x)
 
 
 _ON = {
@@ -261,19 +209,13 @@ PROGRAMS = {
     "global list": _written(_in_global_list, lambda model: list(_GLOBAL)),
     "global number": _written(_in_global_number, lambda model: _NUMBER),
     "class attributes": _written(_in_class, lambda model: (_Model.total, dict(_Model.table))),
-    "object of a helper": _written(_by_helper, lambda model: _HELPER.calls),
     "closure": _closure,
     "hooks that change inputs and outputs of the model": _root_hook,
     "object among the arguments": _object_argument,
     "list among the arguments": _list_argument,
-    "argument that is used up": _popped,
     "inputs changed in place": _in_place,
     "generators of one's own": _own_generators,
-    "array": _array,
-    "cached parametrization": _parametrized(parametrizations.weight_norm),
-    "cached parametrization that writes": _parametrized(parametrizations.spectral_norm),
-    "list in an attribute": _in_attribute("list"),
-    "object in an attribute": _in_attribute("object"),
+    "attributes": _in_attribute,
     **{f"hook of a layer, {box}": _by_hook(_ON["hook of a layer"], *_BOXES[box]) for box in _BOXES},
     **{f"{on}, list": _by_hook(_ON[on], *_BOXES["list"]) for on in _ON},
 }

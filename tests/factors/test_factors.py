@@ -69,26 +69,6 @@ def test_squared_norm(factor):
         assert (error <= 1e-10 * expected).all()
 
 
-@pytest.mark.parametrize("count", [255, 600, 1024, 4095, 20000])
-@pytest.mark.parametrize("build", ["dense", "inputs", "outputs", "both"])
-def test_norm_of_equal_values_is_no_smaller_than_it_is_rounded_up_by(build, count):
-    """Rounding of equal values adds up where that of others averages out."""
-    values = torch.linspace(0.1, 1.0, 300)
-    wide = values.view(-1, 1, 1).expand(-1, 1, count).contiguous()
-    narrow = torch.ones(300, 1, 3)
-    factors = {
-        "dense": lambda: Dense(wide[:, 0]),
-        "inputs": lambda: Outer(wide, narrow, shape=(3, count)),
-        "outputs": lambda: Outer(narrow, wide, shape=(count, 3)),
-        "both": lambda: Outer(wide, torch.ones(300, 1, 3000), shape=(3000, count)),
-    }
-    value, error, _ = factors[build]().sqnorm()
-    exact = count * values.double().square() * {"dense": 1, "both": 3000}.get(build, 3)
-    bounded = value.double() if error is None else value.double() + error
-    assert (bounded >= exact * (1 - 8 * torch.finfo(torch.float32).eps)).all()
-    assert (bounded <= exact * (1 + 64 * torch.finfo(torch.float32).eps)).all()
-
-
 def test_clipped_sum_adds_to_what_is_there(factor):
     coef = torch.rand(B, dtype=F64)
     out = torch.randn(factor.shape, dtype=F64)

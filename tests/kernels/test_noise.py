@@ -162,16 +162,6 @@ def test_tails_of_the_kernel(fast):
     _tails(lambda radius, angle: fast("normal_pair", radius, angle))
 
 
-@pytest.mark.parametrize("scale", [1.0, 4.0, 5.0])
-def test_share_beyond_a_threshold(scale):
-    """Radii beyond the thresholds occur as often as they should, from stratified words."""
-    count = 2**20
-    radius = torch.arange(count) * (2**63 // count) + 2**62 // count
-    cosine, sine = noise.normal_pairs(radius, torch.zeros_like(radius))
-    share = ((cosine.square() + sine.square()).sqrt() > scale).double().mean().item()
-    assert share == pytest.approx(math.exp(-scale * scale / 2), abs=2 / count)
-
-
 @pytest.mark.parametrize(
     ("part", "options", "match"),
     [

@@ -7,16 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import GhostClipper
 from ghostclip.kernels import products
-from ghostclip.kernels.products import full_convolutions, full_precision
 
 needs_switches = pytest.mark.skipif(
     not hasattr(torch.backends.cudnn, "conv"), reason="a torch from before 2.9 has other switches"
 )
-
-
-def _precisions():
-    backends = torch.backends
-    return [place.fp32_precision for place in (backends.mkldnn.matmul, backends.mkldnn.conv)]
 
 
 @pytest.fixture(params=["legacy", "newer"])
@@ -30,30 +24,6 @@ def chosen(request):
         matmul.fp32_precision = "bf16"
     yield
     torch.set_float32_matmul_precision(before)
-
-
-@needs_switches
-@pytest.mark.usefixtures("chosen")
-def test_precision_is_full_inside_and_put_back():
-    before = _precisions()
-    with full_precision(), full_convolutions():
-        matmul, conv = _precisions()
-        assert matmul == "ieee"
-        assert conv in {"ieee", "none"}
-    assert _precisions() == before
-    with pytest.raises(ZeroDivisionError), full_precision():
-        raise ZeroDivisionError
-    assert _precisions() == before
-    assert before[0] == "bf16"
-
-
-@needs_switches
-def test_nothing_is_switched_where_nobody_chose_less():
-    before = _precisions()
-    with full_precision(), full_convolutions():
-        assert _precisions() == before
-    assert "bf16" not in before
-    assert "tf32" not in before
 
 
 @needs_switches

@@ -7,8 +7,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ghostclip
 from benchmarks.flops import counter
-from ghostclip.errors import DataError, SampleMixingError
-from ghostclip.rules.recurrent import WRITTEN_OUT
+from ghostclip.errors import DataError, SampleMixingError, UncoveredParameterError
+from ghostclip.rules.recurrent import WRITTEN_OUT, recurrent_product
 
 KINDS = {
     "lstm": lambda **options: nn.LSTM(4, 5, **options),
@@ -166,6 +166,12 @@ def test_sequences_without_a_step_are_refused():
     model = nn.Sequential(nn.GRU(4, 5, batch_first=True))
     with ghostclip.GhostClipper(model, max_grad_norm=1.0), pytest.raises(DataError, match=r"\(3, 0, 4\) has no step"):
         model(torch.randn(3, 0, 4))
+
+
+def test_weights_that_nobody_watches_are_refused():
+    weight = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(UncoveredParameterError, match="assigned to samples"):
+        recurrent_product(torch.randn(3, 4), weight, None, torch.randn(3, 4))
 
 
 def _norms(model: nn.Module, x: Tensor) -> Tensor:

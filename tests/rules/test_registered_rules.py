@@ -82,15 +82,6 @@ def test_operator_without_a_rule_is_exact_as_well(strategy):
     _compare(Scaled().double(), strategy)
 
 
-def test_operator_does_not_pass_for_the_function_of_the_same_name():
-    with torch.library._scoped_library("ghostclip_tests_other", "DEF") as library:
-        library.define("linear(Tensor x, Tensor weight) -> Tensor")
-        library.impl("linear", lambda x, weight: x * weight.sum(), "CompositeImplicitAutograd")
-        model = Scaled().double()
-        model.forward = lambda x: torch.ops.ghostclip_tests_other.linear(model.first(x), model.weight)
-        _compare(model, "bookkeeping")
-
-
 def test_rule_that_is_there_is_replaced_only_on_purpose(tables):
     with pytest.raises(InvalidOptionError, match="a rule for linear already"):
         register_rule(torch.nn.functional.linear, arguments="input weight bias")
