@@ -9,7 +9,7 @@ import torch
 
 from ghostclip.errors import GhostClipError
 from tests.cases import ALL_CASES, CORE_CASES, by_name
-from tests.exactness.runs import engine, expected
+from tests.exactness.runs import STRATEGIES, engine, expected
 from tests.reference import trainable
 
 F64 = torch.float64
@@ -51,7 +51,15 @@ def _changes(before, after):
     return {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
 
 
-@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+# Each case in two strategies.
+_RUNS = [
+    pytest.param(case, STRATEGIES[(number + further) % 4], id=f"{case.name}-{further}")
+    for number, case in enumerate(ALL_CASES)
+    for further in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("case", "strategy"), _RUNS)
 def test_model_is_as_before_after_remove_and_coverage_lists_every_trainable_parameter(case, strategy):
     dtype = case.dtypes[0]
     model, batch = case.model(dtype), case.data(dtype)

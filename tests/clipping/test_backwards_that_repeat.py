@@ -61,7 +61,7 @@ def _norm(model):
 def test_what_is_drawn_in_a_backward_is_drawn_again_alike(between, strategy):
     model = _Net(between)
     with ghostclip.GhostClipper(model, max_grad_norm=C, strategy=strategy) as clipper:
-        for _ in range(10):
+        for _ in range(4):
             clipper.backward(model(10 * torch.randn(1, 4)).square().sum(1))
             assert 0.99 * C < _norm(model) <= C * (1 + 1e-5)
             clipper.reset()

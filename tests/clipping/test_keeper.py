@@ -20,8 +20,7 @@ def test_data_that_broke_the_bound_does_not_where_it_is_rounded(known):
 
 
 @pytest.mark.usefixtures("all_rounded")
-@pytest.mark.parametrize("scale", [1.0, 1e4, 1e8])
-@pytest.mark.parametrize("positions", [2, 7, 40])
+@pytest.mark.parametrize(("scale", "positions"), [(1.0, 40), (1e4, 2), (1e8, 7)])
 def test_what_cancels_before_it_is_rounded_does_not_pass_the_bound_afterwards(scale, positions):
     """Two positions of each sample are opposite but for a part that 8 bits cannot show."""
     model = nn.Linear(30, 20)

@@ -99,6 +99,13 @@ def test_every_form_of_norm(factor):
         assert error is None or ((error >= 0).all() and (error <= 1e-10 * expected).all())
 
 
+def test_terms_are_no_larger_than_what_norms_of_inputs_and_gradients_say(factor):
+    terms, most = factor.terms(), factor.terms_at_most()
+    if terms is not None:
+        assert (most.mass_B >= terms.mass_B).all()
+        assert (most.scale_B >= terms.scale_B).all()
+
+
 def test_in_parts(factor, monkeypatch):
     whole = factor.materialize(), factor.sqnorm().value_B
     monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1)
