@@ -1,4 +1,4 @@
-"""Random programs that pad records to the longest of their batch: side, padding, model, loss and host, drawn by number.
+"""Programs that pad records to the longest of their batch: side, padding, model, loss and host.
 
 What a program releases is held against each record alone, without company: any difference follows the company.
 Shape letters: B records, T positions, F features, V classes.
@@ -122,15 +122,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "over a tensor": lambda o, y, m: _tokens(o, y, m, ignoring=True).sum(1) / m.shape[1] * 1.0,
     "largest": lambda o, y, m: _tokens(o, y, m, ignoring=True).amax(1),
 }
-HOSTS = ("losses", "scalar", "private", "private losses", "criterion")
-STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
-# Where loss.backward() is called, one pass is to do.
-_ONE_PASS = {"ghost": "bookkeeping", "fast": "hooks"}
+PADDINGS = ("own token", "a token", "end", "zeros")
 
 
 @dataclass(frozen=True)
 class Program:
-    """One draw.
+    """One of them.
 
     Attributes:
         number: Its seed.
@@ -151,23 +148,6 @@ class Program:
     loss: str
     host: str
     strategy: str
-
-    @staticmethod
-    def drawn(number: int) -> Program:
-        draw = random.Random(number)
-        body = draw.choice(BODIES)
-        left = draw.random() < 0.4 and body != "packed lstm"
-        host, strategy = draw.choice(HOSTS), draw.choice(STRATEGIES)
-        return Program(
-            number,
-            left,
-            draw.choice(("own token", "a token", "end", "zeros")),
-            body,
-            draw.choice((*POOLS, "each", "each", "each", "each")),
-            draw.choice(list(LOSSES)),
-            host,
-            _ONE_PASS.get(strategy, strategy) if host in ("scalar", "private") else strategy,
-        )
 
     def records(self, count: int) -> list[tuple[Tensor, Tensor]]:
         numbers = torch.Generator().manual_seed(self.number)
