@@ -129,26 +129,3 @@ def test_constants_stay_constants(size):
     clipper = GhostClipper(model, max_grad_norm=0.1)
     for samples in (4, size, 4, size):
         _check_rows(clipper, model, torch.randn(samples, 4, dtype=torch.float64))
-
-
-class _Addmm(nn.Module):
-    """As transformers' ``Conv1D`` writes it: a weight stored (I, O)."""
-
-    def __init__(self, frozen=()):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6))
-        for name in frozen:
-            getattr(self, name).requires_grad_(False)
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x.view(-1, 4), self.weight).view(len(x), -1, 6).sum(1)
-
-
-@pytest.mark.parametrize("frozen", [(), ("bias",), ("weight",)])
-def test_addmm_is_exact_in_batches_of_changing_sizes(strategy, frozen):
-    """Its weight is used the other way round, its rows are folded; a frozen addend is a second tensor to look at."""
-    torch.manual_seed(0)
-    model = _Addmm(frozen).double()
-    clipper = engine(strategy)(model, 0.1)
-    for size in (3, 5, 3, 4):
-        _check_rows(clipper, model, torch.randn(size, 2, 4, dtype=torch.float64))

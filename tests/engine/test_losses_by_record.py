@@ -27,10 +27,6 @@ def _bert(**given):
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=V, **TINY, **STILL, **given))
 
 
-def _roberta():
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(vocab_size=V, **TINY, **STILL))
-
-
 def _t5(**given):
     config = transformers.T5Config(vocab_size=V, decoder_start_token_id=0, **T5, **given)
     return transformers.T5ForConditionalGeneration(config)
@@ -50,7 +46,6 @@ def _bart():
 MODELS = {
     "llama": _llama,
     "bert, tied": _bert,
-    "roberta, tied": _roberta,
     "t5": lambda: _t5(tie_word_embeddings=False),
     "bart, tied, biased": _bart,
 }
