@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from ghostclip.clipping import policies
 from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised, clip_coefficients
 from ghostclip.clipping.norms import GroupNorms, NormSum
-from ghostclip.factors import SquaredNorm
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.factors import Dense, Outer, SquaredNorm
 
 
 def squares(count, dtype=torch.float32):
@@ -109,3 +112,60 @@ def test_groups_of_one_bound_are_clipped_as_each_alone(rule):
         assert (coef_B[finite_B] > 0).all()
     apart = policy.coefficients([norm_B.to(MIXED[place % 2]) for place, norm_B in enumerate(norm_GB)], bounds)
     torch.testing.assert_close(torch.stack([coef_B.float() for coef_B in apart]), torch.stack(together))
+
+
+class _Ranks:
+    """One of two ranks that share samples, of which the other has the same; it counts what is named."""
+
+    dtype, device, size, is_first = torch.float64, torch.device("cpu"), 2, False
+
+    def __init__(self, counted):
+        self.counted = counted
+
+    def is_divided(self, name):
+        return name in self.counted
+
+    def refuse_difference(self):
+        raise UnsupportedModelError("different gradients")
+
+    def add_up(self, own):
+        return 2 * own
+
+
+@pytest.mark.parametrize("other", [1.0, 1 + 1e-3, 0.0])
+def test_gradients_that_ranks_should_have_alike_are_refused_where_they_are_not(other):
+    ranks = _Ranks("a")
+    ranks.add_up = lambda own: torch.cat([2 * own[:, :4], (1 + other) * own[:, 4:5], (1 + other**2) * own[:, 5:]], 1)
+    total = GroupNorms({}, ranks)
+    total.add_norm_of("a", Dense(torch.randn(3, 4, dtype=torch.float64)))
+    total.add_norm_of("whole", Dense(torch.randn(3, 4, dtype=torch.float64)))
+    with pytest.raises(UnsupportedModelError, match="different gradients") if other != 1 else nullcontext():
+        total.complete(3)
+
+
+PARTS = {"a": slice(3), "b": slice(3, None)}
+
+
+@pytest.mark.parametrize("counted", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("form", ["gradients", "one position", "positions"])
+def test_each_parameter_counts_on_the_rank_that_it_counts_on_however_it_was_put_together(form, counted):
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    sizes = {"gradients": (), "one position": (1,), "positions": (40,)}[form]
+    left, right = draw(6, *sizes, 4), draw(6, *sizes, 5)
+
+    def factor(part):
+        return Dense(left[part]) if form == "gradients" else Outer(left[part], right[part], shape=(5, 4))
+
+    together, apart = (GroupNorms({}, _Ranks(counted)) for _ in range(2))
+    together.add_norms_of(["a", "b"], factor(slice(None)))
+    for name, part in PARTS.items():
+        apart.add_norm_of(name, factor(part))
+    for total in (together, apart):
+        total.complete(3)
+    own = [
+        factor(slice(3 * number, 3 * number + 3)).materialize() for number, name in enumerate("ab") if name in counted
+    ]
+    expected = (2 * sum(grad.flatten(1).square().sum(1) for grad in own)) ** 0.5 if own else torch.zeros(3).double()
+    torch.testing.assert_close(together.norm_GB(3)[0], expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(apart.norm_GB(3)[0], expected, rtol=1e-9, atol=1e-12)
