@@ -133,16 +133,17 @@ class _Dropping(nn.Module):
         return h / self.divisor(x)
 
 
-@pytest.mark.parametrize("kind", _DROPOUTS)
-def test_division_by_the_number_of_samples_is_refused_under_dropout(kind):
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_division_by_the_number_of_samples_is_refused_under_dropout(recurrent):
     x = torch.randn(5, 4, 3)
-    ghostclip.GhostClipper(model := _Dropping(kind, len), max_grad_norm=0.1)
-    with pytest.raises(SampleMixingError, match="half of the samples were left out"):
-        model(x)
-    with ghostclip.GhostClipper(model := _Dropping(kind, lambda x: 5), max_grad_norm=0.1) as clipper:
-        one, two = model(x), model(x)
-        assert "batch independence" not in str(clipper.unchecked)
-        assert not torch.equal(one, two), "dropout is on outside the check"
+    for kind in (kind for kind, (layer, _) in _DROPOUTS.items() if isinstance(layer, nn.RNNBase) == recurrent):
+        ghostclip.GhostClipper(model := _Dropping(kind, len), max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="half of the samples were left out"):
+            model(x)
+        with ghostclip.GhostClipper(model := _Dropping(kind, lambda x: 5), max_grad_norm=0.1) as clipper:
+            one, two = model(x), model(x)
+            assert "batch independence" not in str(clipper.unchecked), kind
+            assert not torch.equal(one, two), "dropout is on outside the check"
 
 
 class _FromPlaceToPlace(nn.Module):
