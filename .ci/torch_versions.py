@@ -34,7 +34,7 @@ CORE = (
     "tests/capture/test_backward_entry.py",
     "tests/clipping/test_changed_in_backward.py",
     "tests/exactness/test_refusals.py",
-    "tests/clipping/test_shared_divisor.py",
+    "tests/clipping/test_scalar_losses.py",
     "tests/engine/test_privacy_engine.py",
     "tests/optim/test_dp_optimizer.py",
     "tests/privacy/test_account_in_state.py",

@@ -1,15 +1,12 @@
 """Every backward that trains a private model passes the entry where its loss is examined."""
 
-import copy
 import inspect
-import pickle
 from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip.capture import backward_entry
@@ -183,42 +180,6 @@ def test_divisor_that_was_the_batch_size_by_chance():
             (model(_x()).square().sum() / 12).backward()
 
 
-def test_rows_that_a_mask_picks_differ_in_a_later_step():
-    """In the first step every sample has two of three positions, later as many in all, of unlike share."""
-    model = _model()
-    x = torch.randn(4, 3, 5, dtype=DOUBLE)
-    even = torch.tensor([[1, 1, 0]] * 4).bool()
-    odd = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0]]).bool()
-
-    def loss(mask):
-        picked = model(x).masked_select(mask.unsqueeze(2)).view(-1, 3)
-        return functional.cross_entropy(picked, torch.zeros(len(picked), dtype=torch.int64))
-
-    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
-        loss(even).backward()
-        with pytest.raises((LossReductionError, SampleMixingError)):
-            loss(odd).backward()
-
-
-@pytest.mark.parametrize("samples", [3, 4])
-def test_as_many_positions_as_samples(samples):
-    model, x = _model(), torch.randn(samples, samples, 5, dtype=DOUBLE)
-
-    def each(m, x):
-        return m(x).square().mean((1, 2))
-
-    for loss in (
-        lambda out: out.square().mean(),
-        lambda out: out.square().mean(2).mean(1).mean(0),
-        lambda out: out.square().mean(2).T.flatten().mean(),
-        lambda out: out.square().sum(2).T.sum() / (3 * samples * samples),
-    ):
-        with ghostclip.GhostClipper(model, max_grad_norm=0.5):
-            model.zero_grad(set_to_none=True)
-            loss(model(x)).backward()
-            _assert_clipped(model, _wanted(each, x))
-
-
 def test_two_forwards_of_the_same_samples():
     model, x = _model(), _x()
     with ghostclip.GhostClipper(model, max_grad_norm=0.5):
@@ -226,34 +187,6 @@ def test_two_forwards_of_the_same_samples():
         _assert_clipped(model, _wanted(lambda m, x: (m(x) - m(2 * x)).square().mean(1), x))
         with pytest.raises(SampleMixingError):
             functional.mse_loss(model(x), model(2 * x).roll(1, 0)).backward()
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = _model(), reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    model, x = _Checkpointed(reentrant), _x().requires_grad_()
-    with ghostclip.GhostClipper(model, max_grad_norm=0.5):
-        _each(model, x).mean().backward()
-        _assert_clipped(model.inner, _wanted(_each, x.detach()))
-        with pytest.raises(LossReductionError, match="'std'"):
-            model(x).std().backward()
-
-
-def test_copies_and_pickles_carry_no_entry():
-    model = _model()
-    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
-        loss = _each(model, _x()).mean()
-        pickle.loads(pickle.dumps(model))
-        assert copy.deepcopy(clipper).max_grad_norm == 0.5
-        loss.backward()
 
 
 def test_a_loss_through_two_private_models_is_refused_by_that_name():

@@ -1,7 +1,5 @@
 """A backward that is not for the parameters, and a loss that samples never reach."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -68,7 +66,7 @@ class _Reversed(nn.Module):
         return self.linear(x.gather(0, order.unsqueeze(1).expand_as(x))).flip(0)
 
 
-@pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("samples", [2, 3, 8])
 def test_reordered_batch_is_refused(samples):
     """Also where the sample in the middle stays in its place."""
     model = _Reversed()
@@ -77,7 +75,7 @@ def test_reordered_batch_is_refused(samples):
         model(torch.randn(samples, 5))
 
 
-@pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("samples", [2, 3, 8])
 def test_outputs_in_another_order(samples):
     """A loss would bring each of them together with another sample's targets."""
     model = _Reversed(undone=False)
@@ -96,24 +94,6 @@ def test_order_that_cannot_be_followed_is_refused_whenever_it_differs():
     model.reorders = True
     with pytest.raises(BatchAxisError, match="in another order than the samples"):
         model(torch.randn(4, 5))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "ghost"])
-def test_frozen_after_a_step(strategy):
-    model, x = _model(), torch.randn(4, 5, dtype=torch.float64)
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5, strategy=strategy)
-    clipper.backward(_losses(model, x))
-    clipper.reset()
-    model[0].requires_grad_(False)
-    clipper.backward(_losses(model, x))
-    assert model[0].weight.grad is None
-    assert model[2].weight.grad is not None
-    assert not clipper.per_sample_norms.requires_grad
-
-
-def test_clipper_can_be_copied():
-    clipper = ghostclip.GhostClipper(_model(), max_grad_norm=0.5)
-    assert copy.deepcopy(clipper).max_grad_norm == 0.5
 
 
 def test_per_sample_gradients_do_not_pile_up():

@@ -9,7 +9,7 @@ import torch
 
 from ghostclip.errors import GhostClipError
 from tests.cases import ALL_CASES, CORE_CASES, by_name
-from tests.exactness.runs import engine, expected
+from tests.exactness.runs import STRATEGIES, engine, expected
 from tests.reference import trainable
 
 F64 = torch.float64
@@ -51,8 +51,16 @@ def _changes(before, after):
     return {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
 
 
-@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
-def test_model_is_as_before_after_remove(case, strategy):
+# Each case in two strategies.
+_RUNS = [
+    pytest.param(case, STRATEGIES[(number + further) % 4], id=f"{case.name}-{further}")
+    for number, case in enumerate(ALL_CASES)
+    for further in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("case", "strategy"), _RUNS)
+def test_model_is_as_before_after_remove_and_coverage_lists_every_trainable_parameter(case, strategy):
     dtype = case.dtypes[0]
     model, batch = case.model(dtype), case.data(dtype)
     # Some models keep things on themselves in their first forward, with and without us.
@@ -67,10 +75,9 @@ def test_model_is_as_before_after_remove(case, strategy):
     except GhostClipError:
         if not case.refused:
             raise
-        clipper.remove()
-        assert not _changes(before, _snapshot(model))
-        return
     assert list(model.state_dict()) == keys
+    _check_coverage(clipper.coverage(), model)
+    clipper.remove()
     clipper.remove()
     assert not _changes(before, _snapshot(model))
     for key, value in model.state_dict().items():
@@ -106,16 +113,6 @@ def test_context_manager_removes_also_after_an_error(case, strategy):
     assert not _changes(before, _snapshot(model))
 
 
-@core
-def test_remove_twice_is_harmless(case, strategy):
-    model = case.model(F64)
-    before = _snapshot(model)
-    clipper = _attach(case, strategy, model)
-    clipper.remove()
-    clipper.remove()
-    assert not _changes(before, _snapshot(model))
-
-
 def _copies(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -147,27 +144,7 @@ def test_copies_while_attached(name, strategy):
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
 
 
-@core
-def test_state_dict_loads_while_attached(case, strategy):
-    model = case.model(F64)
-    clipper = _attach(case, strategy, model)
-    state = {key: value + 1 for key, value in case.model(F64).state_dict().items()}
-    model.load_state_dict(state)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    clipper.remove()
-
-
-@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
-def test_coverage_lists_every_trainable_parameter(case):
-    model, batch = case.model(case.dtypes[0]), case.data(case.dtypes[0])
-    try:
-        clipper = _attach(case, "auto", model)
-        with case.numerics(case.dtypes[0]):
-            clipper.backward(case.losses(model, batch))
-    except GhostClipError:
-        if not case.refused:
-            raise
-    table = clipper.coverage()
+def _check_coverage(table, model):
     assert sorted(row.name for row in table) == sorted(trainable(model))
     lines = str(table).splitlines()
     for name in trainable(model):

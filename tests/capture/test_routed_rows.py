@@ -90,7 +90,7 @@ def _assert_exact(way, fold, seed, shape, *, in_graph=False):
             torch.testing.assert_close(got, wanted[name], rtol=1e-9, atol=1e-12, msg=f"{seed}: {name}")
 
 
-@pytest.mark.parametrize(("way", "starts"), [(_mask, 60), (_in_place, 20), (_numbers, 20)])
+@pytest.mark.parametrize(("way", "starts"), [(_mask, 15), (_in_place, 5), (_numbers, 5)])
 def test_any_number_of_rows(way, starts):
     """In many of the starts some expert has a multiple of the batch's four samples."""
     for seed in range(starts):
@@ -98,14 +98,13 @@ def test_any_number_of_rows(way, starts):
 
 
 def test_rows_selected_behind_a_new_axis():
-    for seed in range(20):
+    for seed in range(5):
         _assert_exact(_behind_an_axis, _reshaped, seed, (4, 6, 5), in_graph=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 6, 5), (4, 4, 5), (3, 1, 5)])
-@pytest.mark.parametrize("fold", [_reshaped, _scaled])
+@pytest.mark.parametrize(("shape", "fold"), [((2, 6, 5), _reshaped), ((4, 4, 5), _scaled), ((3, 1, 5), _scaled)])
 def test_other_sizes_and_folds(shape, fold):
-    for seed in range(10):
+    for seed in range(4):
         _assert_exact(_mask, fold, seed, shape)
 
 
@@ -113,11 +112,11 @@ def test_other_sizes_and_folds(shape, fold):
 def test_rows_in_an_unknown_order_are_exact_or_refused(way):
     """In every step: what evidence showed of some selected rows says nothing about others."""
     done = 0
-    for seed in range(12):
+    for seed in range(4):
         torch.manual_seed(seed)
         model = _Router(way, _turned).double()
         with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
-            for _ in range(5):
+            for _ in range(3):
                 x = torch.randn(2, 6, 5, dtype=torch.float64)
                 try:
                     clipper.backward(_losses(model, {"x": x}))

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip import GhostClipper
-from ghostclip.capture.roster import Snapshot
 from ghostclip.errors import SampleMixingError
 from tests.exactness.runs import engine
 from tests.reference import clip_and_sum, per_sample_gradients
@@ -92,72 +90,6 @@ CHANGES = [
 
 def _rows(model, batch):
     return model(batch["x"]).square().sum(1)
-
-
-def _after_a_forward(model):
-    clipper = GhostClipper(model, max_grad_norm=0.1)
-    clipper.backward(model(torch.randn(5, 4, dtype=torch.float64)).square().sum(1))
-    return clipper, clipper._capture.substitution._snapshot
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change):
-    model = _model()
-    _, snapshot = _after_a_forward(model)
-    assert snapshot.holds()
-    change(model)
-    assert not snapshot.holds()
-
-
-def test_a_parameter_that_moves_into_the_next_module_is_seen():
-    """All names and parameters, one after the other, are the same as before."""
-    model = _model()
-    _, snapshot = _after_a_forward(model)
-    model[1]._parameters["bias"] = model[0]._parameters.pop("bias")
-    assert not snapshot.holds()
-
-
-_MEMORIES = {
-    "a copy": lambda x: x.clone(),
-    "further on": lambda x: x[1:],
-    "of other shape": lambda x: x.view(3, 4),
-    "turned": lambda x: x.view(4, 3).t(),
-    "of steps": lambda x: x[::2],
-    "bits of another type": lambda x: x.view(torch.float16),
-}
-
-
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("memory", _MEMORIES)
-def test_memory_is_told_from_other_memory(memory, number):
-    """Whatever it is that differs, of whichever parameter."""
-    held = [torch.arange(12.0), torch.arange(12.0)]
-    parameters = [nn.Parameter(tensor) for tensor in held]
-    model = nn.ParameterList(parameters)
-    snapshot = Snapshot([model])
-    snapshot.note_trained(parameters, [parameter.detach() for parameter in parameters])
-    assert snapshot.holds()
-    parameters[number].data = _MEMORIES[memory](held[number])
-    assert not snapshot.holds()
-    parameters[number].data = held[number]
-    assert snapshot.holds()
-
-
-def test_memory_that_was_emptied_is_looked_at():
-    """What was filled again may lie where something else does by then."""
-    parameter = nn.Parameter(torch.arange(6.0))
-    snapshot, alias = Snapshot([nn.ParameterList([parameter])]), parameter.detach()
-    snapshot.note_trained([parameter], [alias])
-    parameter.data = torch.arange(6.0)
-    alias.untyped_storage().resize_(0)
-    assert not snapshot.holds()
-
-
-def test_what_has_not_changed_is_not_looked_up_again():
-    model = _model()
-    clipper, snapshot = _after_a_forward(model)
-    clipper.backward(model(torch.randn(3, 4, dtype=torch.float64)).square().sum(1))
-    assert clipper._capture.substitution._snapshot is snapshot
 
 
 @pytest.mark.parametrize("change", [None, *CHANGES])

@@ -10,12 +10,8 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import together
-from ghostclip.clipping.bounds import PerParameter
-from ghostclip.clipping.held_factors import Repeats
-from ghostclip.clipping.passes import BookKeeping, NormPass
-from ghostclip.clipping.policies import ClipPolicy
+from ghostclip.clipping.passes import BookKeeping
 from ghostclip.errors import TamperedGradientError
-from ghostclip.factors import Dense
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
 
 BOUND = 0.3
@@ -79,8 +75,9 @@ def what(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("positions", [None, 1, 5, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("positions", "dtype"), [(None, torch.float32), (1, torch.float64), (5, torch.float32), (40, torch.float64)]
+)
 def test_sums_and_norms_are_those_of_each(dtype, positions, monkeypatch):
     torch.manual_seed(0)
     model = Stack().to(dtype)
@@ -90,23 +87,6 @@ def test_sums_and_norms_are_those_of_each(dtype, positions, monkeypatch):
         model.zero_grad()
         assert _together(clipper, _losses(model, {"x": x}), monkeypatch) == [4, 4, 4]
         _check(model, clipper, {"x": x})
-
-
-def test_a_step_made_again_rounds_as_it_did(monkeypatch):
-    """What is put together follows from form and sizes, not from what came before."""
-    torch.manual_seed(0)
-    model, x = Stack(), torch.randn(3, 5, 6)
-    grads = []
-    for before in (0, 3):
-        own = copy.deepcopy(model)
-        clipper = GhostClipper(own, max_grad_norm=BOUND, strategy="bookkeeping")
-        for _ in range(before):
-            clipper.backward(_losses(own, {"x": torch.randn(3, 5, 6)}))
-            own.zero_grad()
-            clipper.reset()
-        clipper.backward(_losses(own, {"x": x}))
-        grads.append([parameter.grad for parameter in own.parameters()])
-    assert all(map(torch.equal, *grads))
 
 
 def test_frozen_and_shared_parameters_stand_alone(monkeypatch):
@@ -119,32 +99,6 @@ def test_frozen_and_shared_parameters_stand_alone(monkeypatch):
     found = _together(clipper, _losses(model, batch), monkeypatch)
     assert sorted(found) == [3, 4, 5]
     _check(model, clipper, batch)
-
-
-def test_frozen_after_the_forward(what):
-    torch.manual_seed(0)
-    model, batch = Stack(), {"x": torch.randn(3, 5, 6)}
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping")
-    losses = _losses(model, batch)
-    model.blocks[2]["down"].bias.requires_grad_(False)
-    clipper.backward(losses)
-    assert model.blocks[2]["down"].bias.grad is None
-    _check(model, clipper, batch)
-
-
-def test_two_forwards_before_one_backward(what):
-    """A siamese use: gradients of both add up before they are measured."""
-    torch.manual_seed(0)
-
-    model, batch = Stack(), {"x": torch.randn(3, 5, 6)}
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping")
-    clipper.backward((model(batch["x"]) * model(batch["x"].flip(1))).flatten(1).sum(1))
-    expected = _reference(
-        model, batch["x"], lambda one, given: (one(given["x"]) * one(given["x"].flip(1))).flatten(1).sum(1)
-    )
-    assert torch.allclose(clipper.per_sample_norms.double(), expected.norms_B, rtol=1e-5)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -177,32 +131,6 @@ def test_an_ill_conditioned_sample_is_measured_by_itself(monkeypatch):
         found.append([clipper.per_sample_norms, *(parameter.grad for parameter in own.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-12)
-
-
-def test_groups_of_their_own_are_left_apart(monkeypatch):
-    torch.manual_seed(0)
-    model, x = Stack(), torch.randn(3, 5, 6)
-    clipper = GhostClipper(model, policy=ClipPolicy(BOUND, grouping=PerParameter()), strategy="bookkeeping")
-    assert not _together(clipper, _losses(model, {"x": x}), monkeypatch)
-
-
-def test_large_layers_are_left_apart(monkeypatch):
-    model, x = nn.Sequential(*[nn.Linear(200, 200) for _ in range(3)]), torch.randn(3, 200)
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-    assert not _together(clipper, _losses(model, {"x": x}), monkeypatch)
-
-
-def test_what_waits_is_bounded(monkeypatch):
-    """Factors are formed as soon as so much waits, not at the end of the backward."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(together, "_WAITING", 4)
-    monkeypatch.setattr(together, "_SMALL", 200)
-    model, batch = Stack(8), {"x": torch.randn(3, 1, 6)}
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping")
-    found = _together(clipper, _losses(model, batch), monkeypatch)
-    assert len(found) > 3
-    assert max(found) < 8
-    _check(model, clipper, batch)
 
 
 def test_a_gradient_that_changes_while_it_waits_is_refused():
@@ -240,67 +168,6 @@ def test_one_sample_left_out_moves_what_is_released_by_no_more_than_the_bound(wh
         assert moved.double().norm() <= BOUND * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("owned", [True, False])
-def test_sums_of_several_backwards_add_up(owned, what):
-    torch.manual_seed(0)
-    model, x = Stack(), torch.randn(6, 4, 6)
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-    if owned:
-        clipper.own_gradients()
-    for part in x.split(3):
-        clipper.backward(_losses(model, {"x": part}))
-    got = [clipper.summed_gradient(parameter) for parameter in model.parameters()]
-    expected = _reference(model, x)
-    for (name, _), one in zip(model.named_parameters(), got, strict=True):
-        torch.testing.assert_close(one.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
-
-
-def _gradients_together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Run a backward; returns how many parameters' gradients were put together each time."""
-    found: list[int] = []
-    joint = together.Joint
-    monkeypatch.setattr(together, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
-    clipper.backward(losses)
-    return found
-
-
-def test_small_gradients_of_large_layers_are_put_together(monkeypatch):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]), torch.randn(3, 200)
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-    assert _gradients_together(clipper, _losses(model, {"x": x}), monkeypatch) == [4]
-    _check(model, clipper, {"x": x})
-
-
-def test_gradients_of_a_part_that_runs_again_are_left_apart(monkeypatch):
-    """A shared norm inside checkpointed blocks: its second use comes to light as the backward goes on."""
-    torch.manual_seed(0)
-    model = Stack()
-    shared = model.blocks[0]["norm"]
-    for block in model.blocks:
-        block["norm"] = shared
-    x = torch.randn(3, 5, 6)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            for block in self.inner.blocks:
-
-                def run(x: torch.Tensor, block: nn.ModuleDict = block) -> torch.Tensor:
-                    return x + block["down"](torch.tanh(block["up"](block["norm"](x))))
-
-                x = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)
-            return x
-
-    clipper = GhostClipper(Checkpointed(), max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-    assert not _gradients_together(clipper, _losses(clipper.model, {"x": x}), monkeypatch)
-    _check(model, clipper, {"x": x})
-
-
 def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():
     """A bias's gradient is that of its layer's output, where there is one position."""
     torch.manual_seed(0)
@@ -318,9 +185,9 @@ def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():
         clipper.backward(_losses(model, {"x": torch.randn(3, 200)}))
 
 
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("positions", [None, 5])
-@pytest.mark.parametrize("strategy", ["ghost", "fast"])
+@pytest.mark.parametrize(
+    ("strategy", "positions", "finite"), [("ghost", None, True), ("ghost", 5, False), ("fast", 5, True)]
+)
 def test_two_backwards_put_small_gradients_together(strategy, positions, finite, monkeypatch):
     """Biases and affine weights of one shape: one norm and one sum for all, in both backwards."""
     found: list[int] = []
@@ -340,84 +207,3 @@ def test_two_backwards_put_small_gradients_together(strategy, positions, finite,
     expected = _reference(model, x[kept])
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), expected.clipped[name], rtol=1e-5, atol=1e-6)
-
-
-class _Grows(torch.autograd.Function):
-    """Identity whose backward brings a larger gradient each time."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.times = 0
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.times += 1
-        return grad * 10 ** (ctx.times - 1)
-
-
-class _Grown(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.linear, self.last = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(_Grows.apply(self.linear(self.norm(x))))
-
-
-@pytest.mark.parametrize("strategy", ["ghost", "fast"])
-def test_small_gradients_that_were_measured_are_what_is_added(strategy, monkeypatch):
-    """A second backward that brought others, and that no comparison met, would add what no norm is of."""
-    monkeypatch.setattr(Repeats, "note_use", lambda self, use, grad: None)
-    monkeypatch.setattr(Repeats, "note", lambda self, name, factor: None)
-    torch.manual_seed(0)
-    model, x = _Grown(220), torch.randn(3, 50, 220)
-    clipper = GhostClipper(model, max_grad_norm=1e6, strategy=strategy, probe=False)
-    clipper.backward(_losses(model, {"x": x}))
-    plain = copy.deepcopy(model)
-    plain.zero_grad()
-    _losses(plain, {"x": x}).sum().backward()
-    for name in ("norm.weight", "norm.bias", "linear.bias"):
-        got, wanted = (dict(one.named_parameters())[name].grad for one in (model, plain))
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3, msg=name)
-    assert model.linear.weight.grad.norm() > 5 * plain.linear.weight.grad.norm()
-
-
-def test_what_was_normalised_is_formed_once_for_two_backwards(monkeypatch):
-    formed, rule = [], nn.functional.layer_norm
-    torch.manual_seed(0)
-    model, x = _Grown(220), torch.randn(3, 50, 220)
-    # Its proofs would meet other gradients first.
-    clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="ghost", probe=False)
-    for _ in range(2):
-        losses = _losses(model, {"x": x})
-        formed.clear()
-        with monkeypatch.context() as patched:
-            patched.setattr(nn.functional, "layer_norm", lambda *args, **kw: formed.append(1) or rule(*args, **kw))
-            with pytest.raises(TamperedGradientError, match="second backward"):
-                clipper.backward(losses)
-    assert len(formed) == 1
-
-
-def test_more_than_may_be_kept_is_formed_again():
-    norms, grad_BP = NormPass({}, shared=set(), repeats=None), torch.zeros(2, 1 << 18)
-    for number in range(3):
-        norms._keep(together.Joint([str(number)], Dense(grad_BP)))
-    assert [name for joint in norms.kept for name in joint.names] == ["0", "1"]
-
-
-def test_a_gradient_that_arrived_itself_waits_for_no_other():
-    """Who changes it afterwards changes nothing that is still to be read."""
-    norms = NormPass({}, shared=set(), repeats=None)
-    norms._arriving = torch.randn(3, 4)
-    assert norms._may_wait(Dense(norms._arriving.sum(1)))
-    assert not norms._may_wait(Dense(norms._arriving))
-    assert not norms._may_wait(Dense(norms._arriving[:, :2]))
-
-
-def test_a_small_gradient_that_changes_while_it_waits_is_refused():
-    alike, grad = together.Alike(join=None, alone=None, single=None), torch.randn(3, 4)
-    assert alike.takes_gradients("bias", Dense(grad))
-    grad.mul_(2)
-    with pytest.raises(TamperedGradientError, match="bias"):
-        alike.finish_gradients()

@@ -61,7 +61,7 @@ def _norm(model):
 def test_what_is_drawn_in_a_backward_is_drawn_again_alike(between, strategy):
     model = _Net(between)
     with ghostclip.GhostClipper(model, max_grad_norm=C, strategy=strategy) as clipper:
-        for _ in range(10):
+        for _ in range(4):
             clipper.backward(model(10 * torch.randn(1, 4)).square().sum(1))
             assert 0.99 * C < _norm(model) <= C * (1 + 1e-5)
             clipper.reset()
@@ -116,13 +116,3 @@ def test_gradients_that_change_between_the_backwards_are_refused(hook, strategy)
         hooks[0] = None
         clipper.backward(model(x).square().sum(1))
         assert 0 < _norm(model) <= 3 * C * (1 + 1e-5)
-
-
-@two_passes
-def test_samples_that_are_not_finite_repeat_themselves(strategy):
-    model, x = _Net(lambda net, x: net.second(x)), torch.randn(3, 4)
-    x[1] = torch.nan
-    with ghostclip.GhostClipper(model, max_grad_norm=C, strategy=strategy) as clipper:
-        clipper.backward(model(x).square().sum(1))
-        assert clipper.non_finite_samples == 1
-        assert 0 < _norm(model) <= 2 * C * (1 + 1e-5)

@@ -124,17 +124,6 @@ def test_sum_is_that_of_one_sample_at_a_time(name, strategy, case_name, referenc
     clipper.remove()
 
 
-@every_policy
-def test_plain_backward_takes_the_policy_too(name, references):
-    case, (per_sample, bound) = by_name("linear_3d"), references["linear_3d"]
-    model, batch = case.model(F64), case.data(F64)
-    clipper = _attach(model, name, bound, "bookkeeping")
-    case.losses(model, batch).mean().backward()
-    groups = _groups(POLICIES[name][2], list(trainable(model)), bound, name)
-    assert _relative(gradients(model), _expected(per_sample, groups, POLICIES[name][1])) <= 1e-10
-    clipper.remove()
-
-
 class Sequence(nn.Module):
     """An embedding under a linear layer, wide enough for Gram norms: the directions of a token can cancel."""
 
@@ -341,19 +330,6 @@ def test_adaptive_step_splits_its_noise_and_moves_the_bound(relation, factor):
         share = 0.5 + (unclipped - 3 + 1.0) / 8.0
         assert clipper.max_grad_norm == pytest.approx(bound * math.exp(-0.2 * (share - 0.7)), rel=1e-12)
         noise.asked.clear()
-
-
-def test_adaptation_follows_the_formula():
-    adaptation = QuantileAdaptation(target_unclipped_quantile=0.3, clipbound_learning_rate=0.5, unclipped_num_std=2.0)
-    norms = [torch.tensor([0.5, 1.0, 1.5, math.nan, 9.0])]
-    adaptation.observe(norms, [1.0], norms[0].isfinite())
-    count = adaptation.take_count().item()
-    assert count == 2 - 0.5 * 4
-    assert adaptation.take_count().item() == 0.0
-    share = 0.5 + count / 8
-    assert adaptation.next_bound(1.0, count, 8.0) == pytest.approx(math.exp(-0.5 * (share - 0.3)), rel=1e-12)
-    assert adaptation.next_bound(1.0, -1e9, 8.0) == adaptation.largest
-    assert adaptation.next_bound(1.0, 1e9, 8.0) == adaptation.smallest
 
 
 def test_noise_of_sum_and_count_cost_together_what_the_step_costs():

@@ -1,14 +1,10 @@
 """Hooks between a model's outputs and its loss: those that change gradients are proved or refused, others may look."""
 
-import inspect
-from weakref import WeakSet
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ghostclip
-from ghostclip.capture import backward_entry
 from ghostclip.errors import LossReductionError, SampleMixingError
 from tests.exactness.runs import engine
 from tests.reference import clip_and_sum, per_sample_gradients, trainable
@@ -108,20 +104,3 @@ def test_what_mixes_no_samples_is_exact(way, scalar, strategy):
         clipper.backward(losses_B.sum() if scalar else losses_B)
         torch.testing.assert_close({name: p.grad for name, p in trainable(model).items()}, expected)
     assert bool(seen) == (way == "looks")
-
-
-@pytest.fixture
-def nobody_attached(monkeypatch):
-    """Other tests' clippers may live on."""
-    monkeypatch.setattr(backward_entry, "_attached", WeakSet())
-    monkeypatch.setattr(Tensor, "register_hook", inspect.unwrap(Tensor.register_hook))
-
-
-@pytest.mark.usefixtures("nobody_attached")
-def test_the_method_of_torch_is_put_back():
-    before = Tensor.register_hook
-    first, second = (ghostclip.GhostClipper(_model(), max_grad_norm=C) for _ in range(2))
-    first.remove()
-    assert Tensor.register_hook is not before
-    second.remove()
-    assert Tensor.register_hook is before

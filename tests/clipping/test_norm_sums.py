@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from ghostclip.clipping import policies
-from ghostclip.clipping.bounds import PerParameter
 from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised, clip_coefficients
-from ghostclip.clipping.decisions import Decisions
 from ghostclip.clipping.norms import GroupNorms, NormSum
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Outer, SquaredNorm
@@ -25,7 +23,7 @@ def squares(count, dtype=torch.float32):
 
 @pytest.mark.parametrize("asked_every", [1, 7, 5000])
 def test_norm_of_thousands_of_factors_is_never_too_small(asked_every):
-    total, parts = NormSum(), squares(3000)
+    total, parts = NormSum(), squares(300 if asked_every == 1 else 3000)
     assert total.total() is None
     for number, part in enumerate(parts):
         total.add(part)
@@ -45,17 +43,6 @@ def test_error_bounds_add_up_and_count():
     assert total.imprecise_B().tolist() == [True, False]
 
 
-def test_what_was_added_stays_as_it_is():
-    part = squares(1)[0]
-    before = part.value_B.clone()
-    total = NormSum()
-    total.add(part)
-    total.norm_B()
-    total.add(part)
-    total.norm_B()
-    assert torch.equal(part.value_B, before)
-
-
 def test_squares_without_an_error_are_never_in_doubt():
     total = NormSum()
     for _ in range(3):
@@ -67,53 +54,6 @@ def test_squares_without_an_error_are_never_in_doubt():
     assert total.imprecise_B().tolist() == [True, True]
     total.settle(torch.tensor([1]), torch.tensor([7.0]))
     assert total.norm_B().tolist() == pytest.approx([5.0, 7.0], rel=1e-5)
-
-
-def test_error_of_one_dtype_and_squares_of_another_add_up():
-    total = NormSum()
-    total.add(SquaredNorm(torch.ones(2, dtype=torch.float64), None))
-    total.add(SquaredNorm(torch.ones(2), torch.tensor([2.0, 0.0])))
-    assert total.norm_B().dtype == torch.float64
-    assert total.norm_B().tolist() == pytest.approx([2.0, math.sqrt(2.0)], rel=1e-12)
-    assert total.imprecise_B().tolist() == [True, False]
-
-
-LARGEST = torch.finfo(torch.float32).max
-
-
-@pytest.mark.parametrize("group_of", [{}, {"a": 0, "b": 1}])
-@pytest.mark.parametrize("error", [None, 1e-7])
-@pytest.mark.parametrize(
-    ("value", "finite"),
-    [(1.0, True), (0.0, True), (1e36, True), (LARGEST, False), (math.inf, False), (math.nan, False)],
-)
-def test_finite_is_noted_only_where_every_group_is(value, finite, error, group_of):
-    value_B = torch.tensor([1.0, value])
-    total = GroupNorms(group_of)
-    total.add("a", SquaredNorm(torch.ones(2), None))
-    total.add("b", SquaredNorm(value_B, None if error is None else error * value_B))
-    assert not total.finite
-    imprecise_B = total.imprecise_B()
-    assert imprecise_B is None if finite else imprecise_B.tolist() == [False, True]
-    assert total.finite == finite
-    total.add("a", SquaredNorm(torch.ones(2), None))
-    assert not total.finite, "what was added since may be infinite"
-
-
-@pytest.mark.parametrize(
-    ("value", "finite"),
-    [(1.0, True), (0.0, True), (1e18, True), (1e19, False), (math.inf, False), (math.nan, False)],
-)
-def test_finite_and_largest_of_norms_of_blocks(value, finite):
-    total = GroupNorms({})
-    total.sums[0].add_blocks([torch.tensor([[1.0, 0.5], [value, 0.0]]), torch.ones(2, 1)])
-    imprecise_B = total.imprecise_B()
-    assert imprecise_B is None if finite else imprecise_B.tolist() == [False, True]
-    assert total.finite == finite
-    assert total.largest == (total.norm_GB(2)[0].max().item() if finite else None)
-    total.add("a", SquaredNorm(torch.ones(2), None))
-    assert not total.finite, "what was added since may be infinite"
-    assert total.largest is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -138,13 +78,13 @@ def test_norms_of_blocks_are_rounded_up_and_no_further(dtype, widths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("bound", [1e-300, 1e-149, 1e-45, 1e-30, 2e-12, 0.3, 1.0, 7.0, 1e30, 1e300, math.inf])
-@pytest.mark.parametrize("largest", [0.0, 1e-30, 0.1, 1.0, 1e7, 1e18, 1e27, 1e37, 1e162])
-def test_coefficients_do_not_depend_on_whether_the_largest_norm_is_known(largest, bound, dtype):
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 0.1, 1e7, 1e27, 1e162])
+def test_coefficients_do_not_depend_on_whether_the_largest_norm_is_known(largest, dtype):
     norm_B = torch.tensor([0.0, 1e-42, 1e-13, 1e-5, 1.0, largest], dtype=torch.float64).clamp(max=largest).to(dtype)
     norm_B = norm_B[norm_B.isfinite()]
     known = norm_B.max().item()
-    assert torch.equal(clip_coefficients(norm_B, bound, largest=known), clip_coefficients(norm_B, bound))
+    for bound in (1e-300, 1e-45, 2e-12, 0.3, 1.0, 7.0, 1e30, 1e300, math.inf):
+        assert torch.equal(clip_coefficients(norm_B, bound, largest=known), clip_coefficients(norm_B, bound))
 
 
 def test_imprecise_norms_are_told_beside_one_that_is_not_finite():
@@ -156,39 +96,7 @@ def test_imprecise_norms_are_told_beside_one_that_is_not_finite():
     assert not total.finite
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_one_double_makes_the_sum_double(order):
-    total = NormSum()
-    for part in [*squares(2), *squares(1, torch.float64)][::order]:
-        total.add(part)
-    assert total.norm_B().dtype == torch.float64
-
-
-def test_groups_follow_names_bound_and_policy():
-    decisions = Decisions(policies.flat(1.0), "zero_out")
-    assert decisions.open(["a", "b"]).bounds == (1.0,)
-    decisions.policy.max_grad_norm = 2.0
-    assert decisions.open(["a", "b"]).bounds == (2.0,)
-    decisions.policy.grouping = PerParameter()
-    assert decisions.open(["a", "b"]).labels == ("a", "b")
-    assert decisions.open(["a", "c"]).labels == ("a", "c")
-    decisions.policy = policies.per_layer([3.0, 4.0])
-    assert decisions.open(["a", "c"]).bounds == pytest.approx((3.0, 4.0))
-
-
 MIXED = (torch.float32, torch.float64)
-
-
-@pytest.mark.parametrize("dtypes", [MIXED[:1], MIXED[1:], MIXED])
-def test_groups_put_side_by_side_have_the_norms_they_have_alone(dtypes):
-    total = GroupNorms({"a": 0, "b": 1, "c": 3})
-    for place, name in enumerate("abc"):
-        for part in squares(2, dtypes[place % len(dtypes)]):
-            total.add(name, part if name == "a" else SquaredNorm(part.value_B, None))
-    found = total.norm_GB(3)
-    for number in (0, 1, 3):
-        assert torch.equal(found[number], total.sums[number].norm_B())
-    assert found[2].tolist() == [0.0, 0.0, 0.0], "nothing arrived for this group"
 
 
 @pytest.mark.parametrize("rule", [Flat(), AutoS(), Normalised(), PSAC()])

@@ -1,7 +1,6 @@
 """A scalar loss is proved, not believed: what is accepted is exact and bounded, what breaks the bound is refused.
 
-Every accepted loss is compared with one sample at a time in float64. Every refused one that is marked so does break the
-bound when it is not refused: the test measures it with the examination switched off.
+Every accepted loss is compared with one sample at a time in float64.
 """
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 import ghostclip
-from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
 from tests.reference import clip_and_sum, per_sample_gradients, take, whole_norm
 
@@ -134,39 +132,27 @@ def _back(model, clipper, loss, batch):
 
 
 def _moves(model, clipper, loss, batch):
-    """Yield how far leaving out each sample moves the clipped sum, over C."""
+    """Yield how far leaving out a sample moves the clipped sum, over C, for two of them."""
     whole = _back(model, clipper, loss, batch)
-    for sample in range(B):
+    for sample in (1, 3):
         rest = _back(model, clipper, loss, take(batch, [index for index in range(B) if index != sample], {}))
         yield whole_norm({name: whole[name] - rest[name] for name in whole}).item() / clipper.max_grad_norm
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_accepted_loss_of_one_sample_after_many_is_exact(name, strategy):
-    """A Poisson batch, or the last part of one, may hold one record, whose own weights are then those of all."""
-    data, loss = ACCEPTED[name]
-    batch = data()
-    per_sample = per_sample_gradients(_model(), batch, lambda m, b: loss(m(b["x"]), b).unsqueeze(0), axes={})
-    model, clipper = _attached(strategy, clip_and_sum(per_sample).max_grad_norm)
-    _back(model, clipper, loss, batch)
-    for sample in range(B):
-        got = _back(model, clipper, loss, take(batch, [sample], {}))
-        wanted = clip_and_sum([per_sample[sample]], clipper.max_grad_norm)
-        for key, value in wanted.clipped.items():
-            torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_loss_is_exact(name, strategy):
+    """Also of one record alone, after many: a Poisson batch may hold one, whose own weights are then those of all."""
     data, loss = ACCEPTED[name]
     batch = data()
     per_sample = per_sample_gradients(_model(), batch, lambda m, b: loss(m(b["x"]), b).unsqueeze(0), axes={})
     wanted = clip_and_sum(per_sample)
     model, clipper = _attached(strategy, wanted.max_grad_norm)
-    got = _back(model, clipper, loss, batch)
-    for key, value in wanted.clipped.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(_back(model, clipper, loss, batch), wanted.clipped, rtol=1e-9, atol=1e-12)
     assert all(move <= 1 + 1e-6 for move in _moves(model, clipper, loss, batch))
+    for sample in (0, 3):
+        got = _back(model, clipper, loss, take(batch, [sample], {}))
+        alone = clip_and_sum([per_sample[sample]], clipper.max_grad_norm)
+        torch.testing.assert_close(got, alone.clipped, rtol=1e-9, atol=1e-12)
 
 
 def test_accepted_losses_are_exact_in_batches_as_large_as_something_else():
@@ -214,135 +200,109 @@ def _loose(o, b, **options):
     return functional.cross_entropy(o[keep], b["y"][keep], **options)
 
 
-# name: (data, loss, whether it breaks the bound unexamined, what the error says)
+# name: (data, loss, what the error says)
 REFUSALS = {
-    "ignore_index": (_tokens, _cut, True, "lengths"),
+    "ignore_index": (_tokens, _cut, "lengths"),
     "class_weights": (
         _rows,
         lambda o, b: _ce(o, b, weight=torch.tensor([0.1, 1, 4, 20], dtype=DOUBLE)),
-        True,
         "sum of the class weights .* reduction='none', with the same weight",
     ),
     "ignored_classes": (
         _rows,
         lambda o, b: _ce(o, b, ignore_index=int(b["y"].flatten()[0])),
-        True,
         "how many samples ignore_index leaves",
     ),
-    "ignore_index_smoothed": (_tokens, lambda o, b: _cut(o, b, label_smoothing=0.1), True, "lengths"),
+    "ignore_index_smoothed": (_tokens, lambda o, b: _cut(o, b, label_smoothing=0.1), "lengths"),
     "items_as_number": (
         _tokens,
         lambda o, b: _cut(o, b, reduction="sum") / int((b["short"] != -100).sum()),
-        True,
         "divided by 8, which is neither the batch size 5",
     ),
     "items_as_tensor": (
         _tokens,
         lambda o, b: _cut(o, b, reduction="sum") / (b["short"] != -100).sum(),
-        True,
         "tensor without axes",
     ),
-    "mask_sum": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / b["mask"].sum(), True, "tensor without axes"),
-    "mask_item": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / b["mask"].sum().item(), True, "divided by 8"),
+    "mask_sum": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / b["mask"].sum(), "tensor without axes"),
+    "mask_item": (_tokens, lambda o, b: (_each(o, b) * b["mask"]).sum() / b["mask"].sum().item(), "divided by 8"),
     "times_reciprocal": (
         _tokens,
         lambda o, b: (_each(o, b) * b["mask"]).sum() * (1 / b["mask"].sum().item()),
-        True,
         "multiplied by 0.125",
     ),
     "mask_in_the_sum": (
         _tokens,
         lambda o, b: (_each(o, b) * b["mask"] / b["mask"].sum()).sum(),
-        True,
         "tensor without",
     ),
-    "mask_of_another_sum": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / b["mask"].sum(), True, "axes"),
-    "picked_mean": (_tokens, lambda o, b: _picked(o, b).mean(), True, "mean over 8 values"),
-    "picked_sum": (_tokens, lambda o, b: _picked(o, b).sum() / (b["mask"] > 0).sum().item(), True, "divided by 8"),
-    "picked_before": (_tokens, _loose, True, "mean over 8 values"),
+    "mask_of_another_sum": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / b["mask"].sum(), "axes"),
+    "picked_mean": (_tokens, lambda o, b: _picked(o, b).mean(), "mean over 8 values"),
+    "picked_sum": (_tokens, lambda o, b: _picked(o, b).sum() / (b["mask"] > 0).sum().item(), "divided by 8"),
+    "picked_before": (_tokens, _loose, "mean over 8 values"),
     "picked_before_sum": (
         _tokens,
         lambda o, b: _loose(o, b, reduction="sum") / int(b["mask"].sum()),
-        True,
         "divided by 8",
     ),
-    "contrastive": (_rows, _contrast, True, "loss of one sample depends on other samples"),
-    "ranking": (_rows, _ranking, True, "They meet in 'mm'"),
+    "contrastive": (_rows, _contrast, "loss of one sample depends on other samples"),
+    "ranking": (_rows, _ranking, "They meet in 'mm'"),
     "all_targets": (
         _rows,
         lambda o, b: functional.mse_loss(*torch.broadcast_tensors(o[:, :1], b["z"][:, 0])),
-        True,
         r"\(5, 1\) becomes \(5, 5\)",
     ),
-    "all_targets_subtracted": (_rows, lambda o, b: (o[:, :1] - b["z"][:, 0]).square().mean(), True, "squeeze"),
-    "all_targets_a_row": (_rows, lambda o, b: (o[:, :1] - b["z"][:, 0]).square().mean(1).mean(), True, "squeeze"),
-    "other_targets": (_rows, lambda o, b: (o @ b["z"].T).softmax(1).diagonal().log().mean(), True, "becomes"),
+    "all_targets_subtracted": (_rows, lambda o, b: (o[:, :1] - b["z"][:, 0]).square().mean(), "squeeze"),
+    "all_targets_a_row": (_rows, lambda o, b: (o[:, :1] - b["z"][:, 0]).square().mean(1).mean(), "squeeze"),
+    "other_targets": (_rows, lambda o, b: (o @ b["z"].T).softmax(1).diagonal().log().mean(), "becomes"),
     # What sends no gradient in this batch may in the next.
-    "idle_hinge": (_rows, lambda o, b: functional.relu(_differences(o) - 1e3).mean(), False, "They meet in 'sub'"),
-    "idle_pairs": (_rows, lambda o, b: functional.softplus(_differences(o) * 0 * b["y"]).mean(), False, "pairs each"),
+    "idle_hinge": (_rows, lambda o, b: functional.relu(_differences(o) - 1e3).mean(), "They meet in 'sub'"),
+    "idle_pairs": (_rows, lambda o, b: functional.softplus(_differences(o) * 0 * b["y"]).mean(), "pairs each"),
     "neighbours": (
         _rows,
         lambda o, b: functional.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0), margin=9.0),
-        True,
         "loss of one sample depends",
     ),
-    "pairs": (_rows, lambda o, b: _pairwise(o).sum() / len(o), True, "loss of one sample depends"),
+    "pairs": (_rows, lambda o, b: _pairwise(o).sum() / len(o), "loss of one sample depends"),
     "pairs_in_a_loop": (
         _rows,
         lambda o, b: sum((o[i] - o[j]).abs().sum() for i in range(len(o)) for j in range(i)) / len(o),
-        True,
         "'abs'",
     ),
-    "maximum": (_rows, lambda o, b: _each(o, b).max(), True, "'max'"),
-    "topk": (_rows, lambda o, b: _each(o, b).topk(2).values.mean(), True, "'topk'"),
-    "median": (_rows, lambda o, b: _each(o, b).median(), True, "'median'"),
-    "rmse": (_rows, lambda o, b: functional.mse_loss(o, b["z"]).sqrt(), True, "'sqrt'"),
-    "logsumexp": (_rows, lambda o, b: _each(o, b).logsumexp(0), True, "'logsumexp'"),
-    "norm": (_rows, lambda o, b: o.norm(), True, "norm"),
-    "deviation": (_rows, lambda o, b: o.std(), True, "'std'"),
-    "centred": (_rows, lambda o, b: 9 * (o - o.mean(0)).square().mean(), True, "loss of one sample depends"),
+    "maximum": (_rows, lambda o, b: _each(o, b).max(), "'max'"),
+    "topk": (_rows, lambda o, b: _each(o, b).topk(2).values.mean(), "'topk'"),
+    "median": (_rows, lambda o, b: _each(o, b).median(), "'median'"),
+    "rmse": (_rows, lambda o, b: functional.mse_loss(o, b["z"]).sqrt(), "'sqrt'"),
+    "logsumexp": (_rows, lambda o, b: _each(o, b).logsumexp(0), "'logsumexp'"),
+    "norm": (_rows, lambda o, b: o.norm(), "norm"),
+    "deviation": (_rows, lambda o, b: o.std(), "'std'"),
+    "centred": (_rows, lambda o, b: 9 * (o - o.mean(0)).square().mean(), "loss of one sample depends"),
     "softmax_over_samples": (
         _rows,
         lambda o, b: (_each(o, b).softmax(0) * _each(o, b)).sum() / len(o),
-        True,
         "loss of one sample depends",
     ),
-    "product": (_rows, lambda o, b: _ce(o, b) * o.square().mean(), True, "'mul'"),
+    "product": (_rows, lambda o, b: _ce(o, b) * o.square().mean(), "'mul'"),
     "mean_and_sum": (
         _rows,
         lambda o, b: _ce(o, b) + _ce(o, b, reduction="sum"),
-        True,
         "averaged .* another is summed",
     ),
-    "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), False, "part of the batch was left out"),
-    "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), True, "part of the batch was left out"),
+    "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), "part of the batch was left out"),
+    "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), "part of the batch was left out"),
     # Provable by nobody who sees the graph only.
-    "scaled_by_tensor": (_rows, lambda o, b: _ce(o, b) * torch.tensor(65536.0), False, "GradScaler"),
-    "sum_over_constant": (_rows, lambda o, b: _ce(o, b, reduction="sum") / 37, True, "divided by 37"),
+    "scaled_by_tensor": (_rows, lambda o, b: _ce(o, b) * torch.tensor(65536.0), "GradScaler"),
+    "sum_over_constant": (_rows, lambda o, b: _ce(o, b, reduction="sum") / 37, "divided by 37"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused_loss(name, strategy):
-    data, loss, _, says = REFUSALS[name]
+    data, loss, says = REFUSALS[name]
     model, clipper = _attached(strategy, 1.0)
     with pytest.raises(REFUSED, match=says):
         _back(model, clipper, loss, data())
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", [name for name, (_, _, breaks, _) in REFUSALS.items() if breaks])
-def test_refused_loss_breaks_the_bound(name, monkeypatch):
-    """At the bound that one of the norms sets: it is enough that one sample moves the sum further than that."""
-    data, loss, _, _ = REFUSALS[name]
-    monkeypatch.setattr(LossExaminer, "examine", lambda *_: None)
-    model, clipper = _attached("bookkeeping", 1e9)
-    batch, moves = data(), []
-    _back(model, clipper, loss, batch)
-    for bound in filter(None, clipper.per_sample_norms.tolist()):
-        clipper.max_grad_norm = bound
-        moves.append(max(_moves(model, clipper, loss, batch)))
-    assert max(moves) > 1 + 1e-3
 
 
 def _thresholds(o, b):

@@ -8,9 +8,6 @@ from torch import nn
 
 from ghostclip import GhostClipper, _torch
 from ghostclip.clipping import passes
-from ghostclip.clipping.passes import Streams
-
-DEVICE = torch.device("cpu")
 
 
 class _Stream:
@@ -31,19 +28,6 @@ def world(monkeypatch):
     current = ["own"]
     monkeypatch.setattr(_torch, "current_stream", lambda device: streams[current[0]])
     return log, lambda name: current.__setitem__(0, name)
-
-
-def test_others_are_waited_for_and_wait_in_turn(world):
-    log, go_to = world
-    streams = Streams()
-    for name in ("side", "own", "side"):
-        go_to(name)
-        streams.note(DEVICE)
-    go_to("own")
-    streams.join()
-    streams.part()
-    streams.join()
-    assert log == ["own waits for side", "side waits for own"]
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "fast", "hooks"])
@@ -73,8 +57,3 @@ def test_a_backward_on_another_stream_is_waited_for(world, monkeypatch, strategy
     assert log[-1] == "side waits for own"
     if strategy != "hooks":
         assert log.index("own waits for side") < log.index("norms") < len(log) - 1
-
-
-def test_a_cpu_has_no_streams():
-    assert _torch.current_stream(DEVICE) is None
-    Streams().note(DEVICE)

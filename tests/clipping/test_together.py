@@ -3,17 +3,12 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.flops import counter
 from ghostclip import GhostClipper
-from ghostclip.clipping import policies, together
-from ghostclip.clipping.together import _joint
+from ghostclip.clipping import policies
 from ghostclip.errors import TamperedGradientError
-from ghostclip.factors import planner
-from ghostclip.kernels.bounds import finished_one
 from ghostclip.planning.plan import Planner
-from tests.factors.largest import LargestTensor
 
 B, T, INPUTS = 5, 10, 48
 GHOST = ("bookkeeping", "ghost")
@@ -57,32 +52,12 @@ def nothing_bought(monkeypatch):
     monkeypatch.setattr(Planner, "_decide", lambda *_: frozenset())
 
 
-def _flops(model: nn.Module, strategy: str) -> int:
-    x_BTI = torch.randn(B, T, INPUTS)
-    with _clipper(model, strategy) as clipper:
-        clipper.backward(_losses(model, x_BTI))
-        with counter() as counted:
-            clipper.backward(_losses(model, x_BTI))
-    return counted.get_total_flops()
-
-
 def _norms_one_by_one(model: nn.Module, x_BTI: Tensor) -> Tensor:
     norms = []
     for sample in x_BTI.split(1):
         grads = torch.autograd.grad(_losses(model, sample).sum(), list(model.parameters()), allow_unused=True)
         norms.append(torch.cat([grad.flatten() for grad in grads if grad is not None]).norm())
     return torch.stack(norms)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("strategy", GHOST)
-@pytest.mark.parametrize("widths", [(48, 48, 48), (48, 32, 32), (96, 96)])
-@pytest.mark.usefixtures("nothing_bought")
-def test_the_gram_of_an_input_is_formed_once(widths, strategy, turned):
-    apart, together = (_flops(Readers(widths, copies=copies, turned=turned), strategy) for copies in (True, False))
-    each = sum(planner.gram_flops(T, INPUTS, width) for width in widths)
-    saved = B * (each - planner.gram_flops(T, INPUTS, sum(widths)))
-    assert apart - together == saved > 0
 
 
 @pytest.mark.usefixtures("nothing_bought")
@@ -110,22 +85,6 @@ def test_norms_are_those_of_one_sample_at_a_time(strategy, skipped, turned):
     with _clipper(model, strategy) as clipper:
         clipper.backward(_losses(model, x_BTI))
         torch.testing.assert_close(clipper.per_sample_norms, want, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("strategy", GHOST)
-def test_one_sample_moves_the_sum_by_no_more_than_the_bound(strategy):
-    model, x_BTI = Readers(), 3 * torch.randn(B, T, INPUTS)
-
-    def clipped(samples: Tensor) -> Tensor:
-        model.zero_grad(set_to_none=True)
-        with _clipper(model, strategy) as clipper:
-            clipper.backward(_losses(model, samples))
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-    whole = clipped(x_BTI)
-    for left_out in range(B):
-        rest = clipped(x_BTI[[sample for sample in range(B) if sample != left_out]])
-        assert 0.9 < (whole - rest).norm() <= 1.0 + 1e-5
 
 
 @pytest.mark.parametrize("strategy", GHOST)
@@ -159,46 +118,3 @@ def test_gradient_that_changes_while_it_waits_is_refused(strategy):
         with pytest.raises(TamperedGradientError):
             clipper.backward(_losses(model, x_BTI))
         assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_under_checkpointing_nothing_waits(monkeypatch):
-    monkeypatch.setattr(together, "versions", lambda _: pytest.fail("a factor waits"))
-
-    class Checkpointed(Readers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outside = Readers()
-
-        def forward(self, x_BTI: Tensor) -> Tensor:
-            inside = checkpoint(self.outputs, x_BTI, use_reentrant=False)
-            return torch.cat([*inside, *self.outside.outputs(x_BTI)], 2).sin()
-
-    model, x_BTI = Checkpointed().double(), torch.randn(B, T, INPUTS, dtype=torch.float64)
-    want = _norms_one_by_one(model, x_BTI)
-    with _clipper(model, "ghost") as clipper:
-        clipper.backward(_losses(model, x_BTI))
-        torch.testing.assert_close(clipper.per_sample_norms, want, rtol=1e-12, atol=0)
-
-
-def test_outputs_are_put_side_by_side_a_few_samples_at_a_time(monkeypatch):
-    monkeypatch.setattr(planner, "WORKSPACE_ELEMENTS", 2 * T * 4 * INPUTS)
-    input_NTI, *others = torch.randn(4, 39, T, INPUTS).unbind()
-    with LargestTensor() as seen:
-        value_N, error_N, *_ = finished_one(_joint(input_NTI, others))
-    assert seen.elements <= 2 * T * 4 * INPUTS
-    exact = sum(torch.bmm(other.double().mT, input_NTI.double()).square().sum((1, 2)) for other in others)
-    assert (value_N <= exact * (1 + 1e-5)).all()
-    assert (value_N + error_N >= exact).all()
-
-
-@pytest.mark.parametrize(
-    ("samples", "sizes", "pays"), [(4, (8, 32, (32, 32)), True), (4, (64, 64, (2048, 2048)), False)]
-)
-def test_norms_stay_apart_where_the_copy_costs_more(samples, sizes, pays, monkeypatch):
-    positions, inputs, outputs = sizes
-    joined = []
-    monkeypatch.setattr(together, "_joint", lambda *tensors: joined.append(tensors) or _joint(*tensors))
-    model, x_BTI = Readers(outputs, inputs=inputs), torch.randn(samples, positions, inputs)
-    with _clipper(model, "ghost") as clipper:
-        clipper.backward(_losses(model, x_BTI))
-    assert bool(joined) == pays

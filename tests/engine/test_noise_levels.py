@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 
@@ -11,17 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
-from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, ExactRelease
-from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.charges import STEPS_PER_BOUND, discretisation_delta, released_bounds
+from ghostclip.privacy.charges import STEPS_PER_BOUND, released_bounds
 from ghostclip.privacy.checkpoints import digest_of
 from tests.engine.training import declared, small_data, small_model
-from tests.process_group import process_group
 
 DATA = small_data(64)
 DELTA = 1e-5
@@ -103,25 +98,6 @@ def _doubles():
     return declared(torch.utils.data.TensorDataset(DATA.tensors[0].double(), DATA.tensors[1]), 8)
 
 
-def test_grid_that_is_accounted_is_the_one_that_is_released_on():
-    assert inspect.signature(ExactRelease).parameters["bits"].default == math.log2(STEPS_PER_BOUND)
-
-
-@pytest.mark.parametrize("history", [[(2.0, 0.2, 50)], [(4.0, 0.2, 20), (1.8, 0.2, 30)]])
-def test_discreteness_takes_its_share_of_delta(history):
-    """Chosen so that it takes most of δ; the smallest σ decides, and what is returned fits."""
-    accountant = create_accountant("rdp")
-    accountant.history = history
-    scale = min(entry[0] for entry in history) * 2**24
-    delta, coordinates = 1e-7, 10**12
-    plain = accountant.get_epsilon(delta)
-    epsilon = released_bounds(accountant, delta, coordinates=coordinates).upper
-    spent = discretisation_delta(epsilon, scale=scale, coordinates=coordinates, steps=50)
-    assert 0.2 * delta < spent < delta
-    assert epsilon >= accountant.get_epsilon(delta - spent) > plain
-    assert epsilon <= 1.01 * accountant.get_epsilon(delta - spent)
-
-
 def test_engine_adds_what_discreteness_costs_and_refuses_a_delta_below_it():
     engine = PrivacyEngine(noise_level="exact", accountant="rdp")
     steps(made(engine), 6)
@@ -173,26 +149,6 @@ def test_what_was_discrete_stays_so_in_ledgers_and_checkpoints(tmp_path):
     assert PrivacyEngine(accountant="rdp", ledger=tmp_path / "later").get_epsilon(1e-8) == spent
 
 
-def test_noise_that_ranks_share_is_added_to_integers(tmp_path):
-    """Of one rank here; `tests/distributed` has two."""
-    with process_group(0, 1, str(tmp_path)):
-        model = small_model().double()
-        clipper = GhostClipper(model, max_grad_norm=1.0, strategy="hooks")
-        optimizer = DPOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            noise_multiplier=1.0,
-            expected_batch_size=8,
-            clipper=clipper,
-            noise_source=SharedNoise(ExactNoise()),
-        )
-        nn.functional.cross_entropy(model(DATA.tensors[0][:8].double()), DATA.tensors[1][:8]).backward()
-        optimizer.step()
-    # Together: three values alone, of the smallest parameter, may well lie close to each other.
-    in_steps = torch.cat([p.grad.flatten() for p in model.parameters()]) * 8 * STEPS_PER_BOUND
-    assert torch.equal(in_steps, in_steps.round())
-    assert in_steps.std() > 0.3 * STEPS_PER_BOUND
-
-
 def test_delta_of_a_whole_record_warns_once():
     engine = PrivacyEngine()
     private = made(engine)
@@ -214,18 +170,6 @@ def test_delta_of_a_whole_record_warns_once():
             epochs=1,
             max_grad_norm=1.0,
         )
-
-
-@pytest.mark.parametrize("probe", [True, False])
-def test_probe_is_handed_to_the_clipper(probe, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "ghostclip.assembly.private.GhostClipper",
-        lambda model, **given: asked.append(given["probe"]) or GhostClipper(model, **given),
-    )
-    made(PrivacyEngine(), probe=probe)
-    made(PrivacyEngine(), probe=probe, epsilon=3.0)
-    assert asked == [probe, probe]
 
 
 @pytest.mark.parametrize("level", ["fast", "secure", "exact"])

@@ -1,4 +1,4 @@
-"""Random programs that pad records to the longest of their batch: side, padding, model, loss and host, drawn by number.
+"""Programs that pad records to the longest of their batch: side, padding, model, loss and host.
 
 What a program releases is held against each record alone, without company: any difference follows the company.
 Shape letters: B records, T positions, F features, V classes.
@@ -28,58 +28,18 @@ def _masked(h_BTF: Tensor, mask_BT: Tensor) -> Tensor:
     return h_BTF * mask_BT.unsqueeze(2).to(h_BTF)
 
 
-def _mean_of_all(h: Tensor, mask: Tensor) -> Tensor:
-    return h.mean(1)
-
-
-def _sum_of_all(h: Tensor, mask: Tensor) -> Tensor:
-    return h.sum(1)
-
-
-def _mean_of_own(h: Tensor, mask: Tensor) -> Tensor:
-    return _masked(h, mask).sum(1) / mask.sum(1, keepdim=True)
-
-
-def _over_length(h: Tensor, mask: Tensor) -> Tensor:
-    return _masked(h, mask).sum(1) / mask.shape[1]
-
-
-def _last(h: Tensor, mask: Tensor) -> Tensor:
-    return h[:, -1]
-
-
-def _first(h: Tensor, mask: Tensor) -> Tensor:
-    return h[:, 0]
-
-
-def _last_own(h: Tensor, mask: Tensor) -> Tensor:
-    places_T = torch.arange(1, mask.shape[1] + 1)
-    return h[torch.arange(len(h)), (mask * places_T).argmax(1)]
-
-
-def _largest_own(h: Tensor, mask: Tensor) -> Tensor:
-    return h.masked_fill(mask.unsqueeze(2) == 0, -1e9).amax(1)
-
-
-def _largest(h: Tensor, mask: Tensor) -> Tensor:
-    return h.amax(1)
-
-
-def _each(h: Tensor, mask: Tensor) -> Tensor:
-    return h
-
-
+# Of hidden states (B, T, F) and masks (B, T).
 POOLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": _mean_of_all,
-    "sum": _sum_of_all,
-    "own mean": _mean_of_own,
-    "over length": _over_length,
-    "last": _last,
-    "first": _first,
-    "last own": _last_own,
-    "own max": _largest_own,
-    "max": _largest,
-    "each": _each,
+    "mean": lambda h, mask: h.mean(1),
+    "sum": lambda h, mask: h.sum(1),
+    "own mean": lambda h, mask: _masked(h, mask).sum(1) / mask.sum(1, keepdim=True),
+    "over length": lambda h, mask: _masked(h, mask).sum(1) / mask.shape[1],
+    "last": lambda h, mask: h[:, -1],
+    "first": lambda h, mask: h[:, 0],
+    "last own": lambda h, mask: h[torch.arange(len(h)), (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)],
+    "own max": lambda h, mask: h.masked_fill(mask.unsqueeze(2) == 0, -1e9).amax(1),
+    "max": lambda h, mask: h.amax(1),
+    "each": lambda h, mask: h,
 }
 BODIES = (
     "none", "places", "places of mask", "conv", "masked conv", "attention", "masked attention", "causal attention",
@@ -162,15 +122,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "over a tensor": lambda o, y, m: _tokens(o, y, m, ignoring=True).sum(1) / m.shape[1] * 1.0,
     "largest": lambda o, y, m: _tokens(o, y, m, ignoring=True).amax(1),
 }
-HOSTS = ("losses", "scalar", "private", "private losses", "criterion")
-STRATEGIES = ("bookkeeping", "ghost", "fast", "hooks")
-# Where loss.backward() is called, one pass is to do.
-_ONE_PASS = {"ghost": "bookkeeping", "fast": "hooks"}
+PADDINGS = ("own token", "a token", "end", "zeros")
 
 
 @dataclass(frozen=True)
 class Program:
-    """One draw.
+    """One of them.
 
     Attributes:
         number: Its seed.
@@ -191,23 +148,6 @@ class Program:
     loss: str
     host: str
     strategy: str
-
-    @staticmethod
-    def drawn(number: int) -> Program:
-        draw = random.Random(number)
-        body = draw.choice(BODIES)
-        left = draw.random() < 0.4 and body != "packed lstm"
-        host, strategy = draw.choice(HOSTS), draw.choice(STRATEGIES)
-        return Program(
-            number,
-            left,
-            draw.choice(("own token", "a token", "end", "zeros")),
-            body,
-            draw.choice((*POOLS, "each", "each", "each", "each")),
-            draw.choice(list(LOSSES)),
-            host,
-            _ONE_PASS.get(strategy, strategy) if host in ("scalar", "private") else strategy,
-        )
 
     def records(self, count: int) -> list[tuple[Tensor, Tensor]]:
         numbers = torch.Generator().manual_seed(self.number)

@@ -2,8 +2,6 @@
 
 import copy
 import random
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import SampleMixingError
-from ghostclip.evidence import independence, randomness
 
 
 def _by_number(model, x):
@@ -51,13 +48,13 @@ def _batch():
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("way", [_by_number, _by_counting, _by_branch])
-def test_dependence_is_refused(way, dtype):
-    model = _Model(way).to(dtype)
-    ghostclip.GhostClipper(model, max_grad_norm=0.1)
-    with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
-        model(_batch().to(dtype))
+def test_dependence_is_refused(way):
+    for dtype in (torch.float32, torch.float64):
+        model = _Model(way).to(dtype)
+        ghostclip.GhostClipper(model, max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+            model(_batch().to(dtype))
 
 
 def test_own_rows_are_not():
@@ -136,16 +133,17 @@ class _Dropping(nn.Module):
         return h / self.divisor(x)
 
 
-@pytest.mark.parametrize("kind", _DROPOUTS)
-def test_division_by_the_number_of_samples_is_refused_under_dropout(kind):
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_division_by_the_number_of_samples_is_refused_under_dropout(recurrent):
     x = torch.randn(5, 4, 3)
-    ghostclip.GhostClipper(model := _Dropping(kind, len), max_grad_norm=0.1)
-    with pytest.raises(SampleMixingError, match="half of the samples were left out"):
-        model(x)
-    with ghostclip.GhostClipper(model := _Dropping(kind, lambda x: 5), max_grad_norm=0.1) as clipper:
-        one, two = model(x), model(x)
-        assert "batch independence" not in str(clipper.unchecked)
-        assert not torch.equal(one, two), "dropout is on outside the check"
+    for kind in (kind for kind, (layer, _) in _DROPOUTS.items() if isinstance(layer, nn.RNNBase) == recurrent):
+        ghostclip.GhostClipper(model := _Dropping(kind, len), max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="half of the samples were left out"):
+            model(x)
+        with ghostclip.GhostClipper(model := _Dropping(kind, lambda x: 5), max_grad_norm=0.1) as clipper:
+            one, two = model(x), model(x)
+            assert "batch independence" not in str(clipper.unchecked), kind
+            assert not torch.equal(one, two), "dropout is on outside the check"
 
 
 class _FromPlaceToPlace(nn.Module):
@@ -162,7 +160,7 @@ class _FromPlaceToPlace(nn.Module):
         return self.second(hidden.tanh()) + 0.01 * signs * (hidden - hidden.detach()).mean((0, 1))
 
 
-@pytest.mark.parametrize("other", [*range(5), *range(6, 48, 3)])
+@pytest.mark.parametrize("other", [0, 1, 4, 9, 21, 36])
 def test_what_goes_from_place_to_place_is_seen_in_16_bits(other):
     """Numbers of 16 bits come again along an axis of 48; with the same ones at both places nothing would be left."""
     model = _FromPlaceToPlace(5, other)
@@ -177,35 +175,11 @@ class _Raising(_Model):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("way", [_by_number, _by_counting, _by_branch])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("way", "dropout"), [(_by_number, 0.0), (_by_counting, 0.5), (_by_branch, 0.0)])
 def test_dependence_is_refused_where_the_model_raises_without_gradients(way, dropout):
     ghostclip.GhostClipper(model := _Raising(way, dropout=dropout), max_grad_norm=0.1)
     with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
         model(_batch())
-
-
-class _Neighbours(_Model):
-    """Of two samples that lie side by side each is scaled by the sign of the other's first entry."""
-
-    def __init__(self, first):
-        super().__init__(_by_each_own)
-        self.first = first
-
-    def forward(self, x):
-        one, two = self.first, self.first + 1
-        order = torch.tensor([two if row == one else one if row == two else row for row in range(len(x))])
-        scale = torch.where(order == torch.arange(len(x)), 1.0, x[order, 0].sign())
-        return self.layer(x) * scale.unsqueeze(1)
-
-
-@pytest.mark.parametrize("first", [0, 2, 4, 6])
-def test_neighbours_are_told_apart(first):
-    x = torch.randn(8, 3)
-    x[::2, 0], x[1::2, 0] = 1.0, -1.0
-    with ghostclip.GhostClipper(model := _Neighbours(first), max_grad_norm=0.1):
-        with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
-            model(x)
 
 
 class _Experts(nn.Module):
@@ -225,7 +199,7 @@ class _Experts(nn.Module):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("signs", ["++----", "--++++", "+-+-+-", "+-", "++-", "+++++++-------", "-++-+-+-+"])
+@pytest.mark.parametrize("signs", ["++----", "+-", "++-", "-++-+-+-+"])
 def test_experts_that_serve_half_of_the_batch_are_refused(signs, dropout):
     x = torch.randn(len(signs), 3)
     x[:, 0] = torch.tensor([1.0 if sign == "+" else -1.0 for sign in signs])
@@ -280,7 +254,7 @@ class _Routed(nn.Module):
 
 
 def test_routed_rows_meet_other_numbers():
-    for seed in range(10):
+    for seed in range(4):
         torch.manual_seed(seed)
         model = _Routed()
         with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
@@ -301,39 +275,12 @@ def _trained(model, *, probe):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [_Model, _Random, _Raising])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "autocast"), [(_Model, True), (_Random, False), (_Raising, False)])
 def test_training_is_the_same_with_and_without(kind, autocast):
     model = kind(_by_each_own, dropout=0.5)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         first, second = _trained(model, probe=True), _trained(model, probe=False)
     assert all(map(torch.equal, first, second))
-
-
-def test_generators_of_devices_are_put_back(monkeypatch):
-    """A device in use has a generator of its own, which is read and written through its module of torch."""
-    state, device = [torch.tensor([1])], torch.device("meta")
-
-    def write(value, place):
-        assert place == torch.device("meta", 0)
-        state[0] = value.clone()
-
-    fake = SimpleNamespace(get_rng_state=lambda place: state[0].clone(), set_rng_state=write)
-    monkeypatch.setattr(randomness, "_WITHOUT", frozenset({"cpu"}))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    monkeypatch.setattr(randomness, "_generator_of", partial(_of_first, randomness._generator_of))
-    with randomness.unnoticed([torch.empty(1, device=device), torch.empty(1)]) as before:
-        assert not before.drawn()
-        state[0] += 1
-        assert before.drawn()
-        before.restore()
-        assert not before.drawn()
-        state[0] += 1
-    assert int(state[0]) == 1
-
-
-def _of_first(read, device):
-    return read(torch.device(device.type, 0))
 
 
 def test_proof_can_be_switched_off():
@@ -352,11 +299,6 @@ def test_generators_are_where_they_would_be():
     assert torch.equal(after, torch.rand(2))
 
 
-def _proved(model, size, *, forwards):
-    for _ in range(forwards):
-        model(torch.randn(size, 3))
-
-
 def _partners(shift, stride):
     """Samples follow, detached, the one that is so far behind them or before them within blocks of so many."""
 
@@ -369,64 +311,18 @@ def _partners(shift, stride):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("size", [2, 4, 6, 8, 9, 16])
+@pytest.mark.parametrize("size", [2, 4, 9])
 def test_neighbours_that_follow_each_other_are_refused_at_once(size, dropout):
     ghostclip.GhostClipper(model := _Model(_partners(1, 2), dropout=dropout), max_grad_norm=0.1)
     with pytest.raises(SampleMixingError, match="half of the samples were replaced"):
         model(torch.randn(size, 3))
 
 
-@pytest.mark.parametrize("parity", [0, 1])
-def test_one_neighbour_that_follows_the_other_is_refused_at_once(parity):
-    def way(model, x):
-        h = model.layer(x)
-        follows = (torch.arange(len(h)) % 2 == parity).to(h.dtype)[:, None]
-        return h + 2 * follows * h[torch.arange(len(h)) ^ 1].detach()
-
-    for size in (2, 4, 16):
-        ghostclip.GhostClipper(model := _Model(way), max_grad_norm=0.1)
-        with pytest.raises(SampleMixingError, match="half of the samples were"):
-            model(torch.randn(size, 3))
-
-
-@pytest.mark.parametrize(("shift", "stride"), [(2, 4), (4, 8), (1, 4), (3, 8)])
-@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize(("shift", "stride", "size"), [(2, 4, 16), (4, 8, 32), (1, 4, 16), (3, 8, 16)])
 def test_samples_that_follow_others_anywhere_are_refused_within_some_proofs(shift, stride, size):
     ghostclip.GhostClipper(model := _Model(_partners(shift, stride)), max_grad_norm=0.1)
     with pytest.raises(SampleMixingError, match="half of the samples were"):
-        _proved(model, size, forwards=16)
-
-
-@pytest.mark.parametrize("size", [4, 8, 9])
-def test_the_first_half_that_follows_the_second_is_refused_at_once_where_numbers_are_drawn(size):
-    """No sample can be looked at alone, and the drawn ones are not those that are followed."""
-    drawn = independence.Batch((), size, 0, seed=1).drawn
-    followed = next(sample for sample in range((size + 1) // 2, size) if sample not in drawn)
-
-    def way(model, x):
-        h = model.layer(x) + torch.rand(4)
-        return torch.cat([h[:1] + 2 * h[followed].detach(), h[1:]])
-
-    ghostclip.GhostClipper(model := _Model(way), max_grad_norm=0.1)
-    with pytest.raises(SampleMixingError, match="half of the samples were replaced"):
-        model(torch.randn(size, 3))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 33])
-def test_sets_of_samples(size):
-    """Two neighbours are never in one; any other two of one half of the batch are in one half of the draws."""
-    batches = [independence.Batch((), size, 0, seed=seed) for seed in range(200)]
-    apart = torch.zeros(size, size)
-    for batch in batches:
-        drawn = torch.zeros(size)
-        drawn[batch.drawn] = 1
-        assert 0 not in batch.drawn
-        assert len(batch.drawn) == (size + 1) // 2 or size == 2
-        assert all(drawn[first] != drawn[first + 1] for first in range(0, size - 1, 2))
-        apart += (drawn[:, None] != drawn).float() / len(batches)
-    inner = apart[2 : size - size % 2, 2 : size - size % 2].fill_diagonal_(0.5)
-    assert bool(((inner - 0.5).abs() < 0.2).logical_or(inner > 0.99).all())
-    assert independence.Batch((), size, 0, again=True).replaced[1] == batches[0].others(batches[0].drawn)
+        [model(torch.randn(size, 3)) for _ in range(16)]
 
 
 class _Placed(nn.Module):
@@ -442,8 +338,7 @@ class _Placed(nn.Module):
         return self.second(torch.tanh(h + self.table[: h.size(0)]))
 
 
-@pytest.mark.parametrize("table", ["parameter", "buffer"])
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize(("table", "size"), [("parameter", 2), ("buffer", 3), ("buffer", 8)])
 def test_what_follows_the_place_of_a_sample_is_refused(size, table):
     ghostclip.GhostClipper(model := _Placed(table), max_grad_norm=0.1)
     with pytest.raises(SampleMixingError, match=r"half of the samples were left out.*a sample's place"):
@@ -483,10 +378,9 @@ class _Beside(nn.Module):
 
 
 @pytest.mark.parametrize("kind", _BESIDE)
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_values_of_each_sample_that_are_no_tensor(kind, size):
+def test_values_of_each_sample_that_are_no_tensor(kind):
     make, how = _BESIDE[kind]
-    x, values = torch.randn(size, 3, dtype=torch.float64), make(size)
+    x, values = torch.randn(5, 3, dtype=torch.float64), make(5)
     model = _Beside(how, placed=False).double()
     how(model.layer(x), values).square().sum().backward()
     wanted = model.layer.weight.grad
@@ -506,22 +400,6 @@ def test_what_follows_the_values_of_others_in_a_list():
     with ghostclip.GhostClipper(model := _Beside(scaled, placed=False), max_grad_norm=1.0):
         with pytest.raises(SampleMixingError):
             model(torch.randn(6, 3), [3.0, 1.0, 6.0, 4.0, 5.0, 2.0])
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_lists_of_numbers_of_each_sample_are_accepted(kind):
-    class Cut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 4)
-
-        def forward(self, x, lengths):
-            kept = torch.stack([(torch.arange(5) < lengths[sample]).to(x.dtype) for sample in range(len(x))])
-            return self.layer(x) * kept[:, :, None]
-
-    with ghostclip.GhostClipper(model := Cut(), max_grad_norm=0.1) as clipper:
-        clipper.backward(model(torch.randn(6, 5, 3), kind([1, 5, 2, 3, 4, 5])).square().sum((1, 2)))
-        assert "batch independence" not in str(clipper.unchecked)
 
 
 def test_a_share_of_the_batch_that_is_served_is_refused_by_the_second_proof():

@@ -1,6 +1,5 @@
 """Evidence is asked for again as training goes on: what looked right in one batch may be wrong in the next."""
 
-import copy
 from itertools import pairwise
 
 import pytest
@@ -11,70 +10,6 @@ from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError
 from ghostclip.evidence.unchecked import CheckSchedule
 from tests.cases import by_name
-from tests.exactness.runs import engine
-from tests.reference import per_sample_gradients, whole_norm
-
-
-class _SortsByLength(nn.Module):
-    """Orders samples by their first value before a layer and restores the order behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        order = x[:, 0].argsort()
-        return self.layer(x[order])[order.argsort()]
-
-
-def test_rows_in_order_in_the_first_batch_only(strategy):
-    """The first batch is sorted already; in later ones rows move, and are followed."""
-    model = _SortsByLength().double()
-    clipper = engine(strategy)(model, 0.1)
-    x = torch.randn(5, 4, dtype=torch.float64)
-    for batch in (x[x[:, 0].argsort()], *torch.randn(4, 5, 4, dtype=torch.float64)):
-        clipper.backward(model(batch).square().sum(1))
-        per_sample = per_sample_gradients(copy.deepcopy(model.layer), {"x": batch}, _squares, axes={})
-        norms_B = torch.stack([whole_norm(gradient) for gradient in per_sample])
-        assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-10)
-
-
-def _squares(model, batch):
-    return model(batch["x"]).square().sum(1)
-
-
-class _MixesLater(nn.Module):
-    """Subtracts the mean of the batch, once switched on."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.mixes = nn.Linear(4, 3), nn.Linear(3, 2), False
-
-    def forward(self, x):
-        h = self.first(x)
-        return self.second(h - h.mean(0) if self.mixes else h)
-
-
-def test_samples_that_mix_later_on(strategy):
-    model = _MixesLater().double()
-    clipper = engine(strategy)(model, 0.1)
-    clipper.backward(model(torch.randn(5, 4, dtype=torch.float64)).square().sum(1))
-    model.mixes = True
-
-    def train_on():
-        for _ in range(4):
-            clipper.backward(model(torch.randn(5, 4, dtype=torch.float64)).square().sum(1))
-
-    with pytest.raises(GhostClipError, match="depends on other samples"):
-        train_on()
-
-
-def test_batch_sizes_may_change_from_step_to_step(strategy):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).double()
-    clipper = engine(strategy)(model, 0.1)
-    for size in (3, 1, 4, 2, 5, 4, 1, 3, 4, 2, 6, 4, 4, 1, 2, 4, 7):
-        clipper.backward(model(torch.randn(size, 4, 4, dtype=torch.float64)).square().sum((1, 2)))
-        assert clipper.batch_size == size
 
 
 def _asked(count: int) -> list[int]:

@@ -15,12 +15,11 @@ from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingErr
 from tests.evidence.noisy import ATOMICS, ATTENTION, LENGTH, WORDS, Decoder, Noise, losses_of, with_lora
 
 # Seeds tell sizes of batches apart as well; most are run by `make test-slow`.
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 # Of each kind: the model, what it runs under, how much kernels are off by, and which.
 KINDS = {
     "bfloat16 with float32 adapters": (with_lora, nullcontext, 2**-7, ATTENTION),
     "bfloat16 autocast": (nn.Module.train, lambda: torch.autocast("cpu", torch.bfloat16), 2**-7, ATTENTION),
-    "float16 autocast": (nn.Module.train, lambda: torch.autocast("cpu", torch.float16), 2**-7, ATTENTION),
     "float32 atomics": (nn.Module.train, nullcontext, 2**-20, ATTENTION + ATOMICS),
 }
 
@@ -39,24 +38,11 @@ class _Own(torch.autograd.Function):
         return ctx.change(grad.float(), ctx.saved_tensors[0].float()).to(grad.dtype), None
 
 
-class _Averaged:
-    """Divides by the mean of the norms so far: another factor each time."""
-
-    def __init__(self):
-        self.mean = None
-
-    def __call__(self, grad, _):
-        norm = grad.norm()
-        self.mean = norm if self.mean is None else 0.9 * self.mean + 0.1 * norm
-        return grad / self.mean
-
-
 MIXING = {
     "unit norm": lambda: lambda grad, _: grad / grad.norm(),
     "largest": lambda: lambda grad, _: grad / grad.abs().max(),
     "mean removed": lambda: lambda grad, _: grad - grad.mean(0),
     "a deviation of the batch": lambda: lambda grad, values: grad / values.std(0).mean(),
-    "a running mean of norms": _Averaged,
 }
 
 
@@ -76,18 +62,15 @@ def _trained(kind, seed, strategy="bookkeeping", *, between=None, size=5, loss=N
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [*((kind, "bookkeeping") for kind in KINDS), *((next(iter(KINDS)), other) for other in ("ghost", "fast", "hooks"))],
+)
 def test_a_backward_that_does_not_repeat_itself_is_no_refusal(kind, strategy, seed):
     assert _trained(kind, seed, strategy, size=2 + seed % 7) == 2 + seed % 7
 
 
-@pytest.mark.parametrize("strategy", ["fast", "hooks"])
-def test_nor_in_other_strategies(strategy):
-    assert _trained("bfloat16 with float32 adapters", 0, strategy) == 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bfloat16 with float32 adapters", "float32 atomics"])
 def test_nor_in_later_proofs_and_beside_functions_that_follow_nothing(kind):
     def between(h):
         return _Own.apply(h, lambda grad, values: -0.7 * grad * (values.abs() < 2))
@@ -96,8 +79,13 @@ def test_nor_in_later_proofs_and_beside_functions_that_follow_nothing(kind):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mixing", MIXING)
-@pytest.mark.parametrize("kind", ["bfloat16 with float32 adapters", "float16 autocast"])
+@pytest.mark.parametrize(
+    ("kind", "mixing"),
+    [
+        ("bfloat16 with float32 adapters", "a deviation of the batch"),
+        ("bfloat16 autocast", "largest"),
+    ],
+)
 def test_one_that_follows_the_batch_is_refused_all_the_same(kind, mixing, seed):
     """By the second proof: two samples whose largest gradients are alike by chance show little in the first."""
     change = MIXING[mixing]()
@@ -105,8 +93,9 @@ def test_one_that_follows_the_batch_is_refused_all_the_same(kind, mixing, seed):
         _trained(kind, seed, between=lambda h: _Own.apply(h, change), size=2 + seed % 7, steps=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["clamped", "each row by its norm"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("bfloat16 autocast", "clamped"), ("float32 atomics", "each row by its norm")]
+)
 def test_so_is_one_that_does_not_follow_its_scale(kind, way):
     change = {
         "clamped": lambda grad, _: grad.clamp(-1e-4, 1e-4),
@@ -114,27 +103,6 @@ def test_so_is_one_that_does_not_follow_its_scale(kind, way):
     }[way]
     with pytest.raises(LossReductionError, match="not scaled as the loss"):
         _trained(kind, 0, between=lambda h: _Own.apply(h, change), loss=lambda losses_B: losses_B.mean().backward())
-
-
-@pytest.mark.parametrize("mixing", ["unit norm", "a running mean of norms"])
-def test_one_in_a_loss_is_refused(mixing):
-    change = MIXING[mixing]()
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4)
-    with ghostclip.GhostClipper(model, max_grad_norm=0.1), Noise(2**-7, of=("tanh",)):
-        losses_B = _Own.apply(torch.tanh(model(torch.randn(6, 3))), change).square().sum(1)
-        with pytest.raises(GhostClipError, match="loss"):
-            losses_B.mean().backward()
-
-
-def test_a_loss_whose_backward_does_not_repeat_itself_is_none():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4)
-    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper, Noise(2**-7, of=("tanh",)) as noise:
-        losses_B = _Own.apply(torch.tanh(model(torch.randn(6, 3))), lambda grad, _: 2 * grad).square().sum(1)
-        clipper.backward(losses_B)
-    assert noise.met
-    assert clipper.batch_size == 6
 
 
 class _Routed(nn.Module):
@@ -159,13 +127,11 @@ class _Routed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 2**-20), (torch.bfloat16, 2**-8)])
-def test_a_forward_that_adds_up_in_another_order_each_time_is_none(dtype, share, seed):
-    torch.manual_seed(seed)
+def test_a_forward_that_adds_up_in_another_order_each_time_is_none(dtype, share):
     model, ids = _Routed().to(dtype), torch.randint(WORDS, (5, LENGTH))
     with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
-        with Noise(share, seed=seed, of=ATOMICS, forwards=True) as noise:
+        with Noise(share, of=ATOMICS, forwards=True) as noise:
             clipper.backward(losses_of(model, ids))
         assert noise.met
         assert clipper.batch_size == 5

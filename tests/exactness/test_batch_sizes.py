@@ -8,9 +8,6 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import policies
-from ghostclip.clipping.together import Joint
-from ghostclip.factors import Outer
-from ghostclip.kernels import products
 from tests.exactness.sensitivity.layers import KINDS, ROWS
 from tests.exactness.sensitivity.measure import NUMERICS, Subject
 
@@ -44,50 +41,6 @@ def _gradients(subject, data, samples):
         parameter.grad_sample = None
     subject.sums({name: values[samples] for name, values in data.items()})
     return [parameter.grad_sample.clone() for parameter in subject.model.parameters()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-@pytest.mark.parametrize("transposed", ["neither", "left", "right", "both"])
-@pytest.mark.parametrize("sizes", [(9, 33, 7), (5, 9, 15), (3, 17, 9), (16, 64, 16), (17, 256, 27), (1, 12, 1)])
-def test_products_are_those_of_other_batch_sizes(dtype, transposed, sizes):
-    rows, terms, columns = sizes
-    numbers = torch.Generator().manual_seed(0)
-    left, right = (
-        torch.randn(SAMPLES, *shape, generator=numbers, dtype=dtype) for shape in ((rows, terms), (terms, columns))
-    )
-    if transposed in ("left", "both"):
-        left = left.mT.contiguous().mT
-    if transposed in ("right", "both"):
-        right = right.mT.contiguous().mT
-    whole = products.pair_by_pair(left, right)
-    torch.testing.assert_close(whole, left @ right)
-    for samples in FEWER:
-        few = products.pair_by_pair(*(x.mT[samples].mT if x.stride(2) != 1 else x[samples] for x in (left, right)))
-        assert torch.equal(whole[samples], few)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [(3, 3), (3, 300), (300, 3), (9, 9), (16, 100), (33, 47), (100, 100)])
-@pytest.mark.parametrize("together", [False, True])
-def test_a_sum_of_equal_samples_grows_by_each(sizes, dtype, together):
-    """Terms that are all alike round alike: as often as there are samples, and not as often as there are positions."""
-    inputs, outputs = sizes
-    numbers = torch.Generator().manual_seed(1)
-    scale = torch.rand(2, generator=numbers, dtype=dtype) + 0.5
-    a, g = (value.expand(SAMPLES * 32, 500, size).contiguous() for value, size in zip(scale, sizes, strict=True))
-    coef = (1 / (a[:, 0].norm(dim=1) * g[:, 0].norm(dim=1) * 500)).to(dtype)
-
-    def total(count):
-        factor = Outer(a[:count], g[:count], shape=(outputs, inputs))
-        if together:
-            return Joint(["first"], factor).clipped_sums(coef[:count])[0]
-        out = torch.empty(outputs, inputs, dtype=dtype)
-        factor.write_clipped_sum_(coef[:count], out)
-        return out
-
-    moved = (total(len(a)).double() - total(len(a) - 1).double()).norm().item()
-    # The last place of a sum of so many, and what its own terms round.
-    assert abs(moved - 1) <= (len(a) + 32) * torch.finfo(dtype).eps
 
 
 KERNELS = {

@@ -28,19 +28,6 @@ def test_constant_inputs_are_not_underestimated(positions, sizes, value):
     assert released.double().norm().item() <= bound
 
 
-@pytest.mark.parametrize("width", [48, 128, 200])
-@pytest.mark.parametrize("value", [1.1, 0.9, 1 / 3])
-def test_rounding_of_a_gram_is_seen_however_its_factors_lie_in_memory(width, value):
-    """Norms along another axis than memory's would round as the products do that they are held against."""
-    x_NTI = torch.full((2, 16, width), value)
-    across_NTI = x_NTI.mT.contiguous().mT
-    wanted, got = (Outer(x, x, shape=(width, width)).gram_sqnorm() for x in (x_NTI, across_NTI))
-    assert torch.equal(got.value_B, wanted.value_B)
-    assert torch.equal(got.error_B, wanted.error_B)
-    across = Outer(across_NTI, across_NTI, shape=(width, width)).terms()
-    torch.testing.assert_close(across.mass_B, wanted.terms.mass_B, rtol=1e-6, atol=0)
-
-
 def _rounded_away(size, lanes):
     """Return a vector whose terms after the first, squared, are each just under half a last place of the sum."""
     block = torch.full((256,), (0.49 * 2.0**-23) ** 0.5)
@@ -78,14 +65,3 @@ def test_norms_of_equal_values_are_not_underestimated(size, value, layout):
     exact = size**0.5 * torch.tensor(value).double().item()
     for bound in norms.norm_B().double().tolist():
         assert exact <= bound <= exact * (1 + 3e-6)
-
-
-def test_blocks_and_whole_squares_add_up():
-    parts = [torch.randn(3, size, dtype=torch.float64) for size in (1, 300, 4097)]
-    norms = NormSum()
-    norms.add_blocks(Dense(parts[0]).block_norms())
-    norms.add(Dense(parts[1]).sqnorm())
-    norms.add_blocks(Dense(parts[2]).block_norms())
-    total = norms.total()
-    assert total is not None
-    torch.testing.assert_close(total.value_B, torch.cat(parts, 1).square().sum(1), rtol=1e-14, atol=0)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.flops import counter
-from ghostclip.factors import Dense, Outer, Windows, convolution, joined
+from ghostclip.factors import Windows, convolution, joined
 from ghostclip.factors.convolution import Geometry
 from tests.exactness.runs import engine
 from tests.factors.largest import LargestTensor
@@ -230,53 +229,3 @@ def test_windows_are_never_unfolded_whole(channels, outputs, size, options, stra
     # Padding and layouts of its own make the backend's copies of input and gradient a little larger than they are.
     allowed = max(1.6 * x.numel(), 2 * y.numel())
     assert seen.elements <= allowed < 0.6 * unfolded
-
-
-def _counted(step):
-    with counter() as counted:
-        step()
-    return counted.get_total_flops()
-
-
-def _private_and_plain(model, x, strategy="bookkeeping"):
-    plain = _counted(lambda: model(x).square().mean((1, 2, 3)).sum().backward())
-    model.zero_grad(set_to_none=True)
-    clipper = engine(strategy)(model, 1.0)
-    clipper.backward(model(x).square().mean((1, 2, 3)))
-    return _counted(lambda: clipper.backward(model(x).square().mean((1, 2, 3)))), plain
-
-
-@pytest.mark.parametrize(("samples", "groups"), [(4, 1), (4, 4), (4, 16)])
-def test_kept_gradients_cost_their_sum_only(samples, groups):
-    """Also in groups: no product across them."""
-    model = nn.Conv2d(16, 16, 3, padding=1, groups=groups, bias=False)
-    private, plain = _private_and_plain(model, torch.randn(samples, 16, 24, 24))
-    assert private == plain + 2 * samples * model.weight.numel()
-
-
-def test_gram_of_pixels_costs_no_kernel_times():
-    samples, channels, outputs, pixels = 512, 32, 48, 36
-    model = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
-    private, plain = _private_and_plain(model, torch.randn(samples, channels, 6, 6))
-    gram = 2 * samples * pixels**2 * (channels + outputs)
-    assert private == plain + gram
-    assert gram < 0.3 * plain / 2
-
-
-@pytest.mark.parametrize("strategy", ["ghost", "fast"])
-def test_second_pass_is_an_ordinary_backward(strategy):
-    """Forward, norm and sum; its input needs no gradient. What is formed of small kernels is weighed once."""
-    model = nn.Conv2d(16, 16, 3, padding=1, bias=False)
-    private, plain = _private_and_plain(model, torch.randn(4, 16, 24, 24), strategy)
-    assert private <= 1.5 * plain + 2 * 4 * model.weight.numel()
-
-
-def test_what_book_keeping_holds():
-    """The gradient where it is no larger than input and output gradient, else those two and never the windows."""
-    geometry = _geometry((64, 64, 3, 3), padding=((1, 1), (1, 1)))
-    short, long = (Windows(torch.randn(64, 1, 64, n, n), torch.randn(64, 1, 64, n, n), geometry) for n in (4, 32))
-    assert long.keeps_gradient()
-    assert not short.keeps_gradient()
-    assert short.element_count() == 2 * 64 * 64 * 16
-    assert isinstance(short, Outer)
-    assert Dense(long.materialize()).element_count() <= long.element_count()

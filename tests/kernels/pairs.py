@@ -1,17 +1,15 @@
 """What tests of kernels call beside them, in the process where they run.
 
-A kernel that turns given words into normal values, as key streams do not hit the tails on demand; how often the kernel
-of noise is started; what kernels of norms leave before it is worked out; a private step with kernels on.
+A kernel that turns given words into normal values, as key streams do not hit the tails on demand; sums of several
+matrices; a private step with kernels on.
 """
-
-from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 
 from ghostclip import GhostClipper, kernels
-from ghostclip.kernels import gram, outer, triton_noise
+from ghostclip.kernels import outer, triton_noise
 
 
 @triton.jit
@@ -28,22 +26,6 @@ def normal_pair(radius: torch.Tensor, angle: torch.Tensor) -> tuple[torch.Tensor
     cosine, sine = torch.empty(2, radius.numel(), dtype=torch.float64, device=radius.device)
     _pairs[(1,)](radius, angle, cosine, sine, N=radius.numel())
     return cosine, sine
-
-
-def noise_launches(count: int) -> int:
-    """How many kernels add noise to a tensor of so many elements."""
-    tensor = torch.empty(1).expand(count)
-    with mock.patch.object(triton_noise, "_add_noise", mock.MagicMock()) as kernel:
-        triton_noise.add_noise(tensor, [0] * 16, (1.0, 2.0), (0, count), (1 << 15, 8))
-    # Each block of noise is in one grid.
-    assert sum(grid[0] for (grid,), _ in kernel.__getitem__.call_args_list) == -(-count // (1 << 15))
-    return kernel.__getitem__.return_value.call_count
-
-
-def columns(form: str, a_NTI: torch.Tensor, g_NTO: torch.Tensor) -> torch.Tensor:
-    """What a kernel of norms adds up, over its programs."""
-    found = (gram._reduced if form == "symmetric_gram" else outer._reduced_square)(a_NTI, g_NTO)
-    return found.part_NPK.sum(1)
 
 
 def several_sums(
@@ -83,8 +65,6 @@ def clipped_sums(strategy: str, dtype: torch.dtype, mode: str) -> tuple[torch.Te
 
 FUNCTIONS = {
     "normal_pair": normal_pair,
-    "noise_launches": noise_launches,
-    "columns": columns,
     "several sums": several_sums,
     "clipped_sums": clipped_sums,
 }

@@ -11,7 +11,6 @@ from ghostclip.kernels import fingerprints
 from ghostclip.kernels.fingerprints import WIDTH, content_prints
 from ghostclip.optim import release
 from ghostclip.privacy import checkpoints
-from tests.traffic import GPU, counted
 
 
 def _plain(values):
@@ -38,20 +37,6 @@ def _plain(values):
 def test_they_are_the_formula(count, dtype, device):
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(100).to(dtype)
     assert content_prints([values.to(device)]).tolist() == _plain(values)
-
-
-def test_parts_of_any_size_give_the_same(monkeypatch):
-    values = torch.randn(41 * WIDTH + 3)
-    found = content_prints([values])
-    monkeypatch.setattr(fingerprints, "_ROWS", {"cpu": 7})
-    assert torch.equal(content_prints([values]), found)
-
-
-def test_rows_are_counted_over_all_tensors():
-    values = torch.randn(2 * WIDTH)
-    apart = content_prints([values[:WIDTH], values[WIDTH:]])
-    assert torch.equal(apart, content_prints([values]))
-    assert not torch.equal(apart, content_prints([values[WIDTH:], values[:WIDTH]]))
 
 
 def test_any_change_is_seen():
@@ -87,43 +72,6 @@ def test_a_release_is_told_by_its_values_types_and_shapes(monkeypatch):
     assert len({release.fingerprint(one) for one in [released, *others]}) == 6
     monkeypatch.setattr(release, "_PACK", 4000)
     assert release.fingerprint(same) == release.fingerprint([tensor.clone() for tensor in released])
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """What would be read of a GPU, in numbers for each call."""
-    found = []
-
-    def count(prints):
-        found.append(sum(one.numel() for one in prints))
-        return [[0, 0] for _ in prints]
-
-    for place in (release, checkpoints):
-        monkeypatch.setattr(place, "read_prints", count)
-    yield found
-    # Weights of a fake device must not be found on a real one.
-    fingerprints._weights_of_row.cache_clear()
-
-
-@pytest.mark.parametrize("of", [release.fingerprint, lambda tensors: checkpoints.digest_of({"model": tensors})])
-def test_values_stay_on_the_gpu(read, of):
-    """Before, 4 bytes of every value were copied to the host and hashed there."""
-    with counted() as traffic:
-        tensors = [torch.empty(shape, device=GPU) for shape in ((1280, 5120), (50257, 1280), (1280,), (17,))]
-        of(tensors)
-    values = sum(tensor.numel() for tensor in tensors)
-    assert not traffic.reads
-    assert len(read) == 1
-    assert read[0] <= 2 * len(tensors)
-    assert traffic.bytes / values < 20.5
-    assert traffic.peak <= 8 * WIDTH * fingerprints._ROWS_ON_GPU
-    assert traffic.launches < 2 * values / (WIDTH * fingerprints._ROWS_ON_GPU) + 25 * len(read) * read[0]
-
-
-def test_numbers_are_read_once_for_each_device():
-    prints = [content_prints([torch.randn(5)]) for _ in range(4)]
-    assert fingerprints.read_prints(prints) == [one.tolist() for one in prints]
-    assert fingerprints.read_prints([]) == []
 
 
 def test_digests_of_earlier_versions_are_understood():

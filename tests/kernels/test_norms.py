@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostclip.kernels.bounds import COLUMNS
-from tests.kernels.units import reference_columns
-
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # N, T, I, O: one tile or several, an odd and an even number of them, sizes that fill no tile.
 SIZES = [(1, 2, 5, 3), (2, 63, 60, 33), (1, 70, 17, 65), (3, 16, 4, 4), (1, 150, 9, 7), (1, 20, 70, 1)]
@@ -141,25 +138,16 @@ def test_weighted_sum_adds_to_what_is_there(fast, size, dtype):
 
 
 @pytest.mark.parametrize("programs", [1, 4])
-def test_weighted_sum_in_parts(fast, programs):
+def test_weighted_sum_in_parts_adds_or_replaces_what_memory_held(fast, programs):
     a, g = _factors((5, 18, 70, 3))
     coef, out = torch.rand(5), torch.randn(3, 70)
-    expected = out.double() + torch.einsum("n,noi->oi", coef.double(), _gradients(a, g))
-    _close(fast("weighted_sum", a, g, coef, out, programs=programs), expected)
-
-
-@pytest.mark.parametrize("programs", [1, 4])
-def test_weighted_sum_replaces_what_memory_held(fast, programs):
-    a, g = _factors((5, 18, 70, 3))
-    coef, out = torch.rand(5), torch.full((3, 70), torch.nan)
     expected = torch.einsum("n,noi->oi", coef.double(), _gradients(a, g))
-    _close(fast("weighted_sum", a, g, coef, out, programs=programs, fresh=True), expected)
+    _close(fast("weighted_sum", a, g, coef, torch.full((3, 70), torch.nan), programs=programs, fresh=True), expected)
+    _close(fast("weighted_sum", a, g, coef, out.clone(), programs=programs), out.double() + expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("side_by_side", [False, True])
-@pytest.mark.parametrize("programs", [1, 40])
+@pytest.mark.parametrize(("fresh", "side_by_side", "programs"), [(False, True, 1), (True, False, 40)])
 def test_several_weighted_sums(fast, dtype, fresh, side_by_side, programs):
     """Of layers of one shape, or of the slots of every sample, in one launch."""
     a, g = _factors((6, 33, 20, 17), dtype)
@@ -208,12 +196,6 @@ def test_rows_that_stand_alone_have_no_error_and_those_that_cancel_do(fast):
     assert error[1] > 0
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3)], ids=str)
-def test_no_rows(fast, shape):
-    norm = fast("row_square", torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape))
-    assert norm.value_N.tolist() == [0.0] * shape[0]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 63, 60), (3, 5, 33), (1, 40, 1100)], ids=str)
 @pytest.mark.parametrize("centred", [0, 1])
@@ -228,38 +210,12 @@ def test_norm_affine(fast, centred, shape, dtype):
         _close(got.bias_BF, g.double().sum(1), 1e-5)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3)], ids=str)
-def test_norm_affine_of_nothing(fast, shape):
-    got = fast("norm_affine", torch.zeros(shape), torch.zeros(shape), 0.0, 1)
-    assert got.weight_BF.shape == got.bias_BF.shape == (shape[0], 3)
-    assert not torch.stack(got).any()
-
-
 def test_rms_norm_without_eps_at_the_padding(fast):
     """Rows beyond the last have no spread to divide by."""
     x, g = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
     got = fast("norm_affine", x, g, 0.0, 0)
     exact = (x.double() / x.double().square().mean(2, keepdim=True).sqrt() * g.double()).sum(1)
     _close(got.weight_BF, exact)
-
-
-@pytest.mark.parametrize("size", [(2, 150, 30, 20), (1, 33, 70, 65)], ids=str)
-@pytest.mark.parametrize("programs", [None, 2])
-@pytest.mark.parametrize("name", NORMS)
-def test_what_a_kernel_adds_up_beside_the_norm(fast, name, size, programs):
-    """Everything that a bound is worked out from, in the launch that forms the norm."""
-    a, g = _factors(size)
-    wanted = reference_columns(a.double(), g.double(), lambda x, y: x @ y)
-    found = fast("columns", name, a, g, programs=programs)
-    names = [column for column in COLUMNS[: found.shape[1]] if not column.endswith("off")]
-    for column in names:
-        torch.testing.assert_close(found[:, COLUMNS.index(column)], wanted[column], rtol=2e-6, atol=0)
-    if name == "symmetric_gram":
-        # Products of 30 and 70 numbers are off by some 1e-7.
-        for side in ("inputs", "gradients"):
-            off, whole = (found[:, COLUMNS.index(f"{side} {part}")] for part in ("off", "whole"))
-            assert (off <= (5e-7) ** 2 * whole).all()
-            assert (off > 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ghostclip import kernels
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels import runtime
-from ghostclip.kernels.bounds import Bounded
 
 F64 = torch.float64
 CPU = torch.device("cpu")
-NAMES = [pair.name for pair in kernels.TWINS]
 
 
 @pytest.fixture(autouse=True)
@@ -107,16 +102,6 @@ def test_kernel_agrees_on_its_own_examples(fast, pair, make):
     assert runtime.difference(fast(pair.name, *make(CPU)), pair.naive(*make(CPU))) < runtime.AGREEMENT / 10
 
 
-@pytest.mark.usefixtures("kernels_everywhere")
-def test_where_operations_are_traced_the_twin_is_used():
-    """What stands for a tensor has no memory, and a graph would not hold what a kernel writes."""
-    pair = _pair(lambda x: x + x)
-    with kernels.using("on"), FakeTensorMode() as mode:
-        assert pair.pick(mode.from_tensor(torch.ones(2))) == pair.naive
-    with kernels.using("on"):
-        assert pair.pick(torch.ones(2)) == pair.pick(torch.nn.Parameter(torch.ones(2))) == pair.fast
-
-
 def test_a_processor_uses_the_twin():
     with kernels.using("on"):
         assert all(pair.pick(torch.ones(2)) == pair.naive for pair in kernels.TWINS)
@@ -142,19 +127,6 @@ def test_the_switch(mode, pays, used):
         assert pair.pick(torch.ones(2, dtype=F64), pays=pays) == pair.naive
 
 
-def test_on_a_gpu_that_is_not_the_current_one_the_twin_is_used(monkeypatch):
-    """Triton would start the kernel on the current one."""
-    monkeypatch.setattr(runtime, "runs_on", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    pair = _pair(lambda x: x + x)
-    pair._trusted.update({torch.device("cuda", index): True for index in range(2)})
-    monkeypatch.setattr(runtime, "_PLAIN", (SimpleNamespace,))
-    here, there = (SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32) for index in range(2))
-    with kernels.using("on"):
-        assert pair.pick(here) == pair.fast
-        assert pair.pick(there) == pair.naive
-
-
 def test_the_environment(monkeypatch):
     monkeypatch.setenv(runtime.VARIABLE, "off")
     assert kernels.mode() == "off"
@@ -165,13 +137,6 @@ def test_the_environment(monkeypatch):
         kernels.mode()
     with pytest.raises(InvalidOptionError, match="mode"):
         kernels.set_mode("of")
-
-
-def test_set_mode_is_for_good(monkeypatch):
-    monkeypatch.setattr(runtime, "_set", [])
-    monkeypatch.setenv(runtime.VARIABLE, "on")
-    kernels.set_mode("off")
-    assert kernels.mode() == "off"
 
 
 def _raises(x):
@@ -191,21 +156,6 @@ def test_a_wrong_kernel_is_not_used(wrong, caplog):
         assert [pair.pick(torch.ones(2)) for _ in range(3)] == [pair.naive] * 3
     assert len(calls) == len(caplog.records) == 1
     assert "doubled" in caplog.text
-
-
-@pytest.mark.parametrize("error", [0.0, 0.1, 0.5, 2.0])
-def test_a_bound_may_be_larger_but_not_much_smaller(error):
-    one = torch.ones(2)
-    pair = [(Bounded(one, share * one, one, one), one) for share in (error, 1)]
-    assert runtime.difference(*pair) == (float("inf") if error <= 0.1 else 0)
-
-
-@pytest.mark.usefixtures("kernels_everywhere")
-def test_checks_leave_the_global_generator_alone():
-    before = torch.get_rng_state()
-    for pair in kernels.TWINS:
-        replace(pair, fast=pair.naive, _trusted={}).trusted(CPU)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_triton_is_loaded_by_use_only():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -35,32 +33,6 @@ def product(left_NTF: Tensor, right_NFU: Tensor, kind: tuple[int, int] = HOPPER)
         aligned = cut_off(terms, _last_place(largest, 24 + extra)).sum(3)
         total = cut_off(aligned, _last_place(aligned, 24))
     return total.float()
-
-
-def reference_columns(a_NTI: Tensor, g_NTO: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
-    """What a kernel that forms Gram matrices adds up, float64, by the columns' names.
-
-    Args:
-        a_NTI: Layer inputs.
-        g_NTO: Gradients of the layer outputs.
-        multiply: Forms products of matrices.
-    """
-    grams = [multiply(x_NTF, x_NTF.mT).double() for x_NTF in (a_NTI, g_NTO)]
-    a_NT, g_NT = (x_NTF.double().norm(dim=2) for x_NTF in (a_NTI, g_NTO))
-    weight_NT, entries_NTT = a_NT * g_NT, grams[0] * grams[1]
-    found = {
-        "value": entries_NTT.sum((1, 2)),
-        "mass": weight_NT.sum(1),
-        "scale": weight_NT.square().sum(1),
-        "inputs": a_NT.sum(1),
-        "gradients": g_NT.sum(1),
-        "absolute": entries_NTT.abs().sum((1, 2)),
-    }
-    for name, norm_NT, gram_NTT in zip(("inputs", "gradients"), (a_NT, g_NT), grams, strict=True):
-        off_NT = gram_NTT.diagonal(dim1=1, dim2=2) - norm_NT.square()
-        found[f"{name} off"] = (off_NT * weight_NT).square().sum(1)
-        found[f"{name} whole"] = (norm_NT.square() * weight_NT).square().sum(1)
-    return found
 
 
 class Emulated:

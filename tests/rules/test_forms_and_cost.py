@@ -11,12 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from ghostclip.factors import Outer
-from ghostclip.rules import Call, rule_for
 from tests.cases.custom_operations import OneParameter
 from tests.cases.indexing import Looked, WindowBias
 from tests.exactness.runs import engine
-from tests.factors.largest import LargestTensor
 
 SAMPLES = 16
 ROWS, OUTER, WINDOWS, DENSE = "rows", "outer product", "outer product of windows", "dense"
@@ -113,18 +110,6 @@ def test_form_and_cost(name):
     assert private <= limit * non_private + weighted, f"{private / max(1, non_private):.3f} times a non-private step"
 
 
-def test_bilinear_runs_the_product_of_its_weight_once():
-    """The counter passes over torch's own bilinear kernels, so that its product is counted here."""
-    model, (left, right) = nn.Bilinear(20, 18, 8), (torch.randn(SAMPLES, 20), torch.randn(SAMPLES, 18))
-    clipper = engine("bookkeeping")(model, 1.0)
-    for _ in range(2):
-        counted = _count(lambda: clipper.backward(model(left, right).square().mean(1)))
-    pairs, weight = 2 * SAMPLES * 20 * 18, 2 * SAMPLES * 20 * 18 * 8
-    assert counted <= pairs + weight + 2 * SAMPLES * 8
-    handled = {row.name: row.handled for row in clipper.coverage()}
-    assert handled == {"weight": f"bilinear: {OUTER}", "bias": f"bilinear: {DENSE}"}
-
-
 def test_operation_that_cannot_be_run_on_rows_alone_says_so(caplog):
     """Its gradients are formed one by one, which is told once and shown in the table."""
     model = OneParameter((5, 5), lambda p, x: torch.linalg.solve(p + 9 * torch.eye(5), x.mT).mT)
@@ -134,38 +119,3 @@ def test_operation_that_cannot_be_run_on_rows_alone_says_so(caplog):
             clipper.backward(_losses(model, torch.randn(4, 3, 5)))
     assert {row.name: row.handled for row in clipper.coverage()}["p"] == "linalg_solve: one gradient per sample"
     assert sum("parameter 'p' in linalg_solve has no rule" in record.message for record in caplog.records) == 1
-
-
-def test_groups_of_a_convolution_form_no_cross_blocks():
-    """A depthwise kernel's factor has one slot a channel: never channels squared."""
-    for name, shape in (("conv1d", (64, 1, 3)), ("conv_transpose1d", (64, 1, 3))):
-        x, weight = torch.randn(2, 64, 9), torch.randn(shape)
-        rule, _ = rule_for(name)
-        captured = rule(Call(name, {"input": x, "weight": weight, "groups": 64}, frozenset({"weight"})))
-        output = getattr(functional, name)(x, weight, groups=64)
-        factor = captured.factors([x], torch.randn_like(output), lambda t, num_batch_dims: t.unsqueeze(1))["weight"]
-        if isinstance(factor, Outer):
-            assert factor.slots == 64
-        # Two samples' windows of three inputs and their gradients at each position, or the kernel's own gradients.
-        assert factor.element_count() <= 2 * 64 * (3 + 1) * 11
-        assert factor.materialize().shape == (2, *shape)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "shape"),
-    [
-        ("layer_norm", {"normalized_shape": [16]}, (4, 9, 16)),
-        ("group_norm", {"num_groups": 2}, (4, 16, 9)),
-        ("instance_norm", {}, (4, 16, 9)),
-    ],
-)
-def test_affine_norms_make_one_temporary(name, options, shape):
-    """The normalised input, which the gradient is multiplied into; sums are smaller."""
-    x, grad = torch.randn(shape), torch.randn(shape)
-    values = {"input": x, **options, "weight": torch.ones(16), "bias": torch.zeros(16)}
-    rule, _ = rule_for(name)
-    captured = rule(Call(name, values, frozenset({"weight", "bias"})))
-    with LargestTensor() as seen:
-        found = captured.factors([x], grad, lambda t, axes: t.flatten(1, axes - 1) if axes > 1 else t.unsqueeze(1))
-    assert sum(size >= x.numel() for size in seen.made) == 1
-    assert {key: factor.materialize().shape for key, factor in found.items()} == dict.fromkeys(found, (4, 16))

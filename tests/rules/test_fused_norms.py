@@ -51,8 +51,3 @@ def test_the_factors_are_the_same(name, shape, frozen, monkeypatch):
     assert all(one == other and len(one) == 3 for one, other in asked)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
-
-
-def test_a_cpu_has_no_kernel():
-    x = torch.randn(2, 3, 4)
-    assert not kernels.is_fused(x, x)

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import ghostclip
 from benchmarks.flops import counter
 from ghostclip.errors import DataError, SampleMixingError, UncoveredParameterError
-from ghostclip.rules.recurrent import WRITTEN_OUT, Steps, recurrent_product
+from ghostclip.rules.recurrent import WRITTEN_OUT, recurrent_product
 
 KINDS = {
     "lstm": lambda **options: nn.LSTM(4, 5, **options),
@@ -93,18 +93,6 @@ def test_written_out_cells_have_torchs_values_and_gradients(cell):
     own, torchs = (_values_and_gradients(module, inputs, _padded, own=flag) for flag in (True, False))
     for mine, theirs in zip(own, torchs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 3, 3, 1), (2,), (3, 1)], ids=str)
-def test_state_before_every_row(sizes, reverse):
-    first, states = -torch.arange(1.0, sizes[0] + 1).unsqueeze(1), torch.arange(float(sum(sizes))).unsqueeze(1)
-    blocks, current, want = states.split(sizes), first.clone(), [None] * len(sizes)
-    steps = Steps(sizes, reverse=reverse)
-    for step in steps.order():
-        want[step] = current[: sizes[step]].clone()
-        current[: sizes[step]] = blocks[step]
-    assert torch.equal(steps.before(first, states), torch.cat(want))
 
 
 class _Last(nn.Module):

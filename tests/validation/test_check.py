@@ -154,18 +154,6 @@ def _batch_of_fixed():
     return torch.randn(4, 5, generator=generator), torch.tensor([0, 1, 2, 0])
 
 
-def test_the_models_own_precision_where_float64_does_not_run():
-    class Only32(_Net):
-        def forward(self, x):
-            if x.dtype != torch.float32:
-                raise RuntimeError("float32 only")
-            return super().forward(x)
-
-    found = ghostclip.check(Only32(), _batch(), nn.CrossEntropyLoss())
-    assert found.ok
-    assert "one sample at a time in float32" in str(found)
-
-
 WRONG = {
     "no model": (lambda: ([1], _batch(), None), "expected a torch.nn.Module, got list"),
     "frozen": (lambda: (_Net().requires_grad_(False), _batch(), nn.CrossEntropyLoss()), "no trainable parameter"),

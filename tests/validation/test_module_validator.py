@@ -60,36 +60,18 @@ def test_batch_norm_becomes_group_norm_that_can_be_trained(norm, shape):
     torch.testing.assert_close(out[:1], alone)
 
 
-def test_weights_that_fit_are_copied():
+def test_names_and_weights_that_fit_stay_and_the_model_is_left_alone():
     model = _resnet()
     with torch.no_grad():
         model[1].weight.uniform_(1, 2)
-        model[1].bias.uniform_(1, 2)
     fixed = ModuleValidator.fix(model)
-    assert torch.equal(fixed[1].weight, model[1].weight)
-    assert torch.equal(fixed[1].bias, model[1].bias)
-    assert torch.equal(fixed[0].weight, model[0].weight)
-    assert fixed[1].weight is not model[1].weight
-
-
-def test_model_itself_is_left_alone():
-    model = _resnet()
-    ModuleValidator.fix(model)
-    assert isinstance(model[1], nn.BatchNorm2d)
+    kinds = [nn.Conv2d, nn.GroupNorm, _Residual, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear]
+    assert [type(part) for part in fixed] == kinds
     assert isinstance(model[2].norm, nn.BatchNorm2d)
-
-
-def test_containers_and_names_stay():
-    model = _resnet()
-    fixed = ModuleValidator.fix(model)
-    assert [type(part) for part in fixed] == [
-        nn.Conv2d, nn.GroupNorm, _Residual, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear,
-    ]  # fmt: skip
-    assert [name for name, _ in fixed.named_parameters()] == [name for name, _ in model.named_parameters()]
-
-
-def test_a_batch_norm_alone():
-    assert isinstance(ModuleValidator.fix(nn.BatchNorm1d(8)), nn.GroupNorm)
+    assert fixed[1].weight is not model[1].weight
+    for (name, own), (other, wanted) in zip(fixed.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(own, wanted)
 
 
 def test_shared_modules_are_fixed_once():
@@ -289,28 +271,6 @@ class _NormAct(nn.BatchNorm2d):
         return self.act(self.drop(x))
 
 
-class _SyncNormAct(nn.SyncBatchNorm):
-    """The same, synchronised."""
-
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(super().forward(x))
-
-
-class _DropLast(_NormAct):
-    """One whose children run in another order than they are registered in."""
-
-    def forward(self, x):
-        drop, self.drop = self.drop, nn.Identity()
-        try:
-            return drop(super().forward(x))
-        finally:
-            self.drop = drop
-
-
 class _Leaky(nn.BatchNorm2d):
     """One whose activation is no module."""
 
@@ -323,7 +283,6 @@ FUSED = [
     _NormAct(16, drop=0.5),
     _NormAct(16, affine=False),
     _NormAct(16, track_running_stats=False),
-    _SyncNormAct(16),
 ]
 
 
@@ -346,14 +305,13 @@ def test_batch_norm_with_an_activation_inside(norm):
     assert all(p.grad is not None for p in fixed.parameters())
 
 
-@pytest.mark.parametrize("norm", [_Leaky(16), _DropLast(16, drop=0.5)], ids=["leaky", "drop last"])
-def test_batch_norm_with_another_forward_is_named(norm):
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), norm)
+def test_batch_norm_with_another_forward_is_named():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), _Leaky(16))
     (error,) = ModuleValidator.validate(model)
     assert "replace it by hand, or register a fixer" in str(error)
     assert "ModuleValidator.fix does" not in str(error)
-    assert type(ModuleValidator.fix(model)[1]) is type(norm)
-    with pytest.raises(UnsupportedModuleError, match=type(norm).__name__):
+    assert type(ModuleValidator.fix(model)[1]) is _Leaky
+    with pytest.raises(UnsupportedModuleError, match="_Leaky"):
         ModuleValidator.fix_and_validate(model)
 
 
@@ -370,19 +328,6 @@ def test_batch_norm_without_channels_is_named():
 def test_activation_inside_has_no_instance_norm():
     with pytest.raises(UnsupportableModuleError, match="Leave replace_bn_with_in out"):
         ModuleValidator.fix(nn.Sequential(_NormAct(16)), replace_bn_with_in=True)
-
-
-@pytest.mark.parametrize("registry", [ModuleValidator.VALIDATORS, ModuleValidator.FIXERS])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-    ],
-)  # fmt: skip
-def test_entries_of_norms_are_found_by_their_class(registry, kind):
-    module = kind(8, track_running_stats=True)
-    assert registry[kind](module)
 
 
 def test_timm_models_are_fixed():

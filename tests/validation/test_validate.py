@@ -62,13 +62,6 @@ def test_transformers_pass(name):
     assert report.results[0].error < 1e-4
 
 
-@pytest.mark.parametrize("case_name", ["custom_vit", "moe_boolean", "linear_3d"])
-def test_cases_of_the_table_pass(case_name):
-    case = by_name(case_name)
-    report = ghostclip.validate(case.model(torch.float64), case.data(torch.float64), case.losses)
-    assert report.ok, str(report)
-
-
 def test_a_scalar_mean_passes_and_auto_is_resolved():
     report = ghostclip.validate(_classifier(), _batch(), _mean)
     assert report.ok, str(report)
@@ -76,22 +69,14 @@ def test_a_scalar_mean_passes_and_auto_is_resolved():
     assert "declared as the mean" in str(report)
 
 
-def test_batch_axis_1():
-    model = nn.Sequential(nn.Linear(5, 6), nn.TransformerEncoderLayer(6, 2, 8)).double()
-    x = inputs((3, 4, 5)).double()
-    report = ghostclip.validate(
-        model, x, lambda m, b: m(b).transpose(0, 1).flatten(1).square().mean(1), batch_first=False
-    )
-    assert report.ok, str(report)
-
-
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixing_is_found_and_placed(name):
-    build, shape, path, _ = MIXERS[name]
+    build, shape, path, said = MIXERS[name]
     report = ghostclip.validate(build(), inputs(shape), _square)
     assert not report.ok
     assert any(problem.place.split(" ")[0] == (path or "model") for problem in report.problems), str(report)
     assert all(problem.remedy for problem in report.problems)
+    assert said in str(report)
     with pytest.raises(UnsupportedModelError, match=path or "model"):
         report.raise_if_bad()
 
@@ -101,19 +86,6 @@ def test_what_keeps_samples_apart_passes(name):
     build, shape = KEEPS_APART[name]
     report = ghostclip.validate(build().double(), inputs(shape).double(), _square)
     assert report.ok, str(report)
-
-
-def test_every_batch_norm_is_listed_once():
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
-    report = ghostclip.validate(model, inputs((4, 5)), _square)
-    assert [problem.place for problem in report.problems] == ["1 (BatchNorm1d)", "3 (BatchNorm1d)"]
-    assert "GroupNorm" in report.problems[0].remedy
-
-
-def _contrastive(model, x):
-    """A scalar that compares samples outside of the model: the engine sees nothing of it in training."""
-    h = functional.normalize(model(x), dim=1)
-    return functional.cross_entropy(h @ h.t() / 0.1, torch.arange(len(x)))
 
 
 def _standardised(model, batch):
@@ -138,11 +110,6 @@ def test_scalar_losses_that_compare_samples(loss):
     report = ghostclip.validate(_classifier(), _batch(5), loss)
     assert [problem.place for problem in report.problems] == ["loss_fn"], str(report)
     assert "reduction='none'" in report.problems[0].remedy
-
-
-def test_contrastive_scalar():
-    report = ghostclip.validate(_classifier(), _batch()[0], _contrastive)
-    assert [problem.place for problem in report.problems] == ["loss_fn"], str(report)
 
 
 def test_mean_over_all_tokens():
@@ -173,12 +140,6 @@ def test_per_sample_losses_that_look_at_others():
     report = ghostclip.validate(_classifier(), _batch(), loss)
     assert not report.ok
     assert "other samples" in str(report)
-
-
-def test_losses_with_an_extra_axis():
-    report = ghostclip.validate(_classifier(), _batch(), lambda m, b: _cross_entropy(m, b)[:, None])
-    (problem,) = report.problems
-    assert "(4, 1)" in problem.found
 
 
 def test_a_loss_that_fails_on_one_sample_alone():
@@ -287,12 +248,6 @@ def test_wrong_arguments():
     with ghostclip.GhostClipper(model, max_grad_norm=1.0):
         with pytest.raises(GhostClipError, match="has a clipper already"):
             ghostclip.validate(model, inputs((4, 5)), _square)
-
-
-def test_given_bound_is_used():
-    report = ghostclip.validate(_classifier(), _batch(), _cross_entropy, max_grad_norm=0.01)
-    assert report.max_grad_norm == 0.01
-    assert report.ok
 
 
 def test_a_wrong_engine_is_found(monkeypatch):

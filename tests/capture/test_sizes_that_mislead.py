@@ -1,7 +1,7 @@
-"""Parameters copied along an axis (latent queries, shared kernels), where the batch has as many samples as that axis.
+"""Batches whose size is that of another axis: copied parameters, selections along other axes, orders that come later.
 
-How such an operation is read is shown by evidence once; a later batch whose size fits another reading must not change
-that.
+How such an operation is read is shown by evidence once; a later batch whose size fits another reading, or whose rows
+are in another order, must not change that.
 """
 
 from copy import deepcopy
@@ -18,8 +18,6 @@ from tests.reference import clip_and_sum, per_sample_gradients
 
 F64 = torch.float64
 BOUND = 0.2
-# Every size is an axis of some model below: four positions, three latents or channels, two heads, six of both together.
-SIZES = ((3, 4, 2, 1, 6), (4, 3, 2), (2, 4, 3), (5, 6, 4, 3, 2))
 
 
 class _Latents(nn.Module):
@@ -87,18 +85,69 @@ class _SharedHeads(nn.Module):
         return (h.transpose(0, 1) + self.offset).transpose(0, 1)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+# Every size is an axis of some model above: four positions, three latents or channels, two heads, six of both together.
+@pytest.mark.parametrize("sizes", [(3, 4, 2, 1, 6), (5, 6, 4, 3, 2)], ids=str)
 @pytest.mark.parametrize("kind", [_Latents, _LatentHeads, _Memory, _SharedKernel, _SharedHeads])
 def test_batch_of_the_size_of_the_copies(kind, sizes, strategy):
     torch.manual_seed(3)
-    model = kind().double()
+    _check(kind().double(), [torch.randn(size, 4, 6, dtype=F64) for size in sizes], strategy)
+
+
+class _Two(nn.Module):
+    """Two layers and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+
+class _PositionsFirst(_Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x).transpose(0, 1)
+        return torch.cat([self.leave(part) * self.scale for part in h.split(4)]).transpose(0, 1)
+
+
+class _PositionsPicked(_Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x.transpose(0, 1)[:6])
+        return (h[torch.tensor([0, 2, 3, 5])] * self.scale).transpose(0, 1)
+
+
+class _Levels(_Two):
+    def forward(self, x: Tensor) -> Tensor:
+        levels = torch.stack([self.enter(x), x, x.sin(), x.cos()])
+        return self.leave(levels[1:]).mean(0) + (levels[:2] * self.scale).sum(0)
+
+
+class _Sorted(_Two):
+    """Sorts the samples by what is in them; one way to say it each."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        order = h.sum(1).argsort()
+        return (self.leave(self.pick(h, order)) * self.scale)[order.argsort()]
+
+
+_PICKS = {
+    "gather": lambda h, order: h.gather(0, order[:, None].expand(-1, 4)),
+    "take_along_dim": lambda h, order: h.take_along_dim(order[:, None], 0),
+    "stack": lambda h, order: torch.stack([h[int(place)] for place in order]),
+    "cat": lambda h, order: torch.cat([h[place : place + 1] for place in order.tolist()]),
+}
+
+
+def _check(model: nn.Module, batches: list[Tensor], strategy: str) -> None:
     copy = deepcopy(model)
     clipper = ghostclip.GhostClipper(model, max_grad_norm=BOUND, strategy=strategy)
-    for size in sizes:
-        batch = {"x": torch.randn(size, 4, 6, dtype=F64)}
-        reference = clip_and_sum(per_sample_gradients(copy, batch, _losses, axes={}), BOUND)
+    for x in batches:
+        reference = clip_and_sum(per_sample_gradients(copy, {"x": x}, _losses, axes={}), BOUND)
         model.zero_grad(set_to_none=True)
-        clipper.backward(_losses(model, batch))
+        clipper.backward(_losses(model, {"x": x}))
         outcome = Outcome(gradients(model), clipper.per_sample_norms, clipper.clip_coefficients, clipper.batch_size)
         check_norms(outcome, reference, F64)
         check_sum(outcome, reference, F64)
@@ -106,3 +155,21 @@ def test_batch_of_the_size_of_the_copies(kind, sizes, strategy):
 
 def _losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return probe_loss(model(batch["x"]))
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 4, 8, 6, 1), (2, 3, 4), (4, 8, 2), (5, 6, 3)], ids=str)
+@pytest.mark.parametrize("kind", [_PositionsFirst, _PositionsPicked, _Levels])
+def test_selected_along_another_axis(kind, sizes, strategy):
+    torch.manual_seed(4)
+    _check(kind().double(), [torch.randn(size, 8, 4, dtype=F64) for size in sizes], strategy)
+
+
+@pytest.mark.parametrize("pick", list(_PICKS))
+def test_order_that_the_first_batch_had_already(pick, strategy):
+    torch.manual_seed(5)
+    model = _Sorted(_PICKS[pick]).double()
+    first, later = torch.randn(2, 4, dtype=F64), torch.randn(3, 4, dtype=F64)
+    first, later = (
+        x[model.enter(x).sum(1).argsort(descending=turned)] for x, turned in ((first, False), (later, True))
+    )
+    _check(model, [first, later, later.flip(0)], strategy)
