@@ -144,7 +144,7 @@ MUTATIONS = (
     Mutation("batch norm not refused", "layers that mix samples are refused", "rules/norm.py",
              'if call.get("training", False):', "if False:", "exactness/test_refusals.py"),
     Mutation("divided by tokens", "a factor that follows the batch is refused", "clipping/loss_scale.py",
-             "    if unclear:\n", "    if False:\n",
+             "    if not unclear:\n", "    if True:\n",
              "clipping/test_scalar_losses.py exactness/test_losses_of_transformers.py"),
     Mutation("hooks may mix", "a hook that changes gradients of a loss is refused", "capture/hooks.py",
              "            self._refuse()\n", "            return\n",
