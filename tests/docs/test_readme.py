@@ -17,10 +17,11 @@ def test_the_first_script_prints_what_it_shows(tmp_path):
     code = blocks(README, "python")[0][1]
     shown = re.search(r"# (accuracy [\d.]+, epsilon [\d.]+)$", code.strip().splitlines()[-1])
     assert shown, "the last line of the script shows no output"
-    said = []
-    for seed in range(3):
-        script = tmp_path / f"script{seed}.py"
-        script.write_text(f"import torch; torch.manual_seed({seed})\n{code}", encoding="utf-8")
+    said = list[str]()
+    # Accuracy follows the data, which are random: one of three seeds shows it.
+    while shown.group(1) not in said and len(said) < 3:
+        script = tmp_path / f"script{len(said)}.py"
+        script.write_text(f"import torch; torch.manual_seed({len(said)})\n{code}", encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, cwd=tmp_path, check=True
         )
