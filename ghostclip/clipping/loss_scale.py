@@ -279,7 +279,12 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
     inner = _inner_sizes(path, batch_size, axis)
     if not is_mean and reduction == "mean":
         picked = picks_samples(path, batch_size, axis)
-        divisors = _divisors(path, steps, row_map, forward, counted() if numbers else 0, picked=picked)
+        divisors = _divisors(path, steps, row_map, forward, picked=picked)
+        known = (number.plain or round(1 / number.factor) in divisors for number in numbers if number.factor)
+        # Not asked where it decides nothing: it may take a gradient as large as the logits.
+        count = counted() if numbers and (path.loss is not None or not all(known)) else 0
+        if count:
+            divisors[count] = (divisors.get(count, ("values", True))[0], True)
         readings = _readings(numbers, divisors, batch_size, reduction)
 
     def scale(forms: frozenset[str], rest: Iterable[Number]) -> Scale:
@@ -350,7 +355,7 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 
 
 def _divisors(
-    path: Path, steps: list[ReducedAxes], row_map: RowMap, forward: ForwardContext, counted: int, *, picked: bool
+    path: Path, steps: list[ReducedAxes], row_map: RowMap, forward: ForwardContext, *, picked: bool
 ) -> dict[int, tuple[str, bool]]:
     """Return the possible divisors of a sum, with the form that each is, and whether a tensor may contain it."""
     batch_size, axis = forward.batch_size, forward.batch_axis
@@ -366,8 +371,6 @@ def _divisors(
         # As many as were summed are no count of what a mask lets through.
         for whole in [prod(step.count for step in sums), *(step.count for step in steps)]:
             found[whole] = (found.get(whole, ("values", True))[0], True)
-    if counted:
-        found[counted] = (found.get(counted, ("values", True))[0], True)
     return found
 
 
