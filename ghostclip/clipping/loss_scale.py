@@ -54,13 +54,14 @@ def counted_positions(
     # Those that torch's own loss at the end of a path does not ignore, classes having no weights; or those that a mask
     # takes which the sum was divided by: (each * mask).sum() / mask.sum().
     if _torch.has_saved(path.loss, "ignore_index") and _torch.saved(path.loss, "weight") is None:
-        share_B = _shares(path.loss, row_map, batch_size)
+        share_B, rounding = _shares(path.loss, row_map, batch_size), 0.0
     elif any(number.divides and not number.plain for number in path.numbers) and row_map.kind != "one":
-        share_B = _weights(path, row_map, batch_size, roots, grads) / prod(number.factor for number in path.numbers)
+        factor = prod(number.factor for number in path.numbers)
+        share_B, rounding = _weights(path, row_map, batch_size, roots, grads) / factor, _TOLERANCE
     else:
         return 0
-    total = round(float(share_B.sum().abs()))
-    return total if torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0) else 0
+    are_equal = torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=rounding, atol=0.0)
+    return round(float(share_B.sum().abs())) if are_equal else 0
 
 
 def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, roots: Any, grads: Any) -> None:
@@ -276,7 +277,7 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
     numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
     sign = prod(-1 if number.given < 0 else 1 for number in numbers)
     readings = [(frozenset({"mean"} if is_mean else {"sum"}), numbers)]
-    inner = _inner_sizes(path, batch_size, axis)
+    inner = _inner_sizes(path, batch_size, axis) if numbers else set[int]()
     if not is_mean and reduction == "mean":
         picked = picks_samples(path, batch_size, axis)
         divisors = _divisors(path, steps, row_map, forward, picked=picked)
@@ -294,7 +295,8 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
     forms, rest = readings[0]
     if before is not None and len(readings) > 1:
         forms, rest = next((one for one in readings if before.fits(scale(*one))), readings[0])
-    whole = {batch_size, *(size for step in path.reduced for size in _of_samples(step.sizes, batch_size, axis))}
+    reduced = path.reduced if rest else ()
+    whole = {batch_size, *(size for step in reduced for size in _of_samples(step.sizes, batch_size, axis))}
     for number in rest:
         # A sum that no number divides is one, whatever was declared.
         _check_number(number, inner, batch_size, "sum" if forms == SUM else reduction, whole, counts)

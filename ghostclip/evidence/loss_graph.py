@@ -201,14 +201,14 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
     if met < _THEIRS_AND_ANOTHER:
         seen.setdefault((number, node.name()), size)
         return ""
-    before = [shape_at(edge) or () for edge in inputs]
-    if met <= max(_axes_of_samples(shape, size) for shape in _kept(node)) or _NO_PAIRING.fullmatch(node.name()):
+    kept = list(_kept(node))
+    if met <= max(_axes_of_samples(shape, size) for shape in kept) or _NO_PAIRING.fullmatch(node.name()):
         return ""
     # A view has as many values as what it shows.
-    is_view = any(prod(after) == prod(shape) for shape in _kept(node))
+    is_view = any(prod(after) == prod(shape) for shape in kept)
     if is_view or seen.get((number, node.name()), size) != size:
         return ""
-    return f"{' and '.join(map(str, before))} becomes {after}"
+    return f"{' and '.join(str(shape_at(edge) or ()) for edge in inputs)} becomes {after}"
 
 
 def _kept(node: Any) -> Iterator[tuple[int, ...]]:
