@@ -279,8 +279,7 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
     readings = [(frozenset({"mean"} if is_mean else {"sum"}), numbers)]
     inner = _inner_sizes(path, batch_size, axis) if numbers else set[int]()
     if not is_mean and reduction == "mean":
-        picked = picks_samples(path, batch_size, axis)
-        divisors = _divisors(path, steps, row_map, forward, picked=picked)
+        divisors = _divisors(path, steps, row_map, forward)
         known = (number.plain or round(1 / number.factor) in divisors for number in numbers if number.factor)
         # Not asked where it decides nothing: it may take a gradient as large as the logits.
         count = counted() if numbers and (path.loss is not None or not all(known)) else 0
@@ -357,7 +356,7 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 
 
 def _divisors(
-    path: Path, steps: list[ReducedAxes], row_map: RowMap, forward: ForwardContext, *, picked: bool
+    path: Path, steps: list[ReducedAxes], row_map: RowMap, forward: ForwardContext
 ) -> dict[int, tuple[str, bool]]:
     """Return the possible divisors of a sum, with the form that each is, and whether a tensor may contain it."""
     batch_size, axis = forward.batch_size, forward.batch_axis
@@ -366,7 +365,7 @@ def _divisors(
         (gathered.bincount(minlength=batch_size) * batch_size != gathered.numel()).any()
     )
     found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
-    if not picked and not uneven:
+    if not uneven and not picks_samples(path, batch_size, axis):
         sums = [step for step in path.reduced if step.kind == "sum"]
         for number in (number for step in sums for number in _of_samples(step.sizes, batch_size, axis)):
             found.setdefault(number, ("values", False))
