@@ -72,12 +72,11 @@ def _parts(item: Any) -> list[Any]:
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     """Return new containers of the same kinds with every leaf replaced."""
     kind = type(tree)
-    if kind is tuple:
-        return tuple([mapped(call, item) for item in tree])
-    if kind is list:
-        return [mapped(call, item) for item in tree]
+    if kind is tuple or kind is list:
+        found = [call(item) if type(item) in _SEEN else mapped(call, item) for item in tree]
+        return found if kind is list else tuple(found)
     if kind is dict:
-        return {key: mapped(call, item) for key, item in tree.items()}
+        return {key: mapped(call, item) for key, item in tree.items()} if tree else {}
     if kind in _LEAVES or isinstance(tree, Tensor):
         return call(tree)
     return _torch.tree_map(call, tree)

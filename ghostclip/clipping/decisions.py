@@ -203,7 +203,7 @@ class Decisions:
 
     def sensitivity(self) -> float:
         """Return the largest sensitivity of any backward since `forget`; before the first, the one in force."""
-        return max(self._sensitivities, default=self.policy.sensitivity(self.relation))
+        return max(self._sensitivities) if self._sensitivities else self.policy.sensitivity(self.relation)
 
     @property
     def passes(self) -> int:

@@ -115,6 +115,11 @@ class NormSum:
         self._root_B = self._found = None
         self._blocks += norms
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not (self._values or self._blocks or self._unfinished or self._products)
+
     def _finish(self) -> None:
         """Work out the errors of squares that were added without."""
         for found in _of_kinds(self._unfinished, lambda one: (one[0].kind, one[1])):
@@ -205,6 +210,8 @@ _T = TypeVar("_T")
 
 def _of_kinds(found: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
     """Return what can be worked out in one operation, by kind."""
+    if len(found) < 2:
+        return [list(found)] if found else []
     alike: defaultdict[object, list[_T]] = defaultdict(list)
     for one in found:
         alike[kind(one)].append(one)
@@ -222,7 +229,10 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
 
 
 def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    return [part.to(device) for part in parts] if any(part.device != device for part in parts) else parts
+    for part in parts:
+        if part.device != device:
+            return [one.to(device) for one in parts]
+    return parts
 
 
 class GroupNorms:
@@ -355,8 +365,8 @@ class GroupNorms:
     def norm_GB(self, batch_size: int, device: torch.device | None = None) -> list[Tensor]:
         """Return the norms ``(B,)`` of every group, rounded up; zeros for a group that nothing arrived for."""
         if len(self.sums) == 1:
-            nothing = self.sums[0].total() is None
-            return [torch.zeros(batch_size, device=device) if nothing else self.sums[0].norm_B()]
+            only = self.sums[0]
+            return [torch.zeros(batch_size, device=device) if only.is_empty else only.norm_B()]
         alike = self._alike()
         like = next((norm.value_B for found in alike for norm in found.values()), torch.zeros(0, device=device))
         norm_GB = [like.new_zeros(batch_size)] * len(self.sums)

@@ -42,7 +42,8 @@ def relation_factor(relation: str) -> float:
     Raises:
         InvalidOptionError: If there is no such relation.
     """
-    return RELATIONS[_validate.choice(relation, "relation", RELATIONS)]
+    known = RELATIONS.get(relation) if type(relation) is str else None
+    return RELATIONS[_validate.choice(relation, "relation", RELATIONS)] if known is None else known
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,11 @@ def refuse_beyond_outputs(
     # values it was made from do not have. An axis that had another length for another number of samples is no such
     # axis. `seen`: what was seen of earlier losses; noted in it. `is_own` tells the model's parameters, which are
     # guarded otherwise.
-    nodes = list(above_outputs(map(edge_of, roots)))
-    if any(_foreign(node, inputs, is_own) for node, inputs in nodes):
-        _refuse_foreign(roots, is_own)
+    nodes = above_outputs(map(edge_of, roots))
+    for node, inputs in nodes:
+        if not inputs and _is_foreign(node, is_own):
+            _refuse_foreign(roots, is_own)
+            break
     size = forward.batch_size
     if size == 1:
         return
@@ -113,7 +115,7 @@ def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: b
     # Where no hook was set since the forward began, the graph is not looked at.
     if hooks_of_others() == forward.hooks_before:
         return False
-    nodes = list(above_outputs(map(edge_of, roots)))
+    nodes = above_outputs(map(edge_of, roots))
     if not outputs_alone and any(any(hooks_at(node)) for node, _ in nodes):
         return True
     numbers = [number for node in _outputs_below(roots, nodes) for on in hooks_at(node) for number in on]
@@ -125,7 +127,7 @@ def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
     # Where no hook was set since the forward began, the graph is not looked at.
     if hooks_of_others() == forward.hooks_before:
         return []
-    nodes = list(above_outputs(map(edge_of, roots)))
+    nodes = above_outputs(map(edge_of, roots))
     return hooks_set_on([*(node for node, _ in nodes), *_outputs_below(roots, nodes)])
 
 
@@ -164,11 +166,11 @@ def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> Non
             raise UnsupportedModelError(_ON_A_LAYER.format(place=place, site=use.site.describe(), node=name))
 
 
-def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
-    """Go through the graph from values of a loss to a model's outputs, in an order that does not depend on the data."""
-    # Yields each node once, with the values that it was computed from.
+def above_outputs(begun: Iterable[Edge]) -> list[tuple[Any, list[Edge]]]:
+    """Return the graph from values of a loss to a model's outputs, in an order that does not depend on the data."""
+    # Each node once, with the values that it was computed from.
     pending = list(begun)[::-1]
-    visited: set[Any] = set()
+    visited, found = set[Any](), list[tuple[Any, list[Edge]]]()
     while pending and len(visited) < MAX_NODES:
         edge = pending.pop()
         node = edge[0]
@@ -176,13 +178,14 @@ def above_outputs(begun: Iterable[Edge]) -> Iterator[tuple[Any, list[Edge]]]:
             continue
         visited.add(node)
         inputs = [following for following in node.next_functions if following[0] is not None]
-        yield node, inputs
+        found.append((node, inputs))
         pending += reversed(inputs)
+    return found
 
 
-def _foreign(node: Any, inputs: Sequence[Edge], is_own: Callable[[nn.Parameter], bool]) -> bool:
+def _is_foreign(node: Any, is_own: Callable[[nn.Parameter], bool]) -> bool:
     """Return whether a node is the end of a trainable parameter that is no part of the model."""
-    leaf = None if inputs else _torch.leaf_of(node)
+    leaf = _torch.leaf_of(node)
     return isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf)
 
 
@@ -190,7 +193,7 @@ def _refuse_foreign(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]
     """Refuse such a parameter below a value that the loss is linear in and that leads to outputs."""
     ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
     for node, inputs in above_outputs(ends):
-        if _foreign(node, inputs, is_own):
+        if not inputs and _is_foreign(node, is_own):
             raise UncoveredParameterError(_FOREIGN.format(tuple(_torch.leaf_of(node).shape)))  # type: ignore[union-attr]
 
 
@@ -234,7 +237,11 @@ def _kept(node: Any) -> Iterator[tuple[int, ...]]:
 
 def _axes_of_samples(shape: Sequence[int], size: int) -> int:
     """Return how many axes are as long as each other and hold a whole number of positions of every sample."""
-    return max((list(shape).count(length) for length in shape if length and length % size == 0), default=0)
+    most, lengths = 0, tuple(shape)
+    for length in lengths:
+        if length and length % size == 0:
+            most = max(most, lengths.count(length))
+    return most
 
 
 class Unheard:

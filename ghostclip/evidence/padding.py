@@ -338,11 +338,11 @@ class Padding:
             Where nothing follows the batch, a few numbers are kept of the first loss of each form.
         """
         # `gradients` returns the loss's gradients at edges.
-        beyond = [one for one in forward.padded if one.edge is not None]
+        beyond = [one for one in forward.padded if one.edge is not None] if forward.padded else []
         for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
             if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
-        sizes = {length for one in beyond for length in (one.length, one.length - 1)}
+        sizes = {length for one in beyond for length in (one.length, one.length - 1)} if beyond else set[int]()
         for number, path in enumerate(islice(found, _WAYS)):
             self._refuse_divisors((number, *path.key), path, forward, sizes)
 

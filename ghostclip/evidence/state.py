@@ -145,8 +145,11 @@ class StateWatch:
 
     def _marks(self) -> _StateMarks:
         tables = self._current()
-        extra = {name: pickle.dumps(module.get_extra_state()) for name, module in tables.extra}
-        places = {name: _place(tables.entries[name]) for name in tables.buffers}
+        extra, places = {}, {}
+        for name, module in tables.extra:
+            extra[name] = pickle.dumps(module.get_extra_state())
+        for name in tables.buffers:
+            places[name] = _place(tables.entries[name])
         return _StateMarks(tables.entries, _torch.versions(tables.tensors), places, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------

@@ -207,11 +207,13 @@ class Deferral:
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
         """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
-        outputs = [leaf for leaf in _tree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, DeferredOutput)]
-        calls = {id(output.call): output.call for output in outputs}
-        if len(calls) != 1 or any(call.known for call in calls.values()):
-            return None
-        return DeferredLoss(self, self._clipper, next(iter(calls.values())), (tuple(args), dict(kwargs)))
+        call, given = None, (tuple(args), dict(kwargs))
+        for leaf in _tree.leaves(given):
+            if isinstance(leaf, DeferredOutput):
+                if leaf.call.known or (call is not None and leaf.call is not call):
+                    return None
+                call = leaf.call
+        return None if call is None else DeferredLoss(self, self._clipper, call, given)
 
     def compute(self, loss: DeferredLoss) -> Tensor:
         """Compute a batch's losses ``(B,)`` and add its clipped sum."""

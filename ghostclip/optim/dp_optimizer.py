@@ -10,7 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -401,17 +401,9 @@ class DPOptimizer(WrappedOptimizer):
         checks.refuse_changed_noise((noise_multiplier, std), (self.noise_multiplier, self.noise_std))
         return trainable, std
 
-    @contextmanager
-    def _agreeing(self) -> Iterator[None]:
+    def _agreeing(self) -> AbstractContextManager[None]:
         """Tell the other ranks of a training when this one refuses a step, so that they do not wait for it."""
-        try:
-            yield
-        except Exception:
-            if isinstance(self.noise_source, SharedNoise):
-                # Where the others are gone already, the error that counts is this rank's own.
-                with suppress(RuntimeError):
-                    self.noise_source.require_one_draw(None)
-            raise
+        return _telling(self.noise_source) if isinstance(self.noise_source, SharedNoise) else nullcontext()
 
     def _require_one_draw(self, drawn: Match | None, std: float) -> None:
         """Refuse the step on all ranks of a training unless they have the same draw, bound and noise."""
@@ -670,6 +662,17 @@ class DPOptimizer(WrappedOptimizer):
         parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         checks.refuse_uncovered(self.clipper, parameters)
         super().add_param_group({**param_group, "params": parameters})
+
+
+@contextmanager
+def _telling(noise_source: SharedNoise) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        # Where the others are gone already, the error that counts is this rank's own.
+        with suppress(RuntimeError):
+            noise_source.require_one_draw(None)
+        raise
 
 
 def _chosen_noise(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -49,11 +49,6 @@ class Match:
     spans: frozenset[tuple[int, int]]  # places in the log that the step may have begun at and got to
     rounds: int  # how often it may have gone through a whole draw, the same one again included
     known: frozenset[int] = frozenset()  # numbers of the draws that inputs were known to be of; empty where none was
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Places in the log that the step may have got to."""
-        return frozenset(end for _, end in self.spans)
 
 
 class Replay(NamedTuple):
@@ -221,13 +216,18 @@ class DrawLog:
     @property
     def next_is_empty(self) -> bool:
         """Whether the next draw certainly has no rows on this rank."""
-        following = [self._draws[place] for place in self._places if place < self._end]
-        return bool(following) and all(draw.rows == 0 for draw in following)
+        end, following = self._end, False
+        for place in self._places:
+            if place < end:
+                following = True
+                if self._draws[place].rows:
+                    return False
+        return following
 
     def match(self, passes: Sequence[int]) -> Match | None:
         """Return the draws that a step's backward passes, by rows, went through, None if they do not fit."""
         # Changes nothing.
-        states = {(start, start, 0): 0 for start in self._places if not passes and self._is_empty(start)}
+        states = {} if passes else {(start, start, 0): 0 for start in self._places if self._is_empty(start)}
         for number, rows in enumerate(passes):
             if number == 0:
                 states = {(start, start, rows): 0 for start in self._places if self._begins(start, rows)}
@@ -244,21 +244,24 @@ class DrawLog:
 
     def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | Replay:
         """Return the match without draws that its inputs are not of, or the `Replay` if none is left."""
-        known = frozenset().union(*[one.draws for one in passes if one is not None])
+        # `whole`: of each input its draws are known, so that what else is in a span was left out.
+        known, whole = frozenset[int](), not self._once_a_pass
+        for one in passes:
+            draws_of_one = frozenset[int]() if one is None else one.draws
+            known, whole = known | draws_of_one, whole and bool(draws_of_one)
         if not known:
             return match
-        whole = not self._once_a_pass and all(one is not None and one.draws for one in passes)
-        fits = {span for span in match.spans if known <= self._released_by(span)}
-        if whole:
-            fits = {span for span in fits if len(known) >= sum(draw.rows > 0 for draw in self._draws[slice(*span)])}
+        fits, others = [], known
+        for span in match.spans:
+            draws = self._draws[slice(*span)]
+            released = self._unreleased if self._once_a_pass else {draw.number for draw in draws}
+            others = others - released
+            if known <= released and not (whole and len(known) < sum([draw.rows > 0 for draw in draws])):
+                fits.append(span)
         if not fits:
-            return Replay(min(known.difference(*map(self._released_by, match.spans)) or known))
+            return Replay(min(others or known))
         spans = frozenset(fits)
         return replace(match, draws=self._widest(spans), spans=spans, known=known)
-
-    def _released_by(self, span: tuple[int, int]) -> set[int]:
-        """Return the numbers of the draws that a release of some may be of."""
-        return self._unreleased if self._once_a_pass else {draw.number for draw in self._draws[slice(*span)]}
 
     def use(self, match: Match) -> None:
         """Mark draws as used by a release."""
@@ -267,8 +270,8 @@ class DrawLog:
         elif any(draw.rows for draw in match.draws):
             self.counted += 1
         self._unreleased -= match.known or {draw.number for draw in match.draws}
-        self._places = match.ends
-        self._drop(min(match.ends))
+        self._places = frozenset([end for _, end in match.spans])
+        self._drop(min(self._places))
 
     def forget(self) -> None:
         """Forget all draws, as after a sampler's position was set."""
@@ -276,14 +279,15 @@ class DrawLog:
         self._places = frozenset([0])
         self._delivered = None
 
-    def _widest(self, spans: Iterable[tuple[int, int]]) -> tuple[Draw, ...]:
+    def _widest(self, spans: Collection[tuple[int, int]]) -> tuple[Draw, ...]:
         """Return the draws of the span that has most of them."""
-        return tuple(self._draws[slice(*max(spans, key=lambda span: span[1] - span[0]))])
+        start, end = max(spans, key=lambda span: span[1] - span[0]) if len(spans) > 1 else next(iter(spans))
+        return tuple(self._draws[start:end])
 
     def _drop(self, count: int) -> None:
         """Forget the first draws, and places among them."""
         del self._draws[:count]
-        self._places = frozenset(place - count for place in self._places if place >= count) or frozenset([0])
+        self._places = frozenset([place - count for place in self._places if place >= count]) or frozenset([0])
         self._pass_begun = max(0, self._pass_begun - count)
         self._delivered = None if self._delivered is None else max(0, self._delivered - count)
 

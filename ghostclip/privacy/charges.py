@@ -60,7 +60,8 @@ def counted(charges: Iterable[Charge]) -> dict[Kind, int]:
     """Return the number of charges of each kind."""
     counts: dict[Kind, int] = {}
     for charge in charges:
-        counts[kind_of(charge)] = counts.get(kind_of(charge), 0) + charge[2]
+        kind = kind_of(charge)
+        counts[kind] = counts.get(kind, 0) + charge[2]
     return counts
 
 
@@ -211,8 +212,8 @@ def refuse_unfit(accountant: IAccountant) -> None:
 
 def refuse_untold(own: IAccountant | None, charges: Sequence[Charge]) -> None:
     """Refuse charges that an accountant with four methods cannot represent."""
-    strange = [charge[0] for charge in charges if isinstance(charge[0], str)]
-    if own is not None and strange:
+    strange = () if own is None else [charge[0] for charge in charges if isinstance(charge[0], str)]
+    if strange:
         raise InvalidOptionError(
             f"accountant {type(own).__name__}: step() takes Poisson samples, not releases of kind "
             f"{strange[0]!r}. Leave the engine its own, or derive yours from ghostclip.accounting.Accountant."
