@@ -685,7 +685,11 @@ def gathered_modules(model: nn.Module) -> list[Any]:
 def any_gathered(kinds: Iterable[type]) -> bool:
     """Return whether a class is one that ``fully_shard`` gives modules: a subclass of ``FSDPModule``."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and any(issubclass(one, kind) for one in kinds)
+    if kind is not None:
+        for one in kinds:
+            if issubclass(one, kind):
+                return True
+    return False
 
 
 def is_arriving(tensor: Any) -> bool:

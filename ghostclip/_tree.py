@@ -6,7 +6,7 @@ thousands of them, so that plain ones are walked here and only the others by pyt
 
 from collections.abc import Callable, Mapping
 from types import EllipsisType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,21 @@ from torch import Tensor
 from ghostclip import _torch
 
 # Types of leaves that are seen at a glance.
-_LEAVES: Final = frozenset(
-    {type(None), bool, int, float, str, slice, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout}
-)
+_LEAVES: Final[set[Any]] = {
+    type(None), bool, int, float, str, slice, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout
+}  # fmt: skip
 
 _SEEN: Final = _LEAVES | {Tensor}
+
+
+_K = TypeVar("_K", bound=type)
+
+
+def leaf(kind: _K) -> _K:
+    """Let objects of a class be leaves, which no container can be."""
+    _LEAVES.add(kind)
+    _SEEN.add(kind)
+    return kind
 
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:

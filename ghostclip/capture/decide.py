@@ -26,7 +26,7 @@ from ghostclip.capture.nodes import KeptForm, keep
 from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_keep
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
-from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps, wants_gradient
+from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
@@ -317,8 +317,8 @@ class _Kept:
             sizes, maps, form, counted = reading.sizes, reading.maps, reading.kept, call.counted
         else:
             sizes = tuple(shape[: self.dims])
+            # Where there are maps, data outside the graph is in the samples' own order.
             maps, anchored = _maps_as_ever(rows, sizes, known, forward), not wanted
-            wanted = wanted or wants_gradient([rows], forward)
         if not maps:
             return None
         forward.visits[self.visits] = visits
@@ -448,8 +448,11 @@ def _is_gathered(rows: Tensor, forward: ForwardContext) -> bool:
 
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
     """Return the row maps of other data of a known form; empty where something has changed."""
-    if not rows.requires_grad and (known < 0 or forward.around.rows.samples_of(rows) is not None):
-        return []
+    if not rows.requires_grad:
+        if known < 0 or forward.around.rows.samples_of(rows) is not None:
+            return []
+        if forward.batch_size > 1:
+            return candidates_along(known, sizes, forward.batch_size, forward.batch_axis)
     maps, order = row_maps(rows, sizes, known, forward)
     return [] if order.samples is not None or order.unknown else maps
 

@@ -20,9 +20,11 @@ from ghostclip import _torch
 
 _is_trained: Final[Callable[[nn.Parameter], bool]] = attrgetter("requires_grad")
 _is_training: Final[Callable[[nn.Module], bool]] = attrgetter("training")
-# What tells, with an address, where the elements of a plain tensor lie; no function of ours stands in between, as all
-# parameters are asked in every forward.
-_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
+# What tells where the elements of a plain tensor lie; no function of ours stands in between, as all parameters are
+# asked in every forward.
+_FORMS: Final[Sequence[Callable[[Tensor], Any]]] = (
+    Tensor.data_ptr, attrgetter("dtype"), attrgetter("shape"), Tensor.stride
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,15 +163,14 @@ class Snapshot:
         places = _places_of(self._plain)
         return (
             places == self._places
-            and _addresses_of(self._aliases) == places[0]
-            and all(_torch.memory_of(parameter) == memory for parameter, memory in self._others)
+            and list(map(Tensor.data_ptr, self._aliases)) == places[0]
+            and not (self._others and self._others_have_moved())
         )
 
-
-def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+    def _others_have_moved(self) -> bool:
+        return any(_torch.memory_of(parameter) != memory for parameter, memory in self._others)
 
 
 def _places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Return addresses, types, shapes and strides of tensors, in a list each."""
-    return [_addresses_of(tensors), *(list(map(form, tensors)) for form in _FORMS)]
+    return [list(map(form, tensors)) for form in _FORMS]

@@ -201,13 +201,14 @@ def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int, counts: Cou
     """Return the constant factor of paths to the same values of losses, without sizes of one sample."""
     # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
     # like a count of the batch. It may follow other samples, and clipping cannot undo it.
-    return sum(_of_way(path, batch_size, axis, counts) for path in ways)
+    constant = 0.0
+    for path in ways:
+        constant += _of_way(path, batch_size, axis, counts) if path.numbers else 1.0
+    return constant
 
 
 def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
     given = [number for number in path.numbers if not number.per_feature]
-    if not given:
-        return 1.0
     plain = [number for number in given if number.plain]
     # Of one sample alone a tensor may be the sample's own weight.
     if len(plain) < len(given) and batch_size > 1:

@@ -280,6 +280,7 @@ class DeferredCall:
         return self._value
 
 
+@_tree.leaf
 class DeferredOutput:
     """Placeholder for the output of a private model until its loss goes backward."""
 
