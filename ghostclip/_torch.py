@@ -685,11 +685,7 @@ def gathered_modules(model: nn.Module) -> list[Any]:
 def any_gathered(kinds: Iterable[type]) -> bool:
     """Return whether a class is one that ``fully_shard`` gives modules: a subclass of ``FSDPModule``."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is not None:
-        for one in kinds:
-            if issubclass(one, kind):
-                return True
-    return False
+    return kind is not None and any(map(kind.__subclasscheck__, kinds))
 
 
 def is_arriving(tensor: Any) -> bool:

@@ -164,11 +164,8 @@ class Snapshot:
         return (
             places == self._places
             and list(map(Tensor.data_ptr, self._aliases)) == places[0]
-            and not (self._others and self._others_have_moved())
+            and all(_torch.memory_of(parameter) == memory for parameter, memory in self._others)
         )
-
-    def _others_have_moved(self) -> bool:
-        return any(_torch.memory_of(parameter) != memory for parameter, memory in self._others)
 
 
 def _places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:

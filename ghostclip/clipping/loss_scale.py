@@ -201,10 +201,7 @@ def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int, counts: Cou
     """Return the constant factor of paths to the same values of losses, without sizes of one sample."""
     # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
     # like a count of the batch. It may follow other samples, and clipping cannot undo it.
-    constant = 0.0
-    for path in ways:
-        constant += _of_way(path, batch_size, axis, counts) if path.numbers else 1.0
-    return constant
+    return sum(_of_way(path, batch_size, axis, counts) if path.numbers else 1.0 for path in ways)
 
 
 def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:

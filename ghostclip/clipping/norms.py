@@ -5,6 +5,7 @@ Shape letters: B samples, K factors, G clip groups; R, N rows and columns of wha
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Final, Protocol, TypeVar
 
 import torch
@@ -206,6 +207,7 @@ class NormSum:
 
 
 _T = TypeVar("_T")
+_device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
 def _of_kinds(found: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
@@ -229,10 +231,7 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
 
 
 def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    for part in parts:
-        if part.device != device:
-            return [one.to(device) for one in parts]
-    return parts
+    return parts if {device}.issuperset(map(_device, parts)) else [part.to(device) for part in parts]
 
 
 class GroupNorms:
@@ -249,25 +248,26 @@ class GroupNorms:
 
     def add(self, name: str, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
         """Add the squared norms of one factor of a parameter, or what they are worked out from."""
-        self._changed()
         self._sum_of(name).add(norm)
 
     def _sum_of(self, name: str) -> "NormSum":
-        return (self._whole if self.is_whole(name) else self.sums)[self.group_of.get(name, 0)]
+        """Return the sum that something is added to for a parameter."""
+        self.finite, self.largest = False, None
+        whole = self._ranks is not None and not self._ranks.is_divided(name)
+        return (self._whole if whole else self.sums)[self.group_of.get(name, 0)]
 
     def add_norm_of(self, name: str, factor: Factor) -> None:
         """Add the squared norms of one factor of a parameter, in the cheapest form."""
         norm = factor.unfinished()
         norms = factor.block_norms() if norm is None else None
         if norms is None:
-            self.add(name, factor.sqnorm() if norm is None else norm)
+            self._sum_of(name).add(factor.sqnorm() if norm is None else norm)
         else:
-            self._changed()
             self._sum_of(name).add_blocks(norms)
 
     def add_norms_of(self, names: Sequence[str], factor: Factor) -> None:
         """Add the squared norms of several parameters' factors that were formed as one, all of the first group."""
-        self._changed()
+        self.finite, self.largest = False, None
         layers = len(names)
         norm = factor.unfinished()
         blocks = factor.block_norms() if norm is None else None
@@ -298,9 +298,6 @@ class GroupNorms:
         found = [(self.sums[0], parts)]
         return [(total, numbers) for total, numbers in (*found, *((own, whole) for own in self._whole[:1])) if numbers]
 
-    def _changed(self) -> None:
-        self.finite, self.largest = False, None
-
     def is_whole(self, name: str) -> bool:
         """Return whether several ranks measure a parameter that each of them has whole."""
         return self._ranks is not None and not self._ranks.is_divided(name)
@@ -318,7 +315,7 @@ class GroupNorms:
         """
         if self._ranks is None:
             return
-        self._changed()
+        self.finite, self.largest = False, None
         own_GRN = torch.zeros(len(self.sums), 6, batch_size + 2, dtype=torch.float64, device=self._ranks.device)
         for rows_RN, own, whole in zip(own_GRN, self.sums, self._whole, strict=True):
             measured = whole.total()
@@ -336,7 +333,7 @@ class GroupNorms:
 
     def merge(self, other: "GroupNorms") -> None:
         """Add the sums of other parameters of the same groups, and consume them."""
-        self._changed()
+        self.finite, self.largest = False, None
         for own, more in zip([*self.sums, *self._whole], [*other.sums, *other._whole], strict=True):
             total = more.total()
             if total is not None:
@@ -347,7 +344,7 @@ class GroupNorms:
         # Of no others, so that no sample's norm depends on another sample. A sample whose clipped sum, too, would be
         # rounded by more than the tolerance is ill-conditioned: its contribution must be formed in float64. Where not
         # even that bounds it, its norm becomes infinite, so that it contributes nothing.
-        self._changed()
+        self.finite, self.largest = False, None
         found: list[Tensor] = []
         for own, better in zip(self.sums, exact.sums, strict=True):
             before, after = own.total(), better.total()
@@ -388,7 +385,7 @@ class GroupNorms:
 
     def certain_B(self, batch_size: int) -> Tensor:
         """Return which samples' norms are finite and changed by rounding within the tolerance; no value is read."""
-        self._changed()
+        self.finite, self.largest = False, None
         norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
         if norm_B is not None:
             return norm_B < _most(norm_B.dtype) ** 0.5

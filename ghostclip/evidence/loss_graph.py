@@ -237,11 +237,8 @@ def _kept(node: Any) -> Iterator[tuple[int, ...]]:
 
 def _axes_of_samples(shape: Sequence[int], size: int) -> int:
     """Return how many axes are as long as each other and hold a whole number of positions of every sample."""
-    most, lengths = 0, tuple(shape)
-    for length in lengths:
-        if length and length % size == 0:
-            most = max(most, lengths.count(length))
-    return most
+    lengths = [length for length in shape if length and length % size == 0]
+    return max(map(lengths.count, lengths), default=0)
 
 
 class Unheard:

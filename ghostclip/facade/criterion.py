@@ -207,13 +207,10 @@ class Deferral:
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
         """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
-        call, given = None, (tuple(args), dict(kwargs))
-        for leaf in _tree.leaves(given):
-            if isinstance(leaf, DeferredOutput):
-                if leaf.call.known or (call is not None and leaf.call is not call):
-                    return None
-                call = leaf.call
-        return None if call is None else DeferredLoss(self, self._clipper, call, given)
+        given = tuple(args), dict(kwargs)
+        calls = {leaf.call for leaf in _tree.leaves(given) if isinstance(leaf, DeferredOutput)}
+        call = calls.pop() if len(calls) == 1 else None
+        return None if call is None or call.known else DeferredLoss(self, self._clipper, call, given)
 
     def compute(self, loss: DeferredLoss) -> Tensor:
         """Compute a batch's losses ``(B,)`` and add its clipped sum."""

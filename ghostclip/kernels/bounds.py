@@ -152,16 +152,11 @@ class Product(NamedTuple):
 def product_norms(found: Sequence[Product]) -> list[Tensor]:
     """Return tensors of norms ``(N, K)`` whose squares add up to those of the outer products, rounded up."""
     # All of one dtype and device; the largest sizes stand for all. The last tensor is what may have underflowed.
-    inputs = outputs = 0
-    a, g, products = [], [], []
-    for a_NK, g_N1, sizes in found:
-        inputs, outputs = max(inputs, sizes[0]), max(outputs, sizes[1])
-        a += a_NK
-        g.append(g_N1)
-        products += [part_NK * g_N1 for part_NK in a_NK]
-    a_N1 = torch.linalg.vector_norm(_side_by_side(a), dim=1, keepdim=True)
-    g_N1 = torch.linalg.vector_norm(_side_by_side(g), dim=1, keepdim=True)
-    return [rounded_up_(_side_by_side(products)), vanished(a_N1, g_N1, inputs, outputs)]
+    inputs, outputs = map(max, zip(*[one.sizes for one in found], strict=True))
+    a_NK, g_NK = _side_by_side([part for one in found for part in one.a_NK]), _side_by_side([one.g_N1 for one in found])
+    a_N1, g_N1 = [torch.linalg.vector_norm(norms_NK, dim=1, keepdim=True) for norms_NK in (a_NK, g_NK)]
+    products = _side_by_side([part_NK * one.g_N1 for one in found for part_NK in one.a_NK])
+    return [rounded_up_(products), vanished(a_N1, g_N1, inputs, outputs)]
 
 
 def rounded_up_(norms: Tensor) -> Tensor:

@@ -216,13 +216,9 @@ class DrawLog:
     @property
     def next_is_empty(self) -> bool:
         """Whether the next draw certainly has no rows on this rank."""
-        end, following = self._end, False
-        for place in self._places:
-            if place < end:
-                following = True
-                if self._draws[place].rows:
-                    return False
-        return following
+        end = self._end
+        rows = [self._draws[place].rows for place in self._places if place < end]
+        return bool(rows) and not any(rows)
 
     def match(self, passes: Sequence[int]) -> Match | None:
         """Return the draws that a step's backward passes, by rows, went through, None if they do not fit."""
@@ -244,13 +240,11 @@ class DrawLog:
 
     def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | Replay:
         """Return the match without draws that its inputs are not of, or the `Replay` if none is left."""
-        # `whole`: of each input its draws are known, so that what else is in a span was left out.
-        known, whole = frozenset[int](), not self._once_a_pass
-        for one in passes:
-            draws_of_one = frozenset[int]() if one is None else one.draws
-            known, whole = known | draws_of_one, whole and bool(draws_of_one)
+        known = frozenset().union(*[one.draws for one in passes if one is not None])
         if not known:
             return match
+        # Of each input its draws are known: what else is in a span was left out.
+        whole = not self._once_a_pass and all(one is not None and one.draws for one in passes)
         fits, others = [], known
         for span in match.spans:
             draws = self._draws[slice(*span)]
