@@ -29,6 +29,7 @@ from ghostclip.clipping.store import Savepoint, Sharded
 from ghostclip.clipping.strategies import Held, OnePass, Parts, TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
+from ghostclip.evidence.criterion import KnownLoss
 from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.padding import Padded
 from ghostclip.evidence.prover import Evidence
@@ -295,6 +296,21 @@ class GhostClipper:
         self._one_pass.run(listener, lambda: torch.autograd.backward([hidden], [grad]), per_sample=True)
         return total_B
 
+    def know_loss(
+        self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], *, criterion: Any
+    ) -> None:
+        """Note how losses of the latest forward's outputs were computed, so that they can be with other samples.
+
+        Args:
+            function: Returned one loss for each sample, or one for all.
+            args: Its arguments, outputs and targets among them.
+            kwargs: Its keyword arguments.
+            criterion: The user's function or module behind it.
+        """
+        forward = self._capture.forward
+        if torch.is_grad_enabled() and self._capture.watches and forward.batch_size > 1 and not forward.consumed:
+            forward.losses.append(KnownLoss(function, args, kwargs, criterion))
+
     def _examine_losses(self, loss_B: Tensor) -> None:
         """Refuse losses of the samples that depend on other samples, before their backward."""
         forward = self._capture.forward
@@ -304,7 +320,9 @@ class GhostClipper:
             if asks and (self._sharded is None or self._sharded.may_ask()):
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
+                self._evidence.refuse_company(forward, mean=self.loss_reduction == "mean")
                 self._evidence.proved_loss(loss_B, forward)
+        forward.losses.clear()
         self._evidence.look_at_loss(self._capture, [loss_B], forward)
 
     def resolve_strategy(self) -> str:

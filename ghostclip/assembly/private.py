@@ -41,6 +41,7 @@ from ghostclip.errors import (
 from ghostclip.facade import (
     GradSampleHooks,
     GradSampleModule,
+    KnownCriterion,
     PrivateCriterion,
     defer,
     run_in,
@@ -294,7 +295,7 @@ def _around(
     unasked = request.mode == "auto" and request.options.compile is None
     if unasked and request.options.memory_budget >= 1 and not hasattr(criterion, "reduction"):
         # Whether it returns a loss of each sample is not known.
-        return private_module, returned, criterion, loader
+        return private_module, returned, KnownCriterion(clipper, criterion), loader
     may = unasked and request.options.vocabulary_head == "logits" and hindered(clipper) is None
     if isinstance(private_module, GradSampleModule) and (asked or may):
         takeover = Takeover(left=left_of(private_optimizer, request.releases), asked=asked)

@@ -169,6 +169,11 @@ class CaptureContext:
         """Whether hooks are on the model."""
         return bool(self._watch)
 
+    @property
+    def watches(self) -> bool:
+        """Whether forwards are watched, and not only written down."""
+        return bool(self._watch) and not self._unwatched
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -73,6 +73,7 @@ class ForwardContext:
     # numbers (``id``) of the tensors that the model was called with, whose batch axis is declared
     inputs: frozenset[int] = frozenset()
     noted: Any = None  # the caller's note on its inputs
+    losses: list[Any] = field(default_factory=list)  # how losses of its outputs were computed, where that is known
     reordered: bool = False  # data was put into another order before a parameter met it
     gathered: bool = False  # rows that reached a parameter had been gathered on the way
     stays_small: bool = False  # the model does not run with another number of samples

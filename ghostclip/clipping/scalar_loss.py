@@ -101,7 +101,9 @@ class LossExaminer:
                 if self._reduction == "mean" and (asks or forward.unproven):
                     self._evidence.refuse_mean(capture, roots, forward)
             if asks:
+                self._evidence.refuse_company(forward, mean=self._reduction == "mean")
                 self._evidence.proved_loss(roots[0], forward)
+        forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)
         summed = self._are_summed(found, forward, roots, grads)
         for each in forwards:

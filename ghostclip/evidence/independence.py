@@ -73,6 +73,15 @@ T = TypeVar("T")
 
 def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
     """Refuse a model whose outputs for one sample change with the others."""
+    changed = dependence(model, run, batch, unchecked)
+    if changed:
+        raise SampleMixingError(_refusal(model, changed))
+    if not batch.again:
+        _refuse_behind_gates(model, plainly(run), batch, unchecked)
+
+
+def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> str:
+    """Return what was done to the batch when outputs for other samples changed; empty if they never did."""
     # `run` runs the model on inputs and returns its output tensors. `unchecked` is told what could not run, and why.
     plain = plainly(run)
 
@@ -96,10 +105,7 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
     changed, raised = tried(model, batch, look, passing=GhostClipError)
     if raised:
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
-    if changed:
-        raise SampleMixingError(_refusal(model, changed))
-    if not batch.again:
-        _refuse_behind_gates(model, plainly(run), batch, unchecked)
+    return changed or ""
 
 
 def tried(

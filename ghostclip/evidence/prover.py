@@ -77,6 +77,8 @@ class Evidence:
         # whether outputs go to another part of the model, which takes their rows for samples as they lie
         self.hands_on = False
         self._loss_ways: set[Any] = set()
+        # Whether the latest batch could not tell of a known loss whether it takes samples together.
+        self._undecided = False
         # Why means are refused, whatever the loss is.
         self._without_scale = ""
         self._watch: StateWatch | None = None
@@ -115,7 +117,17 @@ class Evidence:
             return False
         way = self._loss_way(root, forward)
         is_new = way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS
-        return forward.unproven or is_new or has_hooks([root], forward, outputs_alone=is_scalar)
+        asked_again = self._undecided and bool(forward.losses)
+        return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
+
+    def refuse_company(self, forward: ForwardContext, *, mean: bool) -> None:
+        """Refuse losses whose function is known and takes samples together; `mean`: of one loss for all samples."""
+        known, forward.losses = forward.losses, []
+        told = [
+            one.refuse_company(forward.batch_size, forward.batch_axis, mean=mean, unchecked=self.unchecked)
+            for one in known
+        ]
+        self._undecided = False in told
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved, unless its forward proves nothing."""

@@ -18,6 +18,7 @@ REMEMBERED: Final = "batch independence (of the batch before)"
 BACKWARDS: Final = "batch independence (of gradients)"
 PADDING: Final = "batch independence (padding cut off)"
 LOSSES: Final = "losses of one sample each"
+CRITERION: Final = "losses of a known criterion (samples replaced)"
 _ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"
 # After so many batches of one sample it is said that they prove nothing.
@@ -114,6 +115,10 @@ class Unchecked:
         """Note checks that could not run; what ran once counts as run."""
         # `why` is for a parenthesis.
         self._why.update((check, why) for check in checks if check not in self._done)
+
+    def reason(self, check: str) -> str:
+        """Return why a check could not run; empty where it ran, or was not asked for."""
+        return self._why.get(check, "")
 
     def tell(self) -> None:
         """Log a warning if there is something that was not told before."""

@@ -3,13 +3,14 @@
 The objects hold no hooks and compute nothing: all of that is the clipper's.
 """
 
-from ghostclip.facade.criterion import PrivateCriterion, PrivateLoss
+from ghostclip.facade.criterion import KnownCriterion, PrivateCriterion, PrivateLoss
 from ghostclip.facade.module import MODES, GradSampleHooks, GradSampleModule, defer, run_in, strategy_of, watch_forwards
 
 __all__ = [
     "MODES",
     "GradSampleHooks",
     "GradSampleModule",
+    "KnownCriterion",
     "PrivateCriterion",
     "PrivateLoss",
     "defer",

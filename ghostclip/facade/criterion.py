@@ -9,6 +9,7 @@ Shape letters: B samples, `...` positions of one sample.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -113,6 +114,7 @@ class PrivateCriterion:
             )
         self.clipper = clipper
         self.criterion = criterion
+        self._is_users = type(criterion).__module__ != nn.modules.loss.__name__
         self.deferral: Deferral | None = None  # None where losses are computed at once
 
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> PrivateLoss:
@@ -126,6 +128,32 @@ class PrivateCriterion:
 
     def per_sample(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> torch.Tensor:
         """Return the losses of a batch's samples, `[B]`, from the criterion's arguments."""
+        losses = self._losses(args, kwargs, shape)
+        if self._is_users:
+            self._note(args, kwargs, shape)
+        return losses
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> None:
+        """Let the clipper know how losses were computed."""
+        # Positions lie behind the samples for it, so that samples can be exchanged.
+        rows = None if shape is None else (shape[0] * shape[1],)
+        flat = [isinstance(leaf, Tensor) and leaf.shape[:1] == rows for leaf in _tree.leaves((args, kwargs))]
+
+        def changed(change: Callable[[Tensor], Tensor], given: Any) -> Any:
+            numbers = iter(flat)
+            return _tree.mapped(lambda leaf: change(leaf) if next(numbers) else leaf, given)
+
+        def again(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if shape is None:
+                return self._losses(args, kwargs, None)
+            samples = next(len(leaf) for leaf in itertools.compress(_tree.leaves((args, kwargs)), flat))
+            args, kwargs = changed(lambda leaf: leaf.flatten(0, 1), (args, kwargs))
+            return self._losses(args, kwargs, (samples, *shape[1:]))
+
+        given = (args, kwargs) if shape is None else changed(lambda leaf: leaf.unflatten(0, shape[:2]), (args, kwargs))
+        self.clipper.know_loss(again, *given, criterion=self.criterion)
+
+    def _losses(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> torch.Tensor:
         values = self._unreduced(args, kwargs)
         if not isinstance(values, torch.Tensor) or values.dim() == 0:
             raise LossReductionError(
@@ -177,6 +205,26 @@ class PrivateCriterion:
         if "criterion" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.criterion, name)
+
+
+class KnownCriterion:
+    """A criterion of the user's own, which returns what it returns, and of which the clipper knows how."""
+
+    def __init__(self, clipper: GhostClipper, criterion: Callable[..., Any]) -> None:
+        self._clipper, self._criterion = clipper, criterion
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the criterion returns."""
+        loss = self._criterion(*args, **kwargs)
+        if isinstance(loss, Tensor):
+            self._clipper.know_loss(self._criterion, args, kwargs, criterion=self._criterion)
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what this wrapper does not have on the criterion."""
+        if "_criterion" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._criterion, name)
 
 
 # Methods of a tensor that only say how it lies: noted, and computed with the rest.

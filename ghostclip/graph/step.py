@@ -102,6 +102,8 @@ class GraphStep:
         self.options = options or GraphOptions()
         self._sizes = Sizes(self.options.sizes)
         self._steps: dict[Hashable, CompiledStep | str] = {}
+        # Of others' losses the clipper knows more: they are computed from outputs alone.
+        self._is_users = takeover is None
         self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
         self._verified: frozenset[str] = frozenset()
         self.branches: tuple[bool, ...] | None = None
@@ -435,16 +437,29 @@ class GraphStep:
         """
         args, kwargs = tree
         result = self._loss(self.clipper.model, *args, **kwargs)
-        losses_B = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+        losses_B = _losses_in(result)
         if not isinstance(losses_B, Tensor):
             raise LossReductionError(f"the loss function returned {type(losses_B).__name__}, not losses of samples.")
+        if self._is_users:
+            self.clipper.know_loss(self._unseen, args, kwargs, criterion=self.clipper.model)
         self.clipper.backward(losses_B)
         return _tree.mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+
+    def _unseen(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the losses of a batch, computed as without a clipper."""
+        with self.clipper.unwatched():
+            losses_B: Tensor = _losses_in(self._loss(self.clipper.model, *args, **kwargs))
+            return losses_B
 
     def _say(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons[reason] += 0
             _log.log(self.takeover.level, "strategy %r: computed eagerly where %s.", self.clipper.strategy, reason)
+
+
+def _losses_in(result: Any) -> Any:
+    """Return the losses in what a loss function has returned."""
+    return result[0] if isinstance(result, tuple) and len(result) == 2 else result
 
 
 def _doubt(found: Outcome) -> str | None:

@@ -408,13 +408,18 @@ class DPTrainer(Trainer):
         if self.compute_loss_func is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             try:
-                return self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None), outputs
+                given, options = (outputs, inputs.get("labels")), {"num_items_in_batch": None}
+                losses = self.compute_loss_func(*given, **options)
             except TypeError as error:
                 raise LossReductionError(
                     f"compute_loss_func: {error}. If it divides by num_items_in_batch: that is None in a private step, "
                     "as the tokens of a batch are those of all its records. Return one loss per record, (B,), as the "
                     "mean over its own labels: ghostclip.losses.token_losses(outputs.logits, labels)."
                 ) from error
+            if self._computing:
+                clipper, function = self._releasing.clipper, self.compute_loss_func
+                clipper.know_loss(function, given, options, criterion=function)
+            return losses, outputs
         if task is not None:
             fused = not logits and self._is_fused()
             return losses_of(model, inputs, task, smoothing=smoothing, fused=fused)

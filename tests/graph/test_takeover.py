@@ -385,11 +385,14 @@ def test_a_takeover_that_is_asked_for_says_so_aloud():
     assert Takeover(asked=True).level == logging.WARNING
 
 
-def test_a_criterion_that_may_return_one_loss_for_all_is_returned_as_it_is():
+def test_a_criterion_that_may_return_one_loss_for_all_returns_what_it_returns():
     def mean(output, target):
         return functional.cross_entropy(output, target)
 
+    mean.temperature = 2.0
     _, private = _training(criterion=mean)
-    assert private[2] is mean
+    output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    assert torch.equal(private[2](output, target), mean(output, target))
+    assert private[2].temperature == 2.0
     assert private[0].deferral is None
     _train(private, 3)

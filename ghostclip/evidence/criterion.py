@@ -1,0 +1,128 @@
+"""Losses that are known: how they were computed from outputs and targets, so that they can be with other samples.
+
+A weight that was normalised over the batch, a rank, a threshold at the batch's median: no gradient leads through them
+from one sample to the other, and the loss's graph shows a number for each sample and not where it comes from. Where the
+function is known, it is called again on the outputs and targets with some samples replaced by copies of others, and on
+some by themselves: neither the losses nor the gradients that the other samples' outputs receive may change.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip import _tree
+from ghostclip.errors import LossReductionError
+from ghostclip.evidence.batches import Batch
+from ghostclip.evidence.dependence import batch_axis_of, taken
+from ghostclip.evidence.independence import dependence
+from ghostclip.evidence.module_state import ModuleState
+from ghostclip.evidence.unchecked import CRITERION, REPLACED, Unchecked
+
+_REFUSED: Final = (
+    "criterion {name}: the loss of one sample, or the gradient of its output, changed when {what}, although no "
+    "gradient leads from one to the other: it weighs, centres, ranks or selects samples by what is in the batch, "
+    "counts over it, or mixes targets. Without one sample all others' gradients would change, and no clipping bounds "
+    "that. Compute each sample's loss from its own output and target, with weights that are public constants."
+)
+# Of larger arguments (logits of a language model) so many samples are looked at.
+_LARGE: Final = 1 << 22
+_FEW: Final = 8
+_AS_LONG: Final = "an argument of the criterion has as many rows as there are samples, and may be none of theirs"
+
+
+@_tree.leaf
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """An argument that is left as it is, whatever samples the others are of."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KnownLoss:
+    """One call of a function that returned a loss for each sample, or one for all."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    criterion: Any  # the user's own, which the function calls
+
+    def refuse_company(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked) -> bool:
+        """Refuse a loss in which samples follow each other; return whether anything could be told."""
+        # `mean`: whether one loss for all is a mean over the samples, else their sum. Where an argument may as well be
+        # as long as the batch by chance, another batch tells.
+        given = _tree.mapped(_cut_off, (self.args, self.kwargs))
+        if batch_size > _FEW and sum(tensor.numel() for tensor in _tree.tensors(given)) > _LARGE:
+            given, batch_size = taken(given, range(_FEW), batch_size=batch_size, axis=axis), _FEW
+        holder = _Holder(self.criterion)
+        state, own = ModuleState(holder), Unchecked()
+
+        def run(inputs: Any) -> list[Tensor]:
+            state.restore()
+            return self._computed(inputs, batch_size, axis, mean=mean)
+
+        changed = dependence(holder, run, Batch(given, batch_size, axis), own)
+        state.restore()
+        if changed:
+            whole = self._as_long(given, batch_size, axis, run)
+            if not whole or dependence(holder, run, Batch(_with_whole(given, whole), batch_size, axis), Unchecked()):
+                raise LossReductionError(_REFUSED.format(name=self._name(), what=changed))
+            unchecked.missed(_AS_LONG, CRITERION)
+            return False
+        why = own.reason(REPLACED)
+        (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
+        return True
+
+    def _computed(self, inputs: Any, batch_size: int, axis: int, *, mean: bool) -> list[Tensor]:
+        """Return the gradients of what the function was given and, where there is one for each sample, the losses."""
+        args, kwargs = _tree.mapped(lambda leaf: leaf.tensor if isinstance(leaf, _Whole) else leaf, inputs)
+        with torch.enable_grad():
+            losses = self.function(*args, **kwargs)
+            ends = [tensor for tensor in _tree.tensors((args, kwargs)) if tensor.requires_grad]
+            grads = torch.autograd.grad(losses.sum(), ends, allow_unused=True, materialize_grads=True) if ends else ()
+        if losses.dim():
+            return [losses, *grads]
+        if not mean:
+            return list(grads)
+        # Of fewer samples a mean is one over fewer.
+        sizes = [tensor.shape[axis if axis < tensor.dim() else 0] for tensor in ends if tensor.dim()]
+        return [grad * (sizes[0] / batch_size if sizes else 1) for grad in grads]
+
+    def _as_long(self, given: Any, batch_size: int, axis: int, run: Callable[[Any], Any]) -> list[Tensor]:
+        """Return the arguments that are as long as the batch, but beside which fewer samples have losses as well."""
+        found = []
+        for leaf in _tree.tensors(given):
+            if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch_size, axis=axis) is None:
+                continue
+            batch = Batch(_with_whole(given, [leaf]), batch_size, axis)
+            try:
+                run(batch.of_samples(batch.apart))
+            except Exception:  # noqa: BLE001 - it belongs to the samples
+                continue
+            found.append(leaf)
+        return found
+
+    def _name(self) -> str:
+        return getattr(self.criterion, "__name__", type(self.criterion).__name__)
+
+
+class _Holder(nn.Module):
+    """A module in the place of a criterion: what it holds is put back as a model's buffers are."""
+
+    def __init__(self, criterion: Any) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+
+def _cut_off(leaf: Any) -> Any:
+    """Return a tensor outside the graph, which is asked for a gradient if it was in it."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _with_whole(given: Any, whole: Sequence[Tensor]) -> Any:
+    """Return arguments, some of which are left as they are."""
+    held = set(map(id, whole))
+    return _tree.mapped(lambda leaf: _Whole(leaf) if id(leaf) in held else leaf, given)

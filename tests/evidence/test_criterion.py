@@ -1,0 +1,223 @@
+"""Losses whose function is known are computed with other samples: what weighs a sample by the others is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from ghostclip.errors import LossReductionError
+from ghostclip.evidence import criterion as known
+from ghostclip.facade import PrivateCriterion
+
+C, BATCH = 5, 12
+
+
+def losses_of(output, target, **options):
+    return functional.cross_entropy(output, target, reduction="none", **options)
+
+
+# Outputs (B, C), classes (B,) and a number of each sample (B,), which no gradient leads through.
+FOLLOW = {
+    "a softmax of losses": lambda o, t, r: losses_of(o, t) * losses_of(o, t).detach().softmax(0),
+    "an advantage of mean 0": lambda o, t, r: losses_of(o, t) * (r - r.mean()),
+    "an advantage of variance 1": lambda o, t, r: losses_of(o, t) * ((r - r.mean()) / (r.std() + 1e-8)),
+    "weights that add up to 1": lambda o, t, r: losses_of(o, t) * (r.abs() / r.abs().sum()),
+    "the harder half": lambda o, t, r: losses_of(o, t) * (losses_of(o, t).detach() >= losses_of(o, t).median()),
+    "above the mean": lambda o, t, r: losses_of(o, t).where(losses_of(o, t).detach() > losses_of(o, t).mean(), o[:, 0]),
+    "weights of classes in the batch": lambda o, t, r: losses_of(o, t) * (len(t) / t.bincount(minlength=C))[t],
+    "targets of mean 0": lambda o, t, r: (o[:, 0] - (r - r.mean())) ** 2,
+    "ranks": lambda o, t, r: losses_of(o, t) * r.argsort().argsort(),
+    "mixed targets": lambda o, t, r: (o[:, 0] - 0.5 * (r + r.flip(0))) ** 2,
+    "returns so far": lambda o, t, r: losses_of(o, t) * r.cumsum(0),
+    "the number before": lambda o, t, r: losses_of(o, t) * r.roll(1),
+    "a temperature of the batch": lambda o, t, r: losses_of(o / o.detach().std(), t),
+    "labels of centred outputs": lambda o, t, r: losses_of(o, (o.detach() - 9 * o.detach().mean(0)).argmax(1)),
+    "a gradient alone": lambda o, t, r: (w := losses_of(o, t) * (r - r.mean())) - w.detach() + losses_of(o, t).detach(),
+}
+OWN = {
+    "weights of classes": lambda o, t, r: losses_of(o, t, weight=torch.arange(1.0, C + 1).to(o)),
+    "focal": lambda o, t, r: losses_of(o, t) * (1 - torch.exp(-losses_of(o, t).detach())) ** 2,
+    "its own weight": lambda o, t, r: losses_of(o, t) * r.abs(),
+    "noise on targets": lambda o, t, r: (o[:, 0] - (r + torch.randn_like(r))) ** 2,
+    "dropout": lambda o, t, r: losses_of(functional.dropout(o, 0.3), t),
+    "sorted classes": lambda o, t, r: (o.sort(1).values * torch.arange(C).to(o)).sum(1),
+    "not finite": lambda o, t, r: losses_of(o, t).where(r < 1, torch.inf),
+    "nothing": lambda o, t, r: (o * 0).sum(1),
+}
+
+
+class Module(nn.Module):
+    """A criterion as people write them: with a reduction, and something that it counts."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss, self.reduction, self.calls = loss, "mean", 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        self.total += 1
+        losses_B = self.loss(output, target[:, 0].long(), target[:, 1])
+        return losses_B if self.reduction == "none" else losses_B.mean()
+
+
+def records(count=8 * BATCH):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    classes = torch.randint(0, C, (count,), generator=generator).double()
+    return TensorDataset(x, torch.stack([classes, torch.randn(count, generator=generator).double()], 1))
+
+
+def in_a_loop(criterion, *, steps=4, mean=False, **options):
+    """Train by the criterion that `make_private` returns; ``mean``: over the losses that it returns."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, C).double()
+    model, optimizer, criterion, loader = ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=DataLoader(records(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=criterion,
+        **options,
+    )
+    for x, target in [batch for batch in loader if len(batch[0]) > 1][:steps]:
+        optimizer.zero_grad()
+        loss = criterion(model(x), target)
+        (loss.mean() if mean else loss).backward()
+        optimizer.step()
+    return model
+
+
+def as_a_step(loss):
+    """Compute batches by `GraphStep`."""
+    clipper = ghostclip.GhostClipper(nn.Linear(4, C).double(), max_grad_norm=1.0, strategy="graph")
+    options = ghostclip.GraphOptions(backend="aten")
+    step = ghostclip.GraphStep(clipper, lambda model, x, t, r: loss(model(x), t, r), options=options)
+    x, target = records(64).tensors
+    step(x, target[:, 0].long(), target[:, 1])
+
+
+def on_targets(loss):
+    return lambda output, target: loss(output, target[:, 0].long(), target[:, 1])
+
+
+WAYS = {
+    "a module": lambda loss: in_a_loop(Module(loss)),
+    "a module, two passes": lambda loss: in_a_loop(Module(loss), grad_sample_mode="ghost"),
+    "a function of losses": lambda loss: in_a_loop(on_targets(loss), mean=True),
+    "a function of their mean": lambda loss: in_a_loop(lambda o, target: on_targets(loss)(o, target).mean()),
+    "a compiled step": as_a_step,
+}
+
+
+# A compiled step's inputs have no gradient of which the outputs' would show.
+SHOWN = [(way, loss) for way in WAYS for loss in FOLLOW if (way, loss) != ("a compiled step", "a gradient alone")]
+
+
+@pytest.mark.parametrize(("way", "loss"), SHOWN)
+def test_a_loss_that_follows_the_batch_is_refused(way, loss):
+    with pytest.raises(LossReductionError, match="no gradient leads from one to the other"):
+        WAYS[way](FOLLOW[loss])
+
+
+@pytest.mark.parametrize("loss", OWN)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_of_each_sample_alone_is_not(way, loss):
+    WAYS[way](OWN[loss])
+
+
+def test_looks_leave_nothing_in_a_criterion():
+    criterion = Module(OWN["noise on targets"])
+    model = in_a_loop(criterion, steps=1, grad_sample_mode="ghost")
+    assert (criterion.calls, float(criterion.total)) == (1, 1.0)
+    assert "criterion" not in str(model.clipper.unchecked)
+
+
+def test_looks_leave_random_numbers_as_they_are():
+    drawn = []
+    for checked in (True, False):
+        clipper, criterion = of_a_model(OWN["dropout"])
+        clipper.know_loss = clipper.know_loss if checked else lambda *args, **kwargs: None
+        back(clipper, criterion, BATCH)
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def of_a_model(loss):
+    torch.manual_seed(0)
+    clipper = ghostclip.GhostClipper(nn.Linear(4, C).double(), max_grad_norm=1.0, strategy="ghost")
+    return clipper, PrivateCriterion(clipper, loss)
+
+
+def back(clipper, criterion, count, *rest):
+    x, target = records(count).tensors
+    criterion(clipper.model(x), target[:, 0].long(), target[:, 1], *rest).backward()
+
+
+def test_a_table_that_is_as_long_as_the_batch_is_told_by_the_next_one():
+    table = torch.arange(1.0, C + 1).double()
+    clipper, criterion = of_a_model(lambda o, t, r, weights: losses_of(o, t) * weights[t])
+    back(clipper, criterion, C, table)
+    assert "as many rows as there are samples" in str(clipper.unchecked)
+    back(clipper, criterion, BATCH, table)
+    assert "criterion" not in str(clipper.unchecked)
+
+
+def test_numbers_of_samples_are_no_such_table():
+    clipper, criterion = of_a_model(lambda o, t, r, weights: losses_of(o, t) * (weights / weights.sum()))
+    with pytest.raises(LossReductionError, match="no gradient leads"):
+        back(clipper, criterion, C, torch.arange(1.0, C + 1).double())
+
+
+def test_what_cannot_be_computed_with_other_samples_is_said():
+    def particular(o, t, r):
+        if not torch.equal(r, records(BATCH).tensors[1][:, 1]):
+            raise ValueError("only these")
+        return losses_of(o, t)
+
+    clipper, criterion = of_a_model(particular)
+    back(clipper, criterion, BATCH)
+    assert "losses of a known criterion (samples replaced)" in str(clipper.unchecked)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Shapes of the first argument in every look: what a criterion notes by itself is put back."""
+    shapes, computed = [], known.KnownLoss._computed
+
+    def noting(self, inputs, *args, **kwargs):
+        shapes.append(inputs[0][0].shape)
+        return computed(self, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(known.KnownLoss, "_computed", noting)
+    return shapes
+
+
+def test_a_few_samples_of_large_arguments_are_enough(monkeypatch, seen):
+    monkeypatch.setattr(known, "_LARGE", 1)
+    clipper, criterion = of_a_model(FOLLOW["an advantage of mean 0"])
+    with pytest.raises(LossReductionError, match="no gradient leads"):
+        back(clipper, criterion, BATCH)
+    assert seen[0] == (known._FEW, C)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_positions_that_lie_flat_are_exchanged_by_sample(follows, seen):
+    def loss(output, target):
+        losses_N = losses_of(output, target)
+        return losses_N * (losses_N.detach() - (losses_N.detach().mean() if follows else 0))
+
+    clipper, criterion = of_a_model(loss)
+    x, target = torch.randn(BATCH, 3, 4).double(), torch.randint(0, C, (BATCH, 3))
+    private = criterion(clipper.model(x).flatten(0, 1), target.flatten(), shape=(BATCH, 3))
+    if follows:
+        with pytest.raises(LossReductionError, match="no gradient leads"):
+            private.backward()
+    else:
+        private.backward()
+    assert {tuple(shape[1:]) for shape in seen} == {(3, C)}
