@@ -292,6 +292,17 @@ def loss_over_the_number_of_items(folder: Path) -> None:
     refused(lambda world: _causal(world, trainer={"compute_loss_func": loss}))
 
 
+@row(ROWS, **_HOST, outcome="refused", note="no gradient leads from one to the other")
+def loss_weighted_over_the_batch(folder: Path) -> None:
+    """compute_loss_func with weights normalised over the batch."""
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        losses_B = token_losses(outputs.logits, labels)
+        return losses_B * losses_B.detach().softmax(0)
+
+    refused(lambda world: _causal(world, trainer={"compute_loss_func": loss}))
+
+
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def label_smoothing(folder: Path) -> None:
     """label_smoothing_factor."""
