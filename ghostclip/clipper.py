@@ -297,19 +297,26 @@ class GhostClipper:
         return total_B
 
     def know_loss(
-        self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], *, criterion: Any
+        self,
+        loss: Tensor,
+        function: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        criterion: Any,
     ) -> None:
         """Note how losses of the latest forward's outputs were computed, so that they can be with other samples.
 
         Args:
-            function: Returned one loss for each sample, or one for all.
+            loss: One loss for each sample, or one for all.
+            function: Returned it.
             args: Its arguments, outputs and targets among them.
             kwargs: Its keyword arguments.
             criterion: The user's function or module behind it.
         """
         forward = self._capture.forward
         if torch.is_grad_enabled() and self._capture.watches and forward.batch_size > 1 and not forward.consumed:
-            forward.losses.append(KnownLoss(function, args, kwargs, criterion))
+            forward.losses.append(KnownLoss(function, args, kwargs, criterion, loss.grad_fn))
 
     def _examine_losses(self, loss_B: Tensor) -> None:
         """Refuse losses of the samples that depend on other samples, before their backward."""
@@ -320,7 +327,7 @@ class GhostClipper:
             if asks and (self._sharded is None or self._sharded.may_ask()):
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
-                self._evidence.refuse_company(forward, mean=self.loss_reduction == "mean")
+                self._evidence.refuse_company(loss_B, forward, mean=self.loss_reduction == "mean")
                 self._evidence.proved_loss(loss_B, forward)
         forward.losses.clear()
         self._evidence.look_at_loss(self._capture, [loss_B], forward)

@@ -49,6 +49,7 @@ class KnownLoss:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     criterion: Any  # the user's own, which the function calls
+    node: Any  # of the graph, which made what was returned
 
     def refuse_company(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked) -> bool:
         """Refuse a loss in which samples follow each other; return whether anything could be told."""
@@ -57,7 +58,7 @@ class KnownLoss:
         given = _tree.mapped(_cut_off, (self.args, self.kwargs))
         if batch_size > _FEW and sum(tensor.numel() for tensor in _tree.tensors(given)) > _LARGE:
             given, batch_size = taken(given, range(_FEW), batch_size=batch_size, axis=axis), _FEW
-        holder = _Holder(self.criterion)
+        holder = _Holder(self.criterion, [tensor for tensor in _tree.tensors(given) if tensor.requires_grad])
         state, own = ModuleState(holder), Unchecked()
 
         def run(inputs: Any) -> list[Tensor]:
@@ -112,9 +113,12 @@ class KnownLoss:
 class _Holder(nn.Module):
     """A module in the place of a criterion: what it holds is put back as a model's buffers are."""
 
-    def __init__(self, criterion: Any) -> None:
+    def __init__(self, criterion: Any, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.criterion = criterion
+        for number, output in enumerate(outputs):
+            # Where, and how precisely, it computes.
+            self.register_buffer(f"place_{number}", output.new_empty(0))
 
 
 def _cut_off(leaf: Any) -> Any:

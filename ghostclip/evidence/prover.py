@@ -120,7 +120,7 @@ class Evidence:
         asked_again = self._undecided and bool(forward.losses)
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
 
-    def refuse_company(self, forward: ForwardContext, *, mean: bool) -> None:
+    def refuse_company(self, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
         """Refuse losses whose function is known and takes samples together; `mean`: of one loss for all samples."""
         known, forward.losses = forward.losses, []
         told = [
@@ -128,6 +128,7 @@ class Evidence:
             for one in known
         ]
         self._undecided = False in told
+        forward.alone = told == [True] and known[0].node is edge_of(root)[0]
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved, unless its forward proves nothing."""

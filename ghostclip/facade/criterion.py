@@ -130,10 +130,10 @@ class PrivateCriterion:
         """Return the losses of a batch's samples, `[B]`, from the criterion's arguments."""
         losses = self._losses(args, kwargs, shape)
         if self._is_users:
-            self._note(args, kwargs, shape)
+            self._note(losses, args, kwargs, shape)
         return losses
 
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> None:
+    def _note(self, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> None:
         """Let the clipper know how losses were computed."""
         # Positions lie behind the samples for it, so that samples can be exchanged.
         rows = None if shape is None else (shape[0] * shape[1],)
@@ -151,7 +151,7 @@ class PrivateCriterion:
             return self._losses(args, kwargs, (samples, *shape[1:]))
 
         given = (args, kwargs) if shape is None else changed(lambda leaf: leaf.unflatten(0, shape[:2]), (args, kwargs))
-        self.clipper.know_loss(again, *given, criterion=self.criterion)
+        self.clipper.know_loss(losses, again, *given, criterion=self.criterion)
 
     def _losses(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> torch.Tensor:
         values = self._unreduced(args, kwargs)
@@ -217,7 +217,7 @@ class KnownCriterion:
         """Return what the criterion returns."""
         loss = self._criterion(*args, **kwargs)
         if isinstance(loss, Tensor):
-            self._clipper.know_loss(self._criterion, args, kwargs, criterion=self._criterion)
+            self._clipper.know_loss(loss, self._criterion, args, kwargs, criterion=self._criterion)
         return loss
 
     def __getattr__(self, name: str) -> Any:

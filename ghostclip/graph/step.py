@@ -441,7 +441,7 @@ class GraphStep:
         if not isinstance(losses_B, Tensor):
             raise LossReductionError(f"the loss function returned {type(losses_B).__name__}, not losses of samples.")
         if self._is_users:
-            self.clipper.know_loss(self._unseen, args, kwargs, criterion=self.clipper.model)
+            self.clipper.know_loss(losses_B, self._unseen, args, kwargs, criterion=self.clipper.model)
         self.clipper.backward(losses_B)
         return _tree.mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 

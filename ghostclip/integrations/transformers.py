@@ -418,7 +418,7 @@ class DPTrainer(Trainer):
                 ) from error
             if self._computing:
                 clipper, function = self._releasing.clipper, self.compute_loss_func
-                clipper.know_loss(function, given, options, criterion=function)
+                clipper.know_loss(losses, function, given, options, criterion=function)
             return losses, outputs
         if task is not None:
             fused = not logits and self._is_fused()
