@@ -344,7 +344,8 @@ class GraphStep:
         elif doubt is not None:
             self.reasons[doubt] += 1
         elif agrees:
-            step.verified = True
+            # Padding has nothing that samples could be confused with.
+            step.verified = count == step.size
             if earlier is not None:
                 self._add(found, tree, count)
                 return _returned(found)

@@ -63,6 +63,9 @@ class Value:
         return split.movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
 
 
+# How bags are reduced, as operations keep it: 0 sum, 1 mean, 2 the largest.
+_LARGEST: Final = 2
+
 Handler = Callable[["SampleSum"], Any]
 _HANDLERS: Final[dict[str, Handler]] = {}
 
@@ -170,6 +173,14 @@ def _sum(call: SampleSum) -> Sum:
     axes = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim() - 1)
     keepdim = bool(call.args[2]) if len(call.args) > 2 else False
     return Sum(Dense(x.sum([axis % (x.dim() - 1) + 1 for axis in axes], keepdim=keepdim)))
+
+
+@_handles("embedding_bag_backward")
+def _embedding_bag(call: SampleSum) -> Sum | None:
+    # The largest of a bag is known by the numbers of rows.
+    if call.args[8] != _LARGEST:
+        raise NoGraphError(f"{call.target}: its rows go by numbers of bags, which are those of the whole batch")
+    return None
 
 
 @_handles("embedding_dense_backward")

@@ -68,6 +68,37 @@ def test_sums_are_kept_where_the_next_run_overwrites_what_a_graph_returned(monke
     torch.testing.assert_close(losses_SB, [losses(model, *data).detach() for data in parts])
 
 
+def test_padding_shows_nothing_of_a_graph():
+    # One sample beside padding cannot be confused with another one.
+    step = step_of(net())
+    step.take_sizes((4,))
+    step(*batch(3))
+    assert [graph.verified for graph in step.graphs] == [False]
+    step(*batch(4))
+    assert [graph.verified for graph in step.graphs] == [True]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_any_number_of_samples(mode):
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bags, self.last = nn.EmbeddingBag(9, 4, mode=mode), nn.Linear(4, 3)
+
+        def forward(self, ids):
+            return self.last(self.bags(ids))
+
+    torch.manual_seed(0)
+    model = Bags().double()
+    step = step_of(model)
+    for samples in (8, 7, 12, 13, 9, 6, 10):
+        ids, labels = torch.randint(9, (samples, 6)), torch.randint(3, (samples,))
+        expected, _ = eager_sums(model, ids, labels)
+        step(ids, labels)
+        torch.testing.assert_close(sums(model), expected, rtol=1e-10, atol=1e-12)
+        step.clipper.reset()
+
+
 @pytest.mark.parametrize("samples", [0, 1])
 def test_batches_without_two_samples_are_eager(samples):
     model = net()
