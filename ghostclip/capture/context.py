@@ -708,3 +708,9 @@ def outputs_of(output: Any) -> list[Tensor]:
     """Return the untracked tensors of a model's output in order, each once; of other objects by their attributes."""
     found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
     return [tensor for tensor in found if not isinstance(tensor, TrackedTensor)]
+
+
+def tracked_among(output: Any) -> frozenset[int]:
+    """Return the numbers of an output's tensors that are computed from parameters alone."""
+    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    return frozenset([number for number, tensor in enumerate(found) if isinstance(tensor, TrackedTensor)])

@@ -41,7 +41,7 @@ from ghostclip.clipping.loss_scale import (
 )
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES, Number, Path, ReducedAxes, grouped, paths
-from ghostclip.evidence.loss_graph import refuse_changed_gradients
+from ghostclip.evidence.loss_graph import refuse_changed_gradients, refuse_following
 from ghostclip.evidence.losses import Ends, LossRows, gathered_at, is_picked
 from ghostclip.evidence.prover import Evidence
 
@@ -106,6 +106,7 @@ class LossExaminer:
         forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)
         summed = self._are_summed(found, forward, roots, grads)
+        refuse_following(roots, forward)
         for each in forwards:
             each.summed = summed
         self._evidence.refuse_padding(capture, roots, chain.from_iterable(found.values()), forward)
@@ -126,6 +127,7 @@ class LossExaminer:
                     f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
                     f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
                 )
+        refuse_following([losses_B], forward)
         if size > 1:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
 

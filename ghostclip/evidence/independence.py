@@ -23,7 +23,7 @@ What lies behind closed gates is looked at in a few samples alone.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.randomness import Draws, Randomness, WithoutDropout, unnoticed
-from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, Unchecked
+from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, SCALARS, Unchecked
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
 # which the same kernels see, and for fewer.
@@ -68,6 +68,8 @@ _ANOTHER_COURSE: Final = (
 _REPLACED: Final = "half of the samples were replaced"
 
 Run = Callable[[Any], list[Tensor]]
+# The number of an output; or a module's identity, the name of an attribute, and the number of a tensor in it.
+ScalarKey: TypeAlias = int | tuple[int, str, int]
 T = TypeVar("T")
 
 
@@ -130,6 +132,72 @@ def tried(
                 raise
             raised = type(error).__name__
     return None, raised
+
+
+def scalars_that_follow(
+    model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked, *, parameters: Sequence[Tensor]
+) -> frozenset[ScalarKey]:
+    """Return which scalars that a model computes have gradients that no samples' gradients add up to."""
+    # `parameters`: leaves that stand for the trainable ones. A few samples show it.
+    batch = batch.few()
+    share = len(batch.drawn) / batch.size
+
+    def told(inputs: Any) -> dict[ScalarKey, Tensor]:
+        stale = scalars_of(model, [])
+        with torch.enable_grad(), WithoutDropout():
+            found = scalars_of(model, run(inputs))
+        ends = {key: scalar for key, scalar in found.items() if stale.get(key) is not scalar}
+        return {
+            key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
+            for key, scalar in ends.items()
+            for grads in [torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)]
+        }
+
+    def look(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:
+        whole = told(batch.of_samples(range(batch.size)))
+        if before.drawn():
+            return None
+        one, other = (told(batch.of_samples(some)) for some in (batch.drawn, batch.others(batch.drawn)))
+        follow = set[ScalarKey]()
+        for key in whole.keys() & one.keys() & other.keys():
+            first, second = one[key], other[key]
+            # A mean, a sum, or what depends on no sample.
+            sought = (first * share + second * (1 - share), first + second, first)
+            off = min(float((whole[key] - each)[0].norm()) for each in sought)
+            if not off <= TOLERANCE[coarsest] * max(float(each[1].norm()) for each in (whole[key], first, second)):
+                follow.add(key)
+        return frozenset(follow)
+
+    found, raised = tried(model, batch, look)
+    if found is None:
+        why = f"the model raised {raised} on another batch" if raised else "random numbers are drawn"
+        unchecked.missed(why, SCALARS)
+    else:
+        unchecked.ran(SCALARS)
+    return found or frozenset()
+
+
+def scalars_of(model: nn.Module, outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:
+    """Return scalars with a graph among outputs, by number, and in a model's attributes, by module, name and place."""
+    held: dict[ScalarKey, Tensor] = {
+        (id(module), name, place): tensor
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (Tensor, list, tuple, dict))
+        for place, tensor in enumerate(_tree.tensors(value))
+    }
+    held.update(enumerate(outputs))
+    return {key: one for key, one in held.items() if not one.dim() and one.grad_fn is not None}
+
+
+def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
+    """Return two numbers that change with a gradient, each with the size of what it is a sum of, ``(2, 2)`` float64."""
+    if grad is None:
+        return torch.zeros(2, 2, dtype=torch.float64, device=parameter.device)
+    # Of a table a gradient may be sparse. Entries round independently of each other.
+    own = grad.to_dense() if grad.is_sparse else grad
+    both = [part.double() for part in (own, own * parameter.detach())]
+    return torch.stack([torch.stack([part.sum() for part in both]), torch.stack([part.norm() for part in both])])
 
 
 def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, unchecked: Unchecked) -> None:
@@ -346,6 +414,8 @@ class _Outputs:
         if row_map is None:
             return None
         place = row_map.axis
+        if one.is_complex() and two.is_complex():
+            one, two = torch.view_as_real(one), torch.view_as_real(two)
         if one.dtype not in self.tolerances or row_map.kind == "gathered" or one.dim() != two.dim() or not one.numel():
             return None
         if [*one.shape[:place], *one.shape[place + 1 :]] != [*two.shape[:place], *two.shape[place + 1 :]]:

@@ -67,6 +67,12 @@ _HOOKED: Final = (
     "clipper.backward(losses), or set it on the output of a layer, in the model's forward. Hooks that only look at "
     "gradients may stay."
 )
+_FOLLOWING: Final = (
+    "the loss goes through a scalar that the model computes over the batch, and whose gradient is neither a mean nor a "
+    "sum of what each sample has: of half of the samples it is another one. It weighs samples by what is in the batch "
+    "(a balancing loss of experts, which counts how many tokens each has; statistics of the batch that were detached; "
+    "a mean over all tokens). Leave it out, or let the model return one value for each sample, shape (B,)."
+)
 # One on a tensor is called before the gradient is delivered to the layer that made it; one on the node itself, and what
 # `register_backward_hook` sets, is called later, or changes what has passed the layer.
 _ON_A_LAYER: Final = (
@@ -110,6 +116,12 @@ def refuse_beyond_outputs(
             seen[number, node.name()] = 0
         elif crossed:
             raise SampleMixingError(_CROSSED.format(size, size, crossed))
+
+
+def refuse_following(roots: Sequence[Any], forward: ForwardContext) -> None:
+    """Refuse a loss that goes through a scalar of the model's that follows the batch."""
+    if forward.following and any(node in forward.following for node, _ in above_outputs(map(edge_of, roots))):
+        raise LossReductionError(_FOLLOWING)
 
 
 def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: bool = False) -> bool:

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
 from ghostclip.capture.call_sites import MAX_WAYS
-from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of
+from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of
@@ -31,7 +31,14 @@ from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.evidence.batches import Batch, resized
 from ghostclip.evidence.dependence import where_dependence_starts
-from ghostclip.evidence.independence import Run, refuse_dependence, refuse_memory
+from ghostclip.evidence.independence import (
+    Run,
+    ScalarKey,
+    refuse_dependence,
+    refuse_memory,
+    scalars_of,
+    scalars_that_follow,
+)
 from ghostclip.evidence.linear_paths import Path
 from ghostclip.evidence.loss_graph import (
     Sizes,
@@ -77,6 +84,8 @@ class Evidence:
         # whether outputs go to another part of the model, which takes their rows for samples as they lie
         self.hands_on = False
         self._loss_ways: set[Any] = set()
+        # Scalars of the model's that follow the batch.
+        self._following = frozenset[ScalarKey]()
         # Whether the latest batch could not tell of a known loss whether it takes samples together.
         self._undecided = False
         # Why means are refused, whatever the loss is.
@@ -256,10 +265,14 @@ class Evidence:
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward, unless a rehearsal has; return the output of the last reading."""
         rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
+        if self._following and not self.asks(capture):
+            self._note_scalars(capture, output)
         writes = self._written(capture)
         if rehearsed is not None and not (capture.forward.met or writes):
             rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
+            if self._following:
+                self._note_scalars(capture, output)
             return output
         asks = self.asks(capture)
         if not (asks or writes or self._looks or self._state is not None):
@@ -273,7 +286,14 @@ class Evidence:
         with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
             output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
         _Rehearsed(rows, capture.forward.padded).hand_on(output, capture.forward)
+        if self._following:
+            self._note_scalars(capture, output)
         return output
+
+    def _note_scalars(self, capture: CaptureContext, output: Any) -> None:
+        """Note the nodes of the scalars that follow the batch."""
+        found = scalars_of(capture.model, _parts_of(output))
+        capture.forward.following = [found[key].grad_fn for key in self._following if key in found]
 
     def _weigh(
         self,
@@ -297,8 +317,8 @@ class Evidence:
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = self._drew if randomness is None else randomness.drawn()
         forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
-        parts = self._parts(capture, output)
-        probe = self._probed(capture, parts)
+        parts, own = self._parts(capture, output), tracked_among(output)
+        probe = self._probed(capture, parts, own)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
         if failed and forward.guessed and forward.resized is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
@@ -307,21 +327,23 @@ class Evidence:
                 _begin_anew(state)
                 output = capture.again(ModuleCall(*capture.bags.as_rows(*again())))
                 forward, begun = capture.forward, _torch.next_order()
-                parts = self._parts(capture, output)
-                probe = self._probed(capture, parts)
+                parts, own = self._parts(capture, output), tracked_among(output)
+                probe = self._probed(capture, parts, own)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
-        own = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
-        seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state)
+        backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
+        seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, own)
         if aside:
-            seen, output, probe = replace(seen, parts=[part.detach() for part in seen.parts]), None, None
+            parts = [part.detach().requires_grad_(part.requires_grad) for part in seen.parts]
+            seen, output, probe = replace(seen, parts=parts), None, None
         parts = []
         if writes:
             self._refuse_data(capture, call, writes, state)
         if asks:
             self._refuse_dependence(capture, seen)
-            self._refuse_own_backwards(capture, seen, own=own)
+            self._refuse_own_backwards(capture, seen, own=backs)
+            self._look_at_scalars(capture, seen)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
         if self.asks(capture):
@@ -416,14 +438,15 @@ class Evidence:
         """Return what is looked at of a forward that is proved."""
         return _parts_of(output) if self._asked or self.asks(capture) else []
 
-    def _probed(self, capture: CaptureContext, found: list[Tensor]) -> Probe | None:
+    def _probed(self, capture: CaptureContext, found: list[Tensor], own: frozenset[int]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
         if not self.asks(capture):
             return None
         forward = capture.forward
         forward.has_float16 = _has_float16([*capture.model.parameters(), *capture.model.buffers(), *found])
         if forward.resized is not None:
-            axes = forward.resized.compared(shapes_of(found), forward.resized.outputs)
+            shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in own]
+            axes = forward.resized.compared(shapes_of(found), tuple(shapes))
             capture.sites.outputs = () if axes is None else axes
         if self.hands_on:
             refuse_other_axis(capture.model, found, forward)
@@ -448,6 +471,21 @@ class Evidence:
                 # What was met in a forward that nobody was to ask about may begin to remember there.
                 run, state = replace(seen, state=None).run_anew(capture), seen.state or _state_of(capture, seen.call)
                 refuse_memory(capture.model, state, run, batch, unchecked)
+
+    def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
+        """Note which scalars that the model computes follow the batch."""
+        found = any(part.requires_grad and not part.dim() for part in seen.parts) or scalars_of(capture.model, [])
+        self._following = frozenset()
+        if found and capture.gathering is None and not _has_packed(seen.call.inputs):
+            batch = self._batch(capture, seen)
+            with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
+                self._following = scalars_that_follow(
+                    capture.model,
+                    seen.run_anew(capture),
+                    batch,
+                    self.unchecked,
+                    parameters=list(leaves.values()),
+                )
 
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
         """Return whether outputs have backwards that are not torch's; note_proved whether these follow their scale."""
@@ -572,13 +610,15 @@ class _ReadForward:
     parts: list[Tensor]  # tensors of its output
     rows: Mapping[int, RowMap] | None  # how the rows of which of them map to samples; None where nothing was asked
     state: ModuleState | None  # what the model held before it
+    own: frozenset[int] = frozenset()  # numbers of other tensors of its output, computed from parameters alone
 
     def run_anew(self, capture: CaptureContext) -> Run:
         """Return what runs it on other inputs, from what the model held before it."""
 
         def run(given: Any) -> list[Tensor]:
             _begin_anew(self.state)
-            return _parts_of(capture.run(self.call.module, *_copied(given, of=self.call.inputs)))
+            found = _parts_of(capture.run(self.call.module, *_copied(given, of=self.call.inputs)))
+            return [part for number, part in enumerate(found) if number not in self.own]
 
         return run
 

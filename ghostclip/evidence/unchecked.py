@@ -18,6 +18,7 @@ REMEMBERED: Final = "batch independence (of the batch before)"
 BACKWARDS: Final = "batch independence (of gradients)"
 PADDING: Final = "batch independence (padding cut off)"
 LOSSES: Final = "losses of one sample each"
+SCALARS: Final = "scalars that the model computes (half of the samples)"
 CRITERION: Final = "losses of a known criterion (samples replaced)"
 _ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"
