@@ -54,7 +54,7 @@ class _Seen:
     """Record of one path through a loss."""
 
     row_map: RowMap = WHOLE  # how the rows of its values map to samples
-    place: int | None = None  # index of these values on the path; None for its end
+    place: int | None = None  # index of these values on the path, from its end, as -1; None for the end itself
     scale: Scale | None = None  # the factor that it had
 
 
@@ -179,9 +179,9 @@ class LossExaminer:
     def _prove(self, capture: CaptureContext, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:
         ends = [_ends(path) for path, *_ in found.values()]
         maps = LossRows(self._evidence, capture, forward, advice=remedy(self._reduction)).of(ends)
-        for key, (row_map, place) in zip(found, maps, strict=True):
+        for key, end, (row_map, place) in zip(found, ends, maps, strict=True):
             seen = self._seen.setdefault(key, _Seen())
-            seen.row_map, seen.place = row_map, place
+            seen.row_map, seen.place = row_map, None if place is None else place - len(end.passed)
 
     def _counts(self, *, is_new: bool) -> Counts:
         """Return the batch's counts: a factor that was checked before is compared, and nothing else."""

@@ -138,8 +138,7 @@ def scalars_that_follow(
     model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked, *, parameters: Sequence[Tensor]
 ) -> frozenset[ScalarKey]:
     """Return which scalars that a model computes have gradients that no samples' gradients add up to."""
-    # `parameters`: leaves that stand for the trainable ones. A few samples show it.
-    batch = batch.few()
+    # `parameters`: leaves that stand for the trainable ones.
     share = len(batch.drawn) / batch.size
 
     def told(inputs: Any) -> dict[ScalarKey, Tensor]:

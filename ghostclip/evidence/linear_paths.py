@@ -117,8 +117,9 @@ class Path:
 
     def cut(self, place: int) -> "Path":
         """Return the way to one of the values on it, with the factors of the whole."""
-        # `place`: the value's number, from the scalar on.
-        edge, picks = self._way()[place]
+        # `place`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length.
+        way = self._way()
+        edge, picks = way[max(place, -len(way))]
         return replace(self, ends=(edge,), picked=self.picked[:picks])
 
     def _way(self) -> list[tuple[Edge, int]]:

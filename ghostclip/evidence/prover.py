@@ -475,11 +475,11 @@ class Evidence:
     def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Note which scalars that the model computes follow the batch."""
         found = any(part.requires_grad and not part.dim() for part in seen.parts) or scalars_of(capture.model, [])
-        self._following = frozenset()
         if found and capture.gathering is None and not _has_packed(seen.call.inputs):
             batch = self._batch(capture, seen)
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
-                self._following = scalars_that_follow(
+                # What followed one batch need not show in the next.
+                self._following |= scalars_that_follow(
                     capture.model,
                     seen.run_anew(capture),
                     batch,
