@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import scipy.signal  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
