@@ -19,7 +19,7 @@ from ghostclip.audit import (
     gaussian_epsilon,
     plots,
 )
-from ghostclip.audit.methods import THRESHOLDS, clopper_pearson_upper, split_point, union_points
+from ghostclip.audit.methods import THRESHOLDS, OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.errors import DataError, InvalidOptionError
 
 DELTA = 1e-5
@@ -41,6 +41,14 @@ def test_clopper_pearson_agrees_with_an_exact_test(count, total):
     assert upper == pytest.approx(stats.binomtest(count, total, alternative="less").proportion_ci(0.97).high)
     if count < total:
         assert stats.binom.cdf(count, total, upper) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-3])
+def test_either_error_rate_proves_an_epsilon(delta):
+    for fpr, fnr in ((0.5, 1e-3), (1e-3, 0.5)):
+        found = OperatingPoint(0.0, fpr, fnr, fpr_upper=fpr, fnr_upper=fnr).epsilon(delta=delta)
+        assert found == pytest.approx(math.log((0.5 - delta) / 1e-3))
+    assert OperatingPoint(0.0, 0.5, 0.5, fpr_upper=0.6, fnr_upper=0.6).epsilon(delta=delta) == 0.0
 
 
 def test_rates_of_a_point_are_shares_of_the_scores_on_the_wrong_side_of_its_threshold():
