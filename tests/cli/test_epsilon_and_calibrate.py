@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from ghostclip.accounting import create_accountant
 from ghostclip.cli import main
-from ghostclip.commands import privacy
+from ghostclip.commands import planning, privacy
 from ghostclip.errors import InvalidOptionError
 
 
@@ -21,6 +22,7 @@ def reference(*history, delta=1e-5, relation="zero_out"):
 
 
 SETTING = ("--noise-multiplier", 1, "--sample-rate", 0.01)
+PLAN = ("--samples", 3000, "--batch-size", 500, "--epochs", 2, "--target-epsilon", 4)
 
 
 def test_epsilon_says_what_it_assumes(command, tmp_path):
@@ -38,6 +40,22 @@ def test_what_is_printed_is_rounded_upwards(command):
     _, out, _ = command("epsilon", *SETTING, "--steps", 1000)
     printed = float(out.split("epsilon <= ")[1].split()[0])
     assert 0 <= printed - reference((1.0, 0.01, 1000)).upper < 1.1e-4
+
+
+@pytest.mark.parametrize(
+    ("value", "up", "down"),
+    [(2.0, "2", "2"), (1.23451, "1.2346", "1.2345"), (987654.0, "9.8766e+05", "9.8765e+05"), (0.0, "0", "0")],
+)
+def test_numbers_are_rounded_to_their_own_side(value, up, down):
+    assert privacy._rounded(value, math.ceil) == up
+    assert privacy._rounded(value, math.floor) == down
+
+
+def test_learning_rates_fall_as_their_names_say():
+    for name, average in (("linear", 0.5005), ("cosine", 0.5005)):
+        rates = planning._SCHEDULES[name]
+        assert rates[0] == 1.0
+        assert sum(rates) / len(rates) == pytest.approx(average)
 
 
 def test_samples_epochs_and_a_delta_too_large(command):
@@ -122,6 +140,10 @@ def test_a_plot_shows_both_bounds_by_steps_and_by_noise(command, tmp_path, monke
         (("epsilon", *SETTING, "--steps", 10, "--delta", 2), "--delta 2.0: must lie strictly"),
         (("epsilon", *SETTING, "--steps", 10, "--accountant", "nope"), "--accountant 'nope' is not available"),
         (("calibrate", *SETTING, "--target-epsilon", -1), "--target-epsilon -1.0: must be"),
+        (("plan-privacy", "--samples", 10), "--batch-size, --epochs, --target-epsilon: needed"),
+        (("plan-privacy", *PLAN, "--batch-size", 3001), "--batch-size 3001: must be from 1 to --samples, 3000"),
+        (("plan-privacy", *PLAN, "--epochs", 0), "--epochs is 0: must be at least 1"),
+        (("plan-privacy", *PLAN, "--momentum", 1), "--momentum 1: must be at least 0 and below 1"),
         (("epsilon",), "--noise-multiplier; --sample-rate, or --samples and --batch-size; --steps or --epochs: needed"),
         (("epsilon", *SETTING), "--steps or --epochs: needed"),
         (("epsilon", *SETTING, "--steps", 0), "--steps 0"),
