@@ -140,10 +140,6 @@ def test_a_plot_shows_both_bounds_by_steps_and_by_noise(command, tmp_path, monke
         (("epsilon", *SETTING, "--steps", 10, "--delta", 2), "--delta 2.0: must lie strictly"),
         (("epsilon", *SETTING, "--steps", 10, "--accountant", "nope"), "--accountant 'nope' is not available"),
         (("calibrate", *SETTING, "--target-epsilon", -1), "--target-epsilon -1.0: must be"),
-        (("plan-privacy", "--samples", 10), "--batch-size, --epochs, --target-epsilon: needed"),
-        (("plan-privacy", *PLAN, "--batch-size", 3001), "--batch-size 3001: must be from 1 to --samples, 3000"),
-        (("plan-privacy", *PLAN, "--epochs", 0), "--epochs is 0: must be at least 1"),
-        (("plan-privacy", *PLAN, "--momentum", 1), "--momentum 1: must be at least 0 and below 1"),
         (("epsilon",), "--noise-multiplier; --sample-rate, or --samples and --batch-size; --steps or --epochs: needed"),
         (("epsilon", *SETTING), "--steps or --epochs: needed"),
         (("epsilon", *SETTING, "--steps", 0), "--steps 0"),
@@ -173,6 +169,19 @@ def test_wrong_input_is_one_line(command, words, match):
     assert status == 2
     assert match in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--samples", 10), "--batch-size, --epochs, --target-epsilon: needed"),
+        ((*PLAN, "--batch-size", 3001), "--batch-size 3001: must be from 1 to --samples, 3000"),
+        ((*PLAN, "--epochs", 0), "--epochs is 0: must be at least 1"),
+        ((*PLAN, "--momentum", 1), "--momentum 1: must be at least 0 and below 1"),
+    ],
+)
+def test_what_plan_privacy_refuses(command, words, match):
+    test_wrong_input_is_one_line(command, ("plan-privacy", *words), match)
 
 
 def test_a_wrong_schedule(command, tmp_path):
