@@ -68,6 +68,7 @@ CHECKED = {
     "compat": 1,
     "docs": 1,
     "exactness/test_clipped_sums.py": 6,
+    "factors": 1,
     "integrations": 3,
     "loops": 2,
     "mechanisms": 2,

@@ -9,6 +9,7 @@ import pytest
 
 from ghostclip.accounting.contour import Composition, Contour, Nodes, _geometric, log_chernoff
 from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, discretised
+from ghostclip.accounting.solve import _approached, _Fineness, saddle_for_delta
 
 PAIR = discretised(SampledGaussian(1.0, 0.01, "remove"), Cells(0.05, 0.02, 0.0, 10.0), "upper")
 
@@ -48,3 +49,10 @@ def test_powers_of_a_turn_stay_within_their_bound():
     exact = [np.exp(1j * step * n * PAIR.loss_J) @ weight_J for n in at]
     size = np.abs(exact)
     assert np.all(np.abs(np.exp(log_N[at]) - exact) <= size * np.expm1(error_N[at]))
+
+
+@pytest.mark.parametrize(("steps", "delta"), [(1_000, 1e-3), (1_000, 1e-6), (10**5, 1e-6)])
+def test_the_search_begins_within_a_few_percent_of_where_it_ends(steps, delta):
+    composition = Composition([PAIR], [steps])
+    _, certified = _approached(composition, delta, _Fineness(0.01, 2e-5))
+    assert saddle_for_delta(composition, delta)[1] == pytest.approx(certified, rel=0.05)

@@ -120,6 +120,24 @@ def test_state_with_everything_survives():
     assert again.whole_history() == accountant.whole_history()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "allocation", "rate": 1.0, "steps_per_event": 7, "participations": 2}, "participations=2: a divisor"),
+        ({"steps_per_event": 4, "participations": 2}, "and 1 for 'poisson'"),
+        ({"kind": "shuffled", "rate": 0.5}, "sample_rate=0.5: 'shuffled' has no sampling"),
+        ({"kind": "truncated_poisson"}, "truncation=None: goes with"),
+        ({"truncation": 5}, "truncation=5: goes with"),
+        ({"kind": "truncated_poisson", "truncation": 0}, "truncation=0: must be"),
+        ({"kind": "cyclic", "rate": 1.0, "relation": "add_remove"}, "moves others to other batches"),
+        ({"kind": "laplace"}, "kind=.laplace.: must be one of"),
+    ],
+)
+def test_an_impossible_event_is_refused(given, said):
+    with pytest.raises(InvalidOptionError, match=said):
+        event(**given)
+
+
 @pytest.mark.parametrize("steps", [math.nan, math.inf, 1.5, -1, None])
 def test_a_state_with_impossible_steps_is_refused(steps):
     with pytest.raises(InvalidOptionError, match="entry 0 is"):

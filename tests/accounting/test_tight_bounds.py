@@ -14,6 +14,7 @@ from scipy.special import log_ndtr
 
 from benchmarks.accounting.grid import edges, usual
 from ghostclip.accounting import RDPAccountant, create_accountant
+from ghostclip.accounting.pld import reach
 
 SPOTS = [
     (1.0, 0.01, 1_000, 1e-5, 1.828),
@@ -211,3 +212,10 @@ def test_edges():
     assert bounds([(math.inf, 1.0, 10), (1.0, 0.0, 10)], 1e-5).upper == 0
     assert keeper([(0.0, 1.0, 1)]).get_delta(1.0) == 1
     assert keeper([]).get_delta(1.0) == 0
+
+
+@pytest.mark.parametrize(("steps", "delta"), [(1, 1e-5), (10**7, 1e-10), (1, 1e-40)])
+def test_tails_are_cut_where_they_hold_a_millionth_of_delta_over_all_steps(steps, delta):
+    history = keeper([(1.0, 0.01, steps)]).whole_history()
+    assert 9.0 <= reach(history, delta) < 20.0
+    assert log_ndtr(-reach(history, delta)) <= math.log(1e-6 * delta / steps)

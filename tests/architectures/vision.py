@@ -12,7 +12,7 @@ _BATCH_NORM = {
     "refused": "BatchNorm",
     "reason": "batch normalisation in training mode: a sample's output depends on the others of its batch",
 }
-_SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
+_SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [1, 2], "window_size": 4}
 _PYRAMID = {
     "num_encoder_blocks": 2,
     "depths": [1, 1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from ghostclip.audit import (
     audit_scores,
     gaussian_delta,
     gaussian_epsilon,
+    plots,
 )
-from ghostclip.audit.methods import THRESHOLDS, clopper_pearson_upper, split_point, union_points
+from ghostclip.audit.methods import THRESHOLDS, OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.errors import DataError, InvalidOptionError
 
 DELTA = 1e-5
@@ -39,6 +41,43 @@ def test_clopper_pearson_agrees_with_an_exact_test(count, total):
     assert upper == pytest.approx(stats.binomtest(count, total, alternative="less").proportion_ci(0.97).high)
     if count < total:
         assert stats.binom.cdf(count, total, upper) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-3])
+def test_either_error_rate_proves_an_epsilon(delta):
+    for fpr, fnr in ((0.5, 1e-3), (1e-3, 0.5)):
+        found = OperatingPoint(0.0, fpr, fnr, fpr_upper=fpr, fnr_upper=fnr).epsilon(delta=delta)
+        assert found == pytest.approx(math.log((0.5 - delta) / 1e-3))
+    assert OperatingPoint(0.0, 0.5, 0.5, fpr_upper=0.6, fnr_upper=0.6).epsilon(delta=delta) == 0.0
+
+
+def test_rates_of_a_point_are_shares_of_the_scores_on_the_wrong_side_of_its_threshold():
+    scores = gaussian_scores(np.random.default_rng(1), 1.0, 40)
+    for point in union_points(scores, alpha=ALPHA):
+        assert point.fpr == (scores.other > point.threshold).mean() <= point.fpr_upper
+        assert point.fnr == (scores.member < point.threshold).mean() <= point.fnr_upper
+    _, held_out = scores.halves(seed=0)
+    point = split_point(scores, alpha=ALPHA, gaussian=True, delta=DELTA, seed=0)
+    assert point.fpr == (held_out.other > point.threshold).mean()
+    assert point.fnr == (held_out.member <= point.threshold).mean()
+
+
+def test_a_picture_shows_both_sides_and_where_the_attack_was_bounded(monkeypatch, tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    monkeypatch.setattr(plots, "picture", lambda path, size: nullcontext(figure))
+    scores = gaussian_scores(np.random.default_rng(1), 2.0, 400)
+    finding = audit_scores(scores, delta=DELTA, method="gaussian", claimed_epsilon=1.0)
+    plots.plot_audit(scores, finding, tmp_path / "audit.png")
+    sides, rates = figure.axes
+    for container in sides.containers:
+        assert sum(bar.get_height() for bar in container) == pytest.approx(1.0)
+    assert [text.get_text() for text in sides.get_legend().get_texts()][:2] == ["400 left out", "400 included"]
+    drawn = {line.get_label(): line.get_xydata() for line in rates.lines}
+    assert any("claimed" in label for label in drawn)
+    fpr, tpr = drawn["this attack"].T
+    ordered = (scores.member[:, None] > scores.other).mean()
+    assert (-np.diff(fpr) * tpr[1:]).sum() == pytest.approx(ordered, abs=0.01)
+    assert drawn["where it was bounded"] == pytest.approx(np.array([[finding.fpr, 1 - finding.fnr]]))
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.0, 8.0])

@@ -54,6 +54,8 @@ def test_mislabelled_records_have_another_label():
         assert y != original[1]
         assert 0 <= y < 3
         assert y.dtype == original[1].dtype
+    [(_, wrong)], [index] = mislabelled(data(), count=1, classes=2)
+    assert wrong == (data()[index][1] + 1) % 2
     with pytest.raises(InvalidOptionError, match="two classes"):
         mislabelled(data(), count=1, classes=1)
     with pytest.raises(DataError, match="only 30 records"):

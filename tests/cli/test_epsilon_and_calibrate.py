@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 from ghostclip.accounting import create_accountant
 from ghostclip.cli import main
+from ghostclip.commands import planning, privacy
 from ghostclip.errors import InvalidOptionError
 
 
@@ -18,6 +22,7 @@ def reference(*history, delta=1e-5, relation="zero_out"):
 
 
 SETTING = ("--noise-multiplier", 1, "--sample-rate", 0.01)
+PLAN = ("--samples", 3000, "--batch-size", 500, "--epochs", 2, "--target-epsilon", 4)
 
 
 def test_epsilon_says_what_it_assumes(command, tmp_path):
@@ -35,6 +40,22 @@ def test_what_is_printed_is_rounded_upwards(command):
     _, out, _ = command("epsilon", *SETTING, "--steps", 1000)
     printed = float(out.split("epsilon <= ")[1].split()[0])
     assert 0 <= printed - reference((1.0, 0.01, 1000)).upper < 1.1e-4
+
+
+@pytest.mark.parametrize(
+    ("value", "up", "down"),
+    [(2.0, "2", "2"), (1.23451, "1.2346", "1.2345"), (987654.0, "9.8766e+05", "9.8765e+05"), (0.0, "0", "0")],
+)
+def test_numbers_are_rounded_to_their_own_side(value, up, down):
+    assert privacy._rounded(value, math.ceil) == up
+    assert privacy._rounded(value, math.floor) == down
+
+
+def test_learning_rates_fall_as_their_names_say():
+    for name, average in (("linear", 0.5005), ("cosine", 0.5005)):
+        rates = planning._SCHEDULES[name]
+        assert rates[0] == 1.0
+        assert sum(rates) / len(rates) == pytest.approx(average)
 
 
 def test_samples_epochs_and_a_delta_too_large(command):
@@ -97,6 +118,22 @@ def test_a_plot_is_written(command, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_shows_both_bounds_by_steps_and_by_noise(command, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    monkeypatch.setattr(privacy, "picture", lambda path, size: nullcontext(figure))
+    assert command("epsilon", *SETTING, "--steps", 100, "--plot", tmp_path / "curves.png")[0] == 0
+    spent = reference((1.0, 0.01, 100))
+    for axes, place, sign in zip(figure.axes, (100, 1.0), (1, -1), strict=True):
+        drawn = {line.get_label(): line.get_xydata() for line in axes.lines}
+        upper, lower = drawn["ε, upper bound"], drawn["no accountant can go below"]
+        assert (lower[:, 1] <= upper[:, 1]).all()
+        assert (sign * np.diff(upper, axis=0)[:, 1] >= 0).all()
+        assert (np.diff(upper, axis=0)[:, 0] > 0).all()
+        (this,) = (points for label, points in drawn.items() if label.startswith("this training"))
+        assert this == pytest.approx(np.array([[place, spent.upper]]), rel=1e-3)
+        assert np.interp(place, *upper.T) == pytest.approx(spent.upper, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
@@ -132,6 +169,19 @@ def test_wrong_input_is_one_line(command, words, match):
     assert status == 2
     assert match in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--samples", 10), "--batch-size, --epochs, --target-epsilon: needed"),
+        ((*PLAN, "--batch-size", 3001), "--batch-size 3001: must be from 1 to --samples, 3000"),
+        ((*PLAN, "--epochs", 0), "--epochs is 0: must be at least 1"),
+        ((*PLAN, "--momentum", 1), "--momentum 1: must be at least 0 and below 1"),
+    ],
+)
+def test_what_plan_privacy_refuses(command, words, match):
+    test_wrong_input_is_one_line(command, ("plan-privacy", *words), match)
 
 
 def test_a_wrong_schedule(command, tmp_path):

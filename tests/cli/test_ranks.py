@@ -107,18 +107,20 @@ def _weights(folder):
 
 
 def _as_one_process(finetune, record_of, work, monkeypatch, *, name, words):
-    """Compare a run of two processes with the run of one."""
+    """Compare a run of two processes with the run of one, which is made once for all that it is compared with."""
     monkeypatch.chdir(work)
-    alone = finetune(*words, "--output", f"{name}-alone", "--comparison-steps", "0")
-    assert alone.status == 0, alone.err
-    one, two = record_of(work / f"{name}-alone"), record_of(work / name)
+    folder = work / f"alone{[COMMON, LAYERS, LORA].index(words)}"
+    if not folder.exists():
+        alone = finetune(*words, "--output", folder, "--comparison-steps", "0")
+        assert alone.status == 0, alone.err
+    one, two = record_of(folder), record_of(work / name)
     assert two["privacy"]["epsilon"] == one["privacy"]["epsilon"]
     assert two["privacy"]["steps_spent"] == one["privacy"]["steps_spent"]
     assert two["not_private"]["samples"] == one["not_private"]["samples"]
     assert two["not_private"]["losses"] == pytest.approx(one["not_private"]["losses"], abs=1e-6)
     (quality,) = (name for name in one if name in ("held_out_perplexity", "held_out_loss"))
     assert two[quality]["after"] == pytest.approx(one[quality]["after"], rel=1e-6)
-    want, got = _weights(work / f"{name}-alone"), _weights(work / name)
+    want, got = _weights(folder), _weights(work / name)
     assert want.keys() == got.keys()
     for key, tensor in want.items():
         torch.testing.assert_close(got[key], tensor, rtol=1e-6, atol=1e-6, msg=key)

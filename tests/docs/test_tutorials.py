@@ -21,7 +21,7 @@ TUTORIALS = {
     "tabular_loop": (("sklearn", "matplotlib"), "tail", 0.85),
 }
 # They take half a minute and a whole one: `make test-slow` runs them.
-LONG = dict.fromkeys(("images_timm", "llm_trl"), pytest.mark.slow)
+LONG = dict.fromkeys(("images_timm", "llm_trl", "text_lora"), pytest.mark.slow)
 # What follows from the plan alone is the same in each run, and so stands on the page as it is printed.
 PLANNED = re.compile(
     r"\d+ \w+ to train on|trainable params: [\d,]+|noise multiplier:? [\d.]+|ε ≤ [\d.]+|epsilon spent [\d.]+"
@@ -49,6 +49,10 @@ def test_parts_of_a_script():
 _RUN = """
 import sys, warnings
 warnings.simplefilter("ignore")
+if sys.argv[3] == "few":
+    from paper_repro.tutorials import stand_ins
+    stand_ins.halves.__defaults__ = (800,)
+    stand_ins.save_base_classifier.__kwdefaults__ = {"steps": 5}
 from paper_repro.tutorials.__main__ import run
 variables, printed, pictures = run(sys.argv[1])
 print("\\n".join(printed))
@@ -57,26 +61,40 @@ print(*(float(variables[name]) for name in (sys.argv[2], "spent", "epsilon")))
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.integration
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in NAMES])
-def test_a_tutorial_runs_and_learns(name):
-    needed, what, floor = TUTORIALS[name]
+def _run_in_new_process(name, records="all"):
+    """What a tutorial printed, its pictures, and what it reached, spent and was to spend."""
+    needed, what, _ = TUTORIALS[name]
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         pytest.skip(f"{missing} not installed")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, name, what],
+        [sys.executable, "-c", _RUN, name, what, records],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     *printed, pictures, last = done.stdout.strip().splitlines()
-    reached, spent, epsilon = map(float, last.split())
-    assert reached > floor
-    assert 0.97 * epsilon < spent <= epsilon
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    shown = "\n".join(re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL))
-    assert len(PLANNED.findall(shown)) >= 3
-    assert PLANNED.findall("\n".join(printed)) == PLANNED.findall(shown)
     assert all(f"]({name}-{picture})" in text for picture in pictures.split())
+    return "\n".join(printed), *map(float, last.split())
+
+
+@pytest.mark.thorough
+@pytest.mark.integration
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in NAMES])
+def test_a_tutorial_runs_and_learns(name):
+    printed, reached, spent, epsilon = _run_in_new_process(name)
+    assert reached > TUTORIALS[name][2]
+    assert 0.97 * epsilon < spent <= epsilon
+    page_text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    shown = "\n".join(re.findall(r"```text\n(.*?)```", page_text, flags=re.DOTALL))
+    assert len(PLANNED.findall(shown)) >= 3
+    assert PLANNED.findall(printed) == PLANNED.findall(shown)
+
+
+@pytest.mark.thorough
+@pytest.mark.integration
+def test_a_tutorial_on_few_texts_runs_and_spends_what_it_says():
+    printed, _, spent, epsilon = _run_in_new_process("text_lora", "few")
+    assert 0.97 * epsilon < spent <= epsilon
+    assert f"epsilon spent {spent:.3f}" in printed

@@ -158,24 +158,27 @@ def check_norms(outcome: Outcome, reference: Reference, dtype: torch.dtype) -> N
 def moved(
     case: Case, make: MakeClipper, dtype: torch.dtype, *, samples: int = 4, silenced: bool = False
 ) -> Iterator[float]:
-    """Yield for up to `samples` samples by how much leaving the sample out, or silencing it, moves the sum, over C.
+    """Yield for up to `samples` samples by how much leaving the sample out moves the sum, over C.
 
-    One clipper sees all the batches in turn, so that whatever it keeps from one step would show in the next.
+    If `silenced`, then also by how much multiplying its loss by 0 does. One clipper sees all the batches in turn, so
+    that whatever it keeps from one step would show in the next.
     """
     model, batch = case.model(dtype), case.data(dtype)
     bound = expected(case.name, case.device).max_grad_norm
     clipper = make(model, bound)
     size = batch_size(batch, case.axes)
     whole = backward(case, model, clipper, batch, dtype).clipped
+
+    def by(rest: Mapping[str, Tensor | float]) -> float:
+        model.zero_grad(set_to_none=True)
+        return whole_norm({name: whole[name] - rest[name] for name in whole}).item() / bound
+
     for sample in range(min(size, samples)):
         model.zero_grad(set_to_none=True)
-        others = [index for index in range(size) if index != sample]
-        rest = dict.fromkeys(whole, 0.0)
         if silenced:
-            rest = backward(case, model, clipper, batch, dtype, silent=sample).clipped
-        elif others:
-            rest = backward(case, model, clipper, take(batch, others, case.axes), dtype).clipped
-        yield whole_norm({name: whole[name] - rest[name] for name in whole}).item() / bound
+            yield by(backward(case, model, clipper, batch, dtype, silent=sample).clipped)
+        others = take(batch, [index for index in range(size) if index != sample], case.axes) if size > 1 else None
+        yield by(backward(case, model, clipper, others, dtype).clipped if others else dict.fromkeys(whole, 0.0))
     clipper.remove()
 
 
@@ -184,5 +187,5 @@ def check_sensitivity(
 ) -> None:
     """Assert for up to `samples` samples that the sums with and without the sample differ by at most C."""
     limit = 1 + tolerances.SENSITIVITY_OF_DIFFERENCE[dtype]
-    for sample, share in enumerate(moved(case, make, dtype, samples=samples, silenced=silenced)):
-        assert share <= limit, f"sample {sample} moves the clipped sum by {share:.6f} C"
+    for number, share in enumerate(moved(case, make, dtype, samples=samples, silenced=silenced)):
+        assert share <= limit, f"sample {number // (1 + silenced)} moves the clipped sum by {share:.6f} C"

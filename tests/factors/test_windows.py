@@ -88,6 +88,14 @@ def test_gradients_and_sum(factor):
     torch.testing.assert_close(flat, torch.einsum("b,b...->...", coef, expected).flatten())
 
 
+@pytest.mark.parametrize("name", ["plain", "groups", "one_position", "pointwise"])
+def test_a_sum_replaces_what_memory_held(name):
+    factor, coef = _factor(name), torch.rand(B, dtype=F64)
+    out = torch.full(factor.shape, torch.nan, dtype=F64)
+    factor.write_clipped_sum_(coef, out)
+    torch.testing.assert_close(out, torch.einsum("b,b...->...", coef, _by_autograd(factor)))
+
+
 def test_every_form_of_norm(factor):
     expected = _by_autograd(factor).flatten(1).square().sum(1)
     forms = [factor.sqnorm, factor.gram_sqnorm, factor.instantiated_sqnorm]

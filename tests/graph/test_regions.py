@@ -127,8 +127,8 @@ def test_a_step_that_is_not_compiled_with_regions_is_compiled_without(monkeypatc
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_compiled_regions_are_exact_and_found_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("compiler")
+def test_compiled_regions_are_exact_and_found_on_disk():
     batch = _batch(5, torch.float32)
     for found_on_disk in (False, True):
         step = _step(rewrite.FEWEST, torch.float32)

@@ -210,23 +210,16 @@ def _in_new_process(path):
 
 
 @pytest.mark.thorough
-def test_another_process_finds_the_same_step_to_the_bit_and_passes_over_a_corrupted_file(folder, tmp_path):
+@pytest.mark.usefixtures("compiler")
+def test_another_process_finds_the_same_step_to_the_bit(folder, tmp_path):
     # Settings that other tests have left in this process would be another key.
     was_found, ours = _in_new_process(tmp_path / "first")
     assert not was_found
-    (kept,) = folder.iterdir()
+    assert len(list(folder.iterdir())) == 1
     was_found, theirs = _in_new_process(tmp_path / "second")
     assert was_found
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(theirs, eager_sums(net(), *batch())[0], rtol=1e-10, atol=1e-13)
-
-    content = bytearray(kept.read_bytes())
-    content[len(content) // 2] ^= 1
-    kept.write_bytes(content)
-    kept.with_name(kept.name[:65] + "foreign").write_bytes(b"no compiled graph")
-    was_found, again = _in_new_process(tmp_path / "third")
-    assert not was_found
-    assert torch.equal(ours, again)
 
 
 @pytest.mark.parametrize("broken", ["save_compiled", "load_compiled"])
@@ -247,6 +240,7 @@ def test_a_file_whose_content_does_not_fit_its_name_is_not_read(folder, monkeypa
     folder.mkdir(parents=True)
     kept = folder / f"key-{store._hash(b'graph')}"
     kept.write_bytes(b"graph")
+    kept.with_name("key-foreign").write_bytes(b"no compiled graph")
     assert store.Place(folder, "key").found() == kept
     kept.write_bytes(b"grape")
     assert store.Place(folder, "key").found() is None

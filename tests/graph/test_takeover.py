@@ -358,10 +358,10 @@ def test_a_bare_clipper_without_an_optimizer_stays_eager():
 
 
 @pytest.mark.thorough
-def test_a_forked_process_compiles_what_takes_over(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("compiler")
+def test_a_forked_process_compiles_what_takes_over(monkeypatch):
     """No stand-in: the process, the compiler and the disk are the real ones."""
     monkeypatch.undo()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(takeover, "_LEAST_LEFT", 0.0)
     monkeypatch.setattr(takeover, "_COMPILING", (0.0, 0.0))
     monkeypatch.setattr(takeover, "_TRACING", float("inf"))

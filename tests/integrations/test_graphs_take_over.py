@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo
 
 from tests.graph.at_once import at_once
 
@@ -13,8 +14,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(autouse=True)
 def disk(monkeypatch):
-    """Compile nothing."""
-    return at_once(monkeypatch.setattr)
+    """Compile nothing, nor let accelerate do it, whose compiled model is unwrapped before it trains."""
+    with torch._dynamo.config.patch(disable=True):
+        yield at_once(monkeypatch.setattr)
 
 
 def _trained(folder, kind=DPTrainer, steps=45, **options):

@@ -1,9 +1,10 @@
-"""What the processes of a loop would each load anew: imported once, by the server that they are forked from."""
+"""What processes of tests would each load anew: imported once, by the server that they are forked from."""
 
 from __future__ import annotations
 
 import contextlib
 
+import scipy.signal  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
@@ -14,4 +15,5 @@ import ghostclip.engine  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import accelerate  # noqa: F401
+    import transformers.trainer  # noqa: F401
 torch.set_num_threads(1)

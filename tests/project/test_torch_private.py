@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def _torchs_names() -> set[str]:
 TORCHS = _torchs_names()
 
 
+@cache
 def _own_names() -> set[str]:
     """What the package defines: functions, classes, and attributes and names that it assigns."""
     own: set[str] = set()
@@ -64,9 +66,6 @@ def _own_names() -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
     return own - TORCHS
-
-
-OWN = _own_names()
 
 
 def _own_of_self(path: Path) -> set[str]:
@@ -89,7 +88,7 @@ def _found(path: Path) -> Iterator[str]:
     own = _own_of_self(path)
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
-            is_own = node.attr in OWN or (node.attr in own and ast.unparse(node.value) == "self")
+            is_own = node.attr in _own_names() or (node.attr in own and ast.unparse(node.value) == "self")
             private = _is_private(node.attr) and not is_own and node.attr not in OTHERS
             if private or node.attr in UNDOCUMENTED_ATTRIBUTES:
                 yield f"{node.lineno}: {ast.unparse(node)}"
