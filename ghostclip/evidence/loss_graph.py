@@ -197,6 +197,14 @@ def above_outputs(begun: Iterable[Edge]) -> list[tuple[Any, list[Edge]]]:
     return found
 
 
+def outputs_at(begun: Iterable[Edge]) -> set[Edge] | None:
+    """Return the outputs that values of a loss are computed from directly; None where there is too much between."""
+    edges = list(begun)
+    nodes = above_outputs(edges)
+    edges += [edge for _, inputs in nodes for edge in inputs]
+    return None if len(nodes) >= MAX_NODES else set(filter(is_output, edges))
+
+
 def _is_foreign(node: Any, is_own: Callable[[nn.Parameter], bool]) -> bool:
     """Return whether a node is the end of a trainable parameter that is no part of the model."""
     leaf = _torch.leaf_of(node)

@@ -33,6 +33,7 @@ from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of, first_apart
 from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
 from ghostclip.evidence.linear_paths import Path, ReducedAxes, looks_plain
+from ghostclip.evidence.loss_graph import outputs_at
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.unchecked import PADDING, Unchecked
 
@@ -331,19 +332,24 @@ class Padding:
         found: Iterable[Path],
         forward: ForwardContext,
         gradients: Callable[[Sequence[Edge]], Sequence[Tensor | None]],
+        *,
+        roots: Sequence[Edge],
     ) -> None:
         """Refuse a loss that takes padded positions in, or divides by a length that follows the batch.
 
         Cost:
             Where nothing follows the batch, a few numbers are kept of the first loss of each form.
         """
-        # `gradients` returns the loss's gradients at edges.
+        # `gradients` returns the loss's gradients at edges. What the loss does not take may be on another output's way.
         beyond = [one for one in forward.padded if one.edge is not None] if forward.padded else []
-        for one, grad in zip(beyond, gradients([one.edge for one in beyond]) if beyond else (), strict=True):
+        beyond = _taken(beyond, roots) if beyond else []
+        edges = [one.edge for one in beyond if one.edge is not None]
+        for one, grad in zip(beyond, gradients(edges) if edges else (), strict=True):
             if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
-        sizes = {length for one in beyond for length in (one.length, one.length - 1)} if beyond else set[int]()
         for number, path in enumerate(islice(found, _WAYS)):
+            taken = _taken(beyond, path.ends) if beyond else []
+            sizes = {length for one in taken for length in (one.length, one.length - 1)} if taken else set[int]()
             self._refuse_divisors((number, *path.key), path, forward, sizes)
 
     def _refuse_divisors(self, key: Any, path: Path, forward: ForwardContext, sizes: set[int]) -> None:
@@ -367,6 +373,12 @@ class Padding:
             # The number of records is no length, though it may be near one.
             if number != forward.batch_size and ((number != other and is_length) or number in sizes):
                 raise LossReductionError(_DIVIDED.format(how=f"divided by {number:g}, a number of positions", own=_OWN))
+
+
+def _taken(padded: Sequence[_Beyond], begun: Sequence[Edge]) -> list[_Beyond]:
+    """Return the outputs that values of a loss are computed from, not by way of other outputs; all where it is long."""
+    ends = outputs_at(begun)
+    return [one for one in padded if ends is None or one.edge in ends]
 
 
 @dataclass(frozen=True)

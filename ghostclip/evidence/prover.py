@@ -179,7 +179,7 @@ class Evidence:
 
         if self.probes:
             with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
-                self.padding.refuse_losses(found, forward, gradients)
+                self.padding.refuse_losses(found, forward, gradients, roots=list(map(edge_of, roots)))
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs."""

@@ -168,3 +168,50 @@ def test_lengths_that_divide_are_refused_when_they_change():
         clipper.backward(model(torch.randn(4, 6, 3, dtype=torch.float64)).square().mean((1, 2)))
         with pytest.raises(LossReductionError, match="a mean over 20 positions"):
             clipper.backward(model(torch.randn(4, 5, 3, dtype=torch.float64)).square().mean((1, 2)))
+
+
+class _Attended(nn.Module):
+    """Attention pooling of padded records that also returns something of each position."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.features, self.weight, self.last = nn.Linear(3, 6), nn.Linear(6, 1), nn.Linear(6, outputs)
+        self.tags = nn.Linear(6, 1)
+
+    def forward(self, x, mask):
+        h = torch.tanh(self.features(x))
+        attention = self.weight(h).squeeze(2).masked_fill(mask == 0, -1e9).softmax(1)
+        return self.last((attention.unsqueeze(2) * h).sum(1)), attention, self.tags(h).squeeze(2) * mask
+
+
+def _collated(records):
+    padded = [nn.utils.rnn.pad_sequence(parts, batch_first=True) for parts in list(zip(*records, strict=True))[:2]]
+    return *padded, torch.stack([record[2] for record in records])
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["pooled", "tagged"])
+@pytest.mark.parametrize("outputs", [3, 4, 5])
+def test_outputs_that_the_loss_does_not_take_are_no_matter(outputs, tagged):
+    """As many outputs of a record as its batch has positions are no mean over positions."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1 + number % 5 for number in range(60)]
+    data = [
+        (torch.randn(length, 3, generator=generator), torch.ones(length), torch.randn(outputs, generator=generator))
+        for length in lengths
+    ]
+    model = _Attended(outputs)
+    model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=6, collate_fn=_collated),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, mask, target in [batch for _ in range(2) for batch in loader]:
+        optimizer.zero_grad()
+        if len(x):
+            output, _, tags = model(x, mask)
+            loss = functional.mse_loss(output, target)
+            loss = loss + 0.1 * (tags.square().sum(1) / mask.sum(1)).mean() if tagged else loss
+            loss.backward()
+        optimizer.step()
