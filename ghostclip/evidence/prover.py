@@ -335,15 +335,13 @@ class Evidence:
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, own)
         if aside:
-            parts = [part.detach().requires_grad_(part.requires_grad) for part in seen.parts]
-            seen, output, probe = replace(seen, parts=parts), None, None
+            seen, output, probe = seen.without_graph(), None, None
         parts = []
         if writes:
             self._refuse_data(capture, call, writes, state)
         if asks:
             self._refuse_dependence(capture, seen)
             self._refuse_own_backwards(capture, seen, own=backs)
-            self._look_at_scalars(capture, seen)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
         if self.asks(capture):
@@ -471,11 +469,12 @@ class Evidence:
                 # What was met in a forward that nobody was to ask about may begin to remember there.
                 run, state = replace(seen, state=None).run_anew(capture), seen.state or _state_of(capture, seen.call)
                 refuse_memory(capture.model, state, run, batch, unchecked)
+        self._look_at_scalars(capture, seen)
 
     def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Note which scalars that the model computes follow the batch."""
         found = any(part.requires_grad and not part.dim() for part in seen.parts) or scalars_of(capture.model, [])
-        if found and capture.gathering is None and not _has_packed(seen.call.inputs):
+        if found and capture.gathering is None:
             batch = self._batch(capture, seen)
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
                 # What followed one batch need not show in the next.
@@ -611,6 +610,10 @@ class _ReadForward:
     rows: Mapping[int, RowMap] | None  # how the rows of which of them map to samples; None where nothing was asked
     state: ModuleState | None  # what the model held before it
     own: frozenset[int] = frozenset()  # numbers of other tensors of its output, computed from parameters alone
+
+    def without_graph(self) -> "_ReadForward":
+        """Return the same without the graph behind the output."""
+        return replace(self, parts=[part.detach().requires_grad_(part.requires_grad) for part in self.parts])
 
     def run_anew(self, capture: CaptureContext) -> Run:
         """Return what runs it on other inputs, from what the model held before it."""

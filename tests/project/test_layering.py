@@ -87,6 +87,7 @@ ORDERED = {
         "batches",
         "unchecked",
         "independence",
+        "criterion",
         "state",
         "probe",
         "loss_graph",

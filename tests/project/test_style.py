@@ -22,6 +22,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.facade.criterion:per_sample",
     "ghostclip.finetune.training:on_step_end",
     "ghostclip.graph.step:__call__",
+    "ghostclip.graph.step:_unseen",
     "ghostclip.graph.trace:forward",
     "ghostclip.distributed.weights:forward",
     "ghostclip.distributed.pipelined:step",
