@@ -30,6 +30,7 @@ from ghostclip.clipping.strategies import Held, OnePass, Parts, TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.criterion import KnownLoss
+from ghostclip.evidence.loss_graph import refuse_following
 from ghostclip.evidence.losses import probe_losses, prove_rows
 from ghostclip.evidence.padding import Padded
 from ghostclip.evidence.prover import Evidence
@@ -327,7 +328,8 @@ class GhostClipper:
             if asks and (self._sharded is None or self._sharded.may_ask()):
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
-                self._evidence.refuse_company(loss_B, forward, mean=self.loss_reduction == "mean")
+                self._evidence.look_at_known(loss_B, forward, mean=self.loss_reduction == "mean")
+                refuse_following([loss_B], forward)
                 self._evidence.proved_loss(loss_B, forward)
         forward.losses.clear()
         self._evidence.look_at_loss(self._capture, [loss_B], forward)

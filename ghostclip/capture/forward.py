@@ -75,6 +75,7 @@ class ForwardContext:
     noted: Any = None  # the caller's note on its inputs
     losses: list[Any] = field(default_factory=list)  # how losses of its outputs were computed, where that is known
     following: list[Any] = field(default_factory=list)  # nodes of the scalars among its outputs that follow the batch
+    refusal: str = ""  # why its loss is refused, where other samples changed something in it
     alone: bool = False  # its loss was computed with other samples, which changed nothing
     reordered: bool = False  # data was put into another order before a parameter met it
     gathered: bool = False  # rows that reached a parameter had been gathered on the way

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _tree
-from ghostclip.errors import LossReductionError
 from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of, taken
 from ghostclip.evidence.independence import dependence
@@ -51,10 +50,10 @@ class KnownLoss:
     criterion: Any  # the user's own, which the function calls
     node: Any  # of the graph, which made what was returned
 
-    def refuse_company(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked) -> bool:
-        """Refuse a loss in which samples follow each other; return whether anything could be told."""
-        # `mean`: whether one loss for all is a mean over the samples, else their sum. Where an argument may as well be
-        # as long as the batch by chance, another batch tells.
+    def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked) -> str | None:
+        """Return why a loss is refused in which samples follow each other; empty where none does."""
+        # `mean`: whether one loss for all is a mean over the samples, else their sum. None where an argument may as
+        # well be as long as the batch by chance: another batch tells.
         given = _tree.mapped(_cut_off, (self.args, self.kwargs))
         if batch_size > _FEW and sum(tensor.numel() for tensor in _tree.tensors(given)) > _LARGE:
             given, batch_size = taken(given, range(_FEW), batch_size=batch_size, axis=axis), _FEW
@@ -70,12 +69,12 @@ class KnownLoss:
         if changed:
             whole = self._as_long(given, batch_size, axis, run)
             if not whole or dependence(holder, run, Batch(_with_whole(given, whole), batch_size, axis), Unchecked()):
-                raise LossReductionError(_REFUSED.format(name=self._name(), what=changed))
+                return _REFUSED.format(name=self._name(), what=changed)
             unchecked.missed(_AS_LONG, CRITERION)
-            return False
+            return None
         why = own.reason(REPLACED)
         (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
-        return True
+        return ""
 
     def _computed(self, inputs: Any, batch_size: int, axis: int, *, mean: bool) -> list[Tensor]:
         """Return the gradients of what the function was given and, where there is one for each sample, the losses."""

@@ -142,9 +142,9 @@ def scalars_that_follow(
     share = len(batch.drawn) / batch.size
 
     def told(inputs: Any) -> dict[ScalarKey, Tensor]:
-        stale = scalars_of(model, [])
+        stale = scalars_of(model.modules(), [])
         with torch.enable_grad(), WithoutDropout():
-            found = scalars_of(model, run(inputs))
+            found = scalars_of(model.modules(), run(inputs))
         ends = {key: scalar for key, scalar in found.items() if stale.get(key) is not scalar}
         return {
             key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
@@ -176,11 +176,11 @@ def scalars_that_follow(
     return found or frozenset()
 
 
-def scalars_of(model: nn.Module, outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:
-    """Return scalars with a graph among outputs, by number, and in a model's attributes, by module, name and place."""
+def scalars_of(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:
+    """Return scalars with a graph among outputs, by number, and in modules' attributes, by module, name and place."""
     held: dict[ScalarKey, Tensor] = {
         (id(module), name, place): tensor
-        for module in model.modules()
+        for module in modules
         for name, value in vars(module).items()
         if isinstance(value, (Tensor, list, tuple, dict))
         for place, tensor in enumerate(_tree.tensors(value))

@@ -119,9 +119,18 @@ def refuse_beyond_outputs(
 
 
 def refuse_following(roots: Sequence[Any], forward: ForwardContext) -> None:
-    """Refuse a loss that goes through a scalar of the model's that follows the batch."""
-    if forward.following and any(node in forward.following for node, _ in above_outputs(map(edge_of, roots))):
-        raise LossReductionError(_FOLLOWING)
+    """Refuse a loss that goes through a scalar of the model's that follows the batch, or whose function does."""
+    if forward.refusal:
+        raise LossReductionError(forward.refusal)
+    pending, seen = list(map(edge_of, roots)) if forward.following else [], set[Any]()
+    while pending:
+        edge = pending.pop()
+        if edge[0] is None or edge[0] in seen or is_output(edge):
+            continue
+        if edge[0] in forward.following:
+            raise LossReductionError(_FOLLOWING)
+        seen.add(edge[0])
+        pending += edge[0].next_functions
 
 
 def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: bool = False) -> bool:

@@ -129,15 +129,13 @@ class Evidence:
         asked_again = self._undecided and bool(forward.losses)
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
 
-    def refuse_company(self, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
-        """Refuse losses whose function is known and takes samples together; `mean`: of one loss for all samples."""
-        known, forward.losses = forward.losses, []
-        told = [
-            one.refuse_company(forward.batch_size, forward.batch_axis, mean=mean, unchecked=self.unchecked)
-            for one in known
-        ]
-        self._undecided = False in told
-        forward.alone = told == [True] and known[0].node is edge_of(root)[0]
+    def look_at_known(self, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
+        """Look whether losses whose function is known take samples apart; `mean`: of one loss for all samples."""
+        size, axis = forward.batch_size, forward.batch_axis
+        found = [one.refusal(size, axis, mean=mean, unchecked=self.unchecked) for one in forward.losses]
+        self._undecided = None in found
+        forward.alone = found == [""] and forward.losses[0].node is edge_of(root)[0]
+        forward.refusal = next(filter(None, found), "")
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved, unless its forward proves nothing."""
@@ -292,7 +290,9 @@ class Evidence:
 
     def _note_scalars(self, capture: CaptureContext, output: Any) -> None:
         """Note the nodes of the scalars that follow the batch."""
-        found = scalars_of(capture.model, _parts_of(output))
+        holding = {key[0] for key in self._following if isinstance(key, tuple)}
+        modules = [module for module in capture.model.modules() if id(module) in holding] if holding else []
+        found = scalars_of(modules, _parts_of(output))
         capture.forward.following = [found[key].grad_fn for key in self._following if key in found]
 
     def _weigh(
@@ -473,7 +473,8 @@ class Evidence:
 
     def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Note which scalars that the model computes follow the batch."""
-        found = any(part.requires_grad and not part.dim() for part in seen.parts) or scalars_of(capture.model, [])
+        found = any(part.requires_grad and not part.dim() for part in seen.parts)
+        found = found or bool(scalars_of(capture.model.modules(), []))
         if found and capture.gathering is None:
             batch = self._batch(capture, seen)
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
