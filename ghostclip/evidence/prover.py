@@ -61,7 +61,7 @@ from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
-from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, Unchecked
+from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, SCALARS, Unchecked
 
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
@@ -475,7 +475,9 @@ class Evidence:
         """Note which scalars that the model computes follow the batch."""
         found = any(part.requires_grad and not part.dim() for part in seen.parts)
         found = found or bool(scalars_of(capture.model.modules(), []))
-        if found and capture.gathering is None:
+        if found and capture.gathering is not None:
+            self.unchecked.missed("ranks hold the model in parts", SCALARS)
+        elif found:
             batch = self._batch(capture, seen)
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
                 # What followed one batch need not show in the next.
