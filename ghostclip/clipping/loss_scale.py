@@ -130,9 +130,15 @@ def _shares(loss: Any, row_map: RowMap, batch_size: int) -> Tensor:
 
 def _weights(path: Path, row_map: RowMap, batch_size: int, roots: Any, grads: Any) -> Tensor:
     """Return the sum of the factors of each sample's values in the loss, float64."""
-    (edge,) = path.ends[:1]
-    found: Tensor | None
-    (found,) = torch.autograd.grad(roots, [GradientEdge(*edge)], list(grads) or None, retain_graph=True)
+    # Of what was picked: the rest of the values may be in another term, whose factors are no business of this one's.
+    first, *behind = path.from_the_first_pick()
+    found: Any
+    (found,) = torch.autograd.grad(roots, [GradientEdge(*first)], list(grads) or None, retain_graph=True)
+    with torch.no_grad():
+        for edge in behind:
+            onward = _torch.run_node(first[0], {first[1]: found})
+            found = onward[list(first[0].next_functions).index(edge)] if isinstance(onward, tuple) else onward
+            first = edge
     return _by_sample(found.detach().double(), row_map, row_map.axis, batch_size)
 
 

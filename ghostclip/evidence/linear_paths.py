@@ -115,6 +115,13 @@ class Path:
         """Return the values on the way, from the scalar on."""
         return [edge for edge, _ in self._way()]
 
+    def from_the_first_pick(self) -> list[Edge]:
+        """Return the values from the first that was picked to the end, which alone where none was."""
+        way, end = self._way(), self.ends[0]
+        passed = [edge for edge, _ in way]
+        passed = passed[: passed.index(end)] if end in passed else passed
+        return [*passed[sum(not picks for _, picks in way) - 1 :], end] if self.picked else [end]
+
     def cut(self, place: int) -> "Path":
         """Return the way to one of the values on it, with the factors of the whole."""
         # `place`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length.

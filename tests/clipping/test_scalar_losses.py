@@ -60,6 +60,14 @@ def _flat(o, b, **options):
     return functional.cross_entropy(o.flatten(0, 1), b["y"].flatten(), **options)
 
 
+def _of_class(o, b):
+    return -o.log_softmax(1)[torch.arange(len(o)), b["y"]]
+
+
+def _of_both(lp, b):
+    return 0.1 * (lp.exp() * lp).sum(1).mean() - (2 * lp.t())[b["y"], torch.arange(len(lp))].view(-1, 1).mean()
+
+
 # name: (data, loss of the model's outputs and the batch)
 ACCEPTED = {
     "cross_entropy": (_rows, _ce),
@@ -69,6 +77,8 @@ ACCEPTED = {
     "tokens_flattened": (_tokens, _flat),
     "tokens_time_first": (_tokens, lambda o, b: functional.cross_entropy(o.transpose(0, 1).mT, b["y"].T)),
     "nll": (_rows, lambda o, b: functional.nll_loss(o.log_softmax(1), b["y"])),
+    "picked_and_squares": (_rows, lambda o, b: _of_class(o, b).mean() + 0.1 * o.square().sum(1).mean()),
+    "picked_of_what_another_term_takes": (_rows, lambda o, b: _of_both(o.log_softmax(1), b)),
     "half": (_rows, lambda o, b: 0.5 * _ce(o, b)),
     "accumulation": (_rows, lambda o, b: _ce(o, b) / 8),
     "plus_one": (_rows, lambda o, b: _ce(o, b) + 1),
