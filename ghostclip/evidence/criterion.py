@@ -57,12 +57,15 @@ class KnownLoss:
         given = _tree.mapped(_cut_off, (self.args, self.kwargs))
         if batch_size > _FEW and sum(tensor.numel() for tensor in _tree.tensors(given)) > _LARGE:
             given, batch_size = taken(given, range(_FEW), batch_size=batch_size, axis=axis), _FEW
-        holder = _Holder(self.criterion, [tensor for tensor in _tree.tensors(given) if tensor.requires_grad])
+        ends = [tensor for tensor in _tree.tensors(given) if tensor.requires_grad]
+        # What is learned beside the outputs, a temperature, has no samples.
+        places = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
+        holder = _Holder(self.criterion, ends)
         state, own = ModuleState(holder), Unchecked()
 
         def run(inputs: Any) -> list[Tensor]:
             state.restore()
-            return self._computed(inputs, batch_size, axis, mean=mean)
+            return self._computed(inputs, places, batch_size if mean else 0)
 
         changed = dependence(holder, run, Batch(given, batch_size, axis), own)
         state.restore()
@@ -76,8 +79,10 @@ class KnownLoss:
         (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
         return ""
 
-    def _computed(self, inputs: Any, batch_size: int, axis: int, *, mean: bool) -> list[Tensor]:
+    def _computed(self, inputs: Any, places: Sequence[int | None], whole: int) -> list[Tensor]:
         """Return the gradients of what the function was given and, where there is one for each sample, the losses."""
+        # `places`: the samples' axis of what has a gradient, None where there is none. `whole`: the number of samples
+        # that one loss for all was a mean over; 0 where it was a sum.
         args, kwargs = _tree.mapped(lambda leaf: leaf.tensor if isinstance(leaf, _Whole) else leaf, inputs)
         with torch.enable_grad():
             losses = self.function(*args, **kwargs)
@@ -85,11 +90,10 @@ class KnownLoss:
             grads = torch.autograd.grad(losses.sum(), ends, allow_unused=True, materialize_grads=True) if ends else ()
         if losses.dim():
             return [losses, *grads]
-        if not mean:
-            return list(grads)
-        # Of fewer samples a mean is one over fewer.
-        sizes = [tensor.shape[axis if axis < tensor.dim() else 0] for tensor in ends if tensor.dim()]
-        return [grad * (sizes[0] / batch_size if sizes else 1) for grad in grads]
+        sizes = [end.shape[place] for end, place in zip(ends, places, strict=True) if place is not None]
+        # A mean of fewer samples is one over fewer.
+        share = sizes[0] / whole if whole and sizes else 1.0
+        return [grad * share for grad in grads]
 
     def _as_long(self, given: Any, batch_size: int, axis: int, run: Callable[[Any], Any]) -> list[Tensor]:
         """Return the arguments that are as long as the batch, but beside which fewer samples have losses as well."""

@@ -345,7 +345,7 @@ class GraphStep:
             self.reasons[doubt] += 1
         elif agrees:
             # Padding has nothing that samples could be confused with.
-            step.verified = count == step.size
+            step.verified = step.verified or count == step.size
             if earlier is not None:
                 self._add(found, tree, count)
                 return _returned(found)

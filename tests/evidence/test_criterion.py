@@ -222,3 +222,34 @@ def test_positions_that_lie_flat_are_exchanged_by_sample(follows, seen):
     else:
         private.backward()
     assert {tuple(shape[1:]) for shape in seen} == {(3, C)}
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_temperature_that_is_learned_beside_the_outputs_has_no_samples(mean):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, C), nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.scale * 2, self.layer(x)
+
+    def loss(scale, output, target):
+        losses_B = losses_of(output * scale, target[:, 0].long())
+        return losses_B.mean() if mean else losses_B
+
+    model = Scaled().double()
+    model, optimizer, criterion, loader = ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=DataLoader(records(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=loss,
+    )
+    for x, target in loader:
+        optimizer.zero_grad()
+        found = criterion(*model(x), target)
+        (found if mean else found.mean()).backward()
+        optimizer.step()
+    assert "criterion" not in str(model.clipper.unchecked)

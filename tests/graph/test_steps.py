@@ -1,5 +1,7 @@
 """Batches of any size, samples that are not finite, models that change, randomness, and what is counted."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,9 @@ def test_padding_shows_nothing_of_a_graph():
     step(*batch(3))
     assert [graph.verified for graph in step.graphs] == [False]
     step(*batch(4))
+    assert [graph.verified for graph in step.graphs] == [True]
+    step.options = dataclasses.replace(step.options, check_every=1)
+    step(*batch(3))
     assert [graph.verified for graph in step.graphs] == [True]
 
 
