@@ -72,10 +72,10 @@ def records(count=8 * BATCH):
     return TensorDataset(x, torch.stack([classes, torch.randn(count, generator=generator).double()], 1))
 
 
-def in_a_loop(criterion, *, steps=4, mean=False, **options):
+def in_a_loop(criterion, *, model=None, steps=4, mean=False, **options):
     """Train by the criterion that `make_private` returns; ``mean``: over the losses that it returns."""
     torch.manual_seed(0)
-    model = nn.Linear(4, C).double()
+    model = (model or nn.Linear(4, C)).double()
     model, optimizer, criterion, loader = ghostclip.PrivacyEngine().make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
@@ -87,7 +87,8 @@ def in_a_loop(criterion, *, steps=4, mean=False, **options):
     )
     for x, target in [batch for batch in loader if len(batch[0]) > 1][:steps]:
         optimizer.zero_grad()
-        loss = criterion(model(x), target)
+        output = model(x)
+        loss = criterion(*(output if isinstance(output, tuple) else (output,)), target)
         (loss.mean() if mean else loss).backward()
         optimizer.step()
     return model
@@ -238,18 +239,5 @@ def test_a_temperature_that_is_learned_beside_the_outputs_has_no_samples(mean):
         losses_B = losses_of(output * scale, target[:, 0].long())
         return losses_B.mean() if mean else losses_B
 
-    model = Scaled().double()
-    model, optimizer, criterion, loader = ghostclip.PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        data_loader=DataLoader(records(), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        criterion=loss,
-    )
-    for x, target in loader:
-        optimizer.zero_grad()
-        found = criterion(*model(x), target)
-        (found if mean else found.mean()).backward()
-        optimizer.step()
+    model = in_a_loop(loss, model=Scaled(), mean=not mean)
     assert "criterion" not in str(model.clipper.unchecked)
