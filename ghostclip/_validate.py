@@ -35,7 +35,7 @@ def _number(value: object, name: str) -> float:
 
 def positive(value: object, name: str, *, allow_infinity: bool = False) -> float:
     """Check that 0 < value < ∞ (or ≤ ∞), and return it as a float."""
-    number = value if type(value) is float else _number(value, name)
+    number = _number(value, name)
     if not number > 0 or (math.isinf(number) and not allow_infinity):
         raise InvalidOptionError(f"{name}={value!r}: must be {'' if allow_infinity else 'finite and '}greater than 0.")
     return number
@@ -43,7 +43,7 @@ def positive(value: object, name: str, *, allow_infinity: bool = False) -> float
 
 def non_negative(value: object, name: str) -> float:
     """Check that 0 ≤ value < ∞, and return it as a float."""
-    number = value if type(value) is float else _number(value, name)
+    number = _number(value, name)
     if not number >= 0 or math.isinf(number):
         raise InvalidOptionError(f"{name}={value!r}: must be finite and at least 0.")
     return number
@@ -58,7 +58,7 @@ def positive_int(value: object, name: str) -> int:
 
 def fraction(value: object, name: str) -> float:
     """Check that 0 < value ≤ 1, as for a sampling rate or a share of memory, and return it as a float."""
-    number = value if type(value) is float else _number(value, name)
+    number = _number(value, name)
     if not 0 < number <= 1:
         raise InvalidOptionError(f"{name}={value!r}: must be greater than 0 and at most 1.")
     return number

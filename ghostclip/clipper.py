@@ -329,8 +329,9 @@ class GhostClipper:
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
                 self._evidence.look_at_known(loss_B, forward, mean=self.loss_reduction == "mean")
-                refuse_following([loss_B], forward)
-                self._evidence.proved_loss(loss_B, forward)
+                if not forward.refusal:
+                    self._evidence.proved_loss(loss_B, forward)
+        refuse_following([loss_B], forward)
         forward.losses.clear()
         self._evidence.look_at_loss(self._capture, [loss_B], forward)
 

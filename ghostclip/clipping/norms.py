@@ -253,8 +253,9 @@ class GroupNorms:
     def _sum_of(self, name: str) -> "NormSum":
         """Return the sum that something is added to for a parameter."""
         self.finite, self.largest = False, None
-        whole = self._ranks is not None and not self._ranks.is_divided(name)
-        return (self._whole if whole else self.sums)[self.group_of.get(name, 0)]
+        return (self._whole if self._ranks is not None and self.is_whole(name) else self.sums)[
+            self.group_of.get(name, 0)
+        ]
 
     def add_norm_of(self, name: str, factor: Factor) -> None:
         """Add the squared norms of one factor of a parameter, in the cheapest form."""

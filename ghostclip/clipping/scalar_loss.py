@@ -127,7 +127,6 @@ class LossExaminer:
                     f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
                     f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
                 )
-        refuse_following([losses_B], forward)
         if size > 1:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
 

@@ -100,13 +100,13 @@ class Batch:
         place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
         return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
 
-    def few(self) -> "Batch":
+    def few(self, most: int = _FEW) -> "Batch":
         """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
-        if self.size <= _FEW or self.has_lists:
+        if self.size <= most or self.has_lists:
             return self
-        order = list(range(_FEW))
+        order = list(range(most))
         known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
-        return replace(self, inputs=self.of_samples(order), size=_FEW, maps=known, outputs=())
+        return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=())
 
     def exchanged(self) -> Any:
         """Return the inputs with every sample replaced by another, and other means over the batch."""

@@ -7,7 +7,7 @@ some by themselves: neither the losses nor the gradients that the other samples'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ghostclip import _tree
 from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.dependence import batch_axis_of, taken
+from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.independence import dependence
 from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.unchecked import CRITERION, REPLACED, Unchecked
@@ -54,9 +54,10 @@ class KnownLoss:
         """Return why a loss is refused in which samples follow each other; empty where none does."""
         # `mean`: whether one loss for all is a mean over the samples, else their sum. None where an argument may as
         # well be as long as the batch by chance: another batch tells.
-        given = _tree.mapped(_cut_off, (self.args, self.kwargs))
-        if batch_size > _FEW and sum(tensor.numel() for tensor in _tree.tensors(given)) > _LARGE:
-            given, batch_size = taken(given, range(_FEW), batch_size=batch_size, axis=axis), _FEW
+        batch = Batch(_tree.mapped(_cut_off, (self.args, self.kwargs)), batch_size, axis)
+        if sum(tensor.numel() for tensor in _tree.tensors(batch.inputs)) > _LARGE:
+            batch = batch.few(_FEW)
+        given, batch_size = batch.inputs, batch.size
         ends = [tensor for tensor in _tree.tensors(given) if tensor.requires_grad]
         # What is learned beside the outputs, a temperature, has no samples.
         places = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
@@ -67,11 +68,11 @@ class KnownLoss:
             state.restore()
             return self._computed(inputs, places, batch_size if mean else 0)
 
-        changed = dependence(holder, run, Batch(given, batch_size, axis), own)
+        changed = dependence(holder, run, batch, own)
         state.restore()
         if changed:
-            whole = self._as_long(given, batch_size, axis, run)
-            if not whole or dependence(holder, run, Batch(_with_whole(given, whole), batch_size, axis), Unchecked()):
+            whole = _as_long(batch, run)
+            if not whole or dependence(holder, run, replace(batch, inputs=_with_whole(given, whole)), Unchecked()):
                 return _REFUSED.format(name=self._name(), what=changed)
             unchecked.missed(_AS_LONG, CRITERION)
             return None
@@ -95,20 +96,6 @@ class KnownLoss:
         share = sizes[0] / whole if whole and sizes else 1.0
         return [grad * share for grad in grads]
 
-    def _as_long(self, given: Any, batch_size: int, axis: int, run: Callable[[Any], Any]) -> list[Tensor]:
-        """Return the arguments that are as long as the batch, but beside which fewer samples have losses as well."""
-        found = []
-        for leaf in _tree.tensors(given):
-            if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch_size, axis=axis) is None:
-                continue
-            batch = Batch(_with_whole(given, [leaf]), batch_size, axis)
-            try:
-                run(batch.of_samples(batch.apart))
-            except Exception:  # noqa: BLE001 - it belongs to the samples
-                continue
-            found.append(leaf)
-        return found
-
     def _name(self) -> str:
         return getattr(self.criterion, "__name__", type(self.criterion).__name__)
 
@@ -127,6 +114,20 @@ class _Holder(nn.Module):
 def _cut_off(leaf: Any) -> Any:
     """Return a tensor outside the graph, which is asked for a gradient if it was in it."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
+    """Return the arguments that are as long as the batch, but beside which fewer samples have losses as well."""
+    found = []
+    for leaf in _tree.tensors(batch.inputs):
+        if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None:
+            continue
+        try:
+            run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.apart))
+        except Exception:  # noqa: BLE001 - it belongs to the samples
+            continue
+        found.append(leaf)
+    return found
 
 
 def _with_whole(given: Any, whole: Sequence[Tensor]) -> Any:

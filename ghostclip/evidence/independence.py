@@ -160,9 +160,10 @@ def scalars_that_follow(
         follow = set[ScalarKey]()
         for key in whole.keys() & one.keys() & other.keys():
             first, second = one[key], other[key]
-            # A mean, a sum, or what depends on no sample.
-            sought = (first * share + second * (1 - share), first + second, first)
-            off = min(float((whole[key] - each)[0].norm()) for each in sought)
+            # A mean, a sum, or what depends on no sample, and is the same of either half.
+            sought = first * share + second * (1 - share), first + second, first, second
+            off_mean, off_sum, *off_one = [float((whole[key] - each)[0].norm()) for each in sought]
+            off = min(off_mean, off_sum, max(off_one))
             if not off <= TOLERANCE[coarsest] * max(float(each[1].norm()) for each in (whole[key], first, second)):
                 follow.add(key)
         return frozenset(follow)

@@ -141,7 +141,8 @@ def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: b
     nodes = above_outputs(map(edge_of, roots))
     if not outputs_alone and any(any(hooks_at(node)) for node, _ in nodes):
         return True
-    numbers = [number for node in _outputs_below(roots, nodes) for on in hooks_at(node) for number in on]
+    below = _outputs_below(map(edge_of, roots), nodes)
+    numbers = [number for node, _ in below for on in hooks_at(node) for number in on]
     return any(isinstance(number, int) and number > forward.announced for number in numbers)
 
 
@@ -151,13 +152,13 @@ def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
     if hooks_of_others() == forward.hooks_before:
         return []
     nodes = above_outputs(map(edge_of, roots))
-    return hooks_set_on([*(node for node, _ in nodes), *_outputs_below(roots, nodes)])
+    return hooks_set_on([node for node, _ in (*nodes, *_outputs_below(map(edge_of, roots), nodes))])
 
 
-def _outputs_below(roots: Sequence[Any], nodes: Sequence[tuple[Any, list[Edge]]]) -> list[Any]:
-    """Return the nodes of a model's outputs that a loss was computed from."""
-    ends = [*map(edge_of, roots), *(edge for _, inputs in nodes for edge in inputs)]
-    return [edge[0] for edge in ends if edge[0] is not None and is_output(edge)]
+def _outputs_below(begun: Iterable[Edge], nodes: Sequence[tuple[Any, list[Edge]]]) -> list[Edge]:
+    """Return a model's outputs that values of a loss were computed from, by way of nodes."""
+    ends = [*begun, *(edge for _, inputs in nodes for edge in inputs)]
+    return [edge for edge in ends if edge[0] is not None and is_output(edge)]
 
 
 def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> None:
@@ -210,8 +211,7 @@ def outputs_at(begun: Iterable[Edge]) -> set[Edge] | None:
     """Return the outputs that values of a loss are computed from directly; None where there is too much between."""
     edges = list(begun)
     nodes = above_outputs(edges)
-    edges += [edge for _, inputs in nodes for edge in inputs]
-    return None if len(nodes) >= MAX_NODES else set(filter(is_output, edges))
+    return None if len(nodes) >= MAX_NODES else set(_outputs_below(edges, nodes))
 
 
 def _is_foreign(node: Any, is_own: Callable[[nn.Parameter], bool]) -> bool:

@@ -262,15 +262,17 @@ class Evidence:
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward, unless a rehearsal has; return the output of the last reading."""
-        rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
-        if self._following and not self.asks(capture):
+        output = self._ended(capture, call, output)
+        if self._following:
             self._note_scalars(capture, output)
+        return output
+
+    def _ended(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
+        rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
         writes = self._written(capture)
         if rehearsed is not None and not (capture.forward.met or writes):
             rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
-            if self._following:
-                self._note_scalars(capture, output)
             return output
         asks = self.asks(capture)
         if not (asks or writes or self._looks or self._state is not None):
@@ -284,8 +286,6 @@ class Evidence:
         with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
             output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
         _Rehearsed(rows, capture.forward.padded).hand_on(output, capture.forward)
-        if self._following:
-            self._note_scalars(capture, output)
         return output
 
     def _note_scalars(self, capture: CaptureContext, output: Any) -> None:

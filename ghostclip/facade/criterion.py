@@ -135,22 +135,27 @@ class PrivateCriterion:
 
     def _note(self, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> None:
         """Let the clipper know how losses were computed."""
+        if shape is None:
+            self.clipper.know_loss(
+                losses, lambda *own, **named: self._losses(own, named, None), args, kwargs, criterion=self.criterion
+            )
+            return
         # Positions lie behind the samples for it, so that samples can be exchanged.
-        rows = None if shape is None else (shape[0] * shape[1],)
-        flat = [isinstance(leaf, Tensor) and leaf.shape[:1] == rows for leaf in _tree.leaves((args, kwargs))]
+        flat = [
+            isinstance(leaf, Tensor) and leaf.shape[:1] == (shape[0] * shape[1],)
+            for leaf in _tree.leaves((args, kwargs))
+        ]
 
         def changed(change: Callable[[Tensor], Tensor], given: Any) -> Any:
             numbers = iter(flat)
             return _tree.mapped(lambda leaf: change(leaf) if next(numbers) else leaf, given)
 
         def again(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if shape is None:
-                return self._losses(args, kwargs, None)
             samples = next(len(leaf) for leaf in itertools.compress(_tree.leaves((args, kwargs)), flat))
             args, kwargs = changed(lambda leaf: leaf.flatten(0, 1), (args, kwargs))
             return self._losses(args, kwargs, (samples, *shape[1:]))
 
-        given = (args, kwargs) if shape is None else changed(lambda leaf: leaf.unflatten(0, shape[:2]), (args, kwargs))
+        given = changed(lambda leaf: leaf.unflatten(0, shape[:2]), (args, kwargs))
         self.clipper.know_loss(losses, again, *given, criterion=self.criterion)
 
     def _losses(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Owner:
     def require(self, holder: object, *, remedy: str) -> None:
         """Refuse a copy of the object, and another process; ``remedy`` is a sentence of what to do instead."""
         if self._holder is None or self._holder() is not holder:
-            raise self._is_copy(holder, remedy)
+            raise self._copy_error(holder, remedy)
         if self._process is not _this_process():
             raise CopyError(
                 f"this {type(holder).__name__} was made in another process, of which process {os.getpid()} is a fork: "
@@ -80,10 +80,10 @@ class Owner:
     def move_here(self, holder: object, *, remedy: str) -> None:
         """Let this process go on, where the state was set in it; never a copy, which may share more than that."""
         if self._holder is None or self._holder() is not holder:
-            raise self._is_copy(holder, remedy)
+            raise self._copy_error(holder, remedy)
         self._process = _this_process()
 
-    def _is_copy(self, holder: object, remedy: str) -> CopyError:
+    def _copy_error(self, holder: object, remedy: str) -> CopyError:
         return CopyError(
             f"this {type(holder).__name__} is a copy (copy.copy, copy.deepcopy, pickle): it would go on from the "
             f"same state as the original, with the same randomness and the same account. {remedy}"

@@ -89,6 +89,17 @@ def test_a_scalar_is_of_each_sample_or_refused(how, name):
                 loss.backward()
 
 
+def test_what_one_sample_alone_gives_is_no_constant():
+    # One half gives as much as the whole, whichever it lies in.
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = Model(lambda h: (h.square().mean(1) * (h.detach()[:, 0] >= h.detach()[:, 0].max())).sum(), "returned")
+        with ghostclip.GhostClipper(model.double(), max_grad_norm=0.1, loss_reduction="sum"):
+            y, hardest = model(torch.randn(B, 4).double())
+            with pytest.raises(LossReductionError, match="neither a mean nor a sum"):
+                (y.square().sum() + hardest).backward()
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_a_loss_that_leaves_the_scalar_out_may_be(how):
     model = Model(SCALARS["off the batch's mean"][0], how).double()
