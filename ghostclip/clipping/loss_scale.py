@@ -27,7 +27,7 @@ from ghostclip.evidence.linear_paths import Number, Path, ReducedAxes, grouped, 
 from ghostclip.evidence.losses import in_words
 from ghostclip.kernels.sums import add_rows_
 
-_TOLERANCE: Final = 1e-6
+TOLERANCE: Final = 1e-6
 # What counts of a batch are: larger than this, however they were divided.
 _LARGE, _ROUNDED = 64, 1e-9
 SCHEDULES: Final = (
@@ -57,7 +57,7 @@ def counted_positions(
         share_B, rounding = _shares(path.loss, row_map, batch_size), 0.0
     elif any(number.divides and not number.plain for number in path.numbers) and row_map.kind != "one":
         factor = prod(number.factor for number in path.numbers)
-        share_B, rounding = _weights(path, row_map, batch_size, roots, grads) / factor, _TOLERANCE
+        share_B, rounding = _weights(path, row_map, batch_size, roots, grads) / factor, TOLERANCE
     else:
         return 0
     are_equal = torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=rounding, atol=0.0)
@@ -179,7 +179,7 @@ class Scale:
 
 def differ(constant: float, other: float) -> bool:
     """Return whether two factors differ by more than rounding."""
-    return abs(constant - other) > _TOLERANCE * abs(constant)
+    return abs(constant - other) > TOLERANCE * abs(constant)
 
 
 def remedy(reduction: str) -> str:
@@ -335,6 +335,25 @@ def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
     return any(not step.axes or samples_axis(step.sizes, batch_size, axis) in step.axes for step in path.picked)
 
 
+def common_factors(path: Path, row_map: RowMap | None, batch_size: int, axis: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield what multiplies the values of all samples alike, as far as sizes tell, with its place on a path."""
+    # `row_map`: None where samples are not reduced.
+    over = [] if row_map is None else list(map(id, _over_samples(path, row_map, batch_size, axis)))
+    for number, factors in enumerate(path.factors):
+        behind = any(id(step) in over for step in path.reduced[factors.depth :])
+        if behind or factors.sizes is None or _lacks_samples(factors.values, factors.sizes, batch_size, axis):
+            yield number, factors.values
+
+
+def _lacks_samples(values: Tensor, sizes: tuple[int, ...], batch_size: int, axis: int) -> bool:
+    """Return whether values are repeated along the axis of the samples, where there is one."""
+    place = samples_axis(sizes, batch_size, axis)
+    if place is None or sizes[place] != batch_size:
+        return False
+    own = place - len(sizes) + values.dim()
+    return own < 0 or values.shape[own] == 1 or not values.stride(own)
+
+
 def _inner_sizes(path: Path, batch_size: int, axis: int) -> set[int]:
     """Return numbers of positions of one sample, as shapes show them."""
     found: set[int] = set()
@@ -389,7 +408,7 @@ def _readings(
         number = numbers[place]
         count = round(1 / number.factor) if number.factor else 0
         form, tensor_too = divisors.get(count, ("", False))
-        if form and abs(number.factor * count - 1) <= _TOLERANCE and (number.plain or tensor_too):
+        if form and abs(number.factor * count - 1) <= TOLERANCE and (number.plain or tensor_too):
             rest = numbers[:place] + numbers[place + 1 :]
             found.append((frozenset({form}) if batch_size > 1 else ANY, rest))
     if batch_size == 1:

@@ -17,8 +17,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
@@ -28,9 +30,11 @@ from ghostclip.clipping.loss_scale import (
     ANY,
     SCHEDULES,
     SUM,
+    TOLERANCE,
     Counts,
     Scale,
     check_shares,
+    common_factors,
     constant_of,
     counted_positions,
     differ,
@@ -65,6 +69,8 @@ class LossExaminer:
         self._reduction, self._evidence = reduction, evidence
         self._seen: dict[_Key, _Seen] = {}
         self._constants: dict[_Key, float] = {}
+        # Of factors of several values that all samples have in common.
+        self._factors: dict[_Key, Tensor] = {}
 
     def examine(
         self,
@@ -106,6 +112,7 @@ class LossExaminer:
         forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)
         summed = self._are_summed(found, forward, roots, grads)
+        self._refuse_changed_factors(found, forward)
         refuse_following(roots, forward)
         for each in forwards:
             each.summed = summed
@@ -127,6 +134,7 @@ class LossExaminer:
                     f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
                     f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
                 )
+        self._refuse_changed_factors(found, forward)
         if size > 1:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
 
@@ -152,6 +160,25 @@ class LossExaminer:
         forms = frozenset.intersection(*(scale.forms for scale in scales))
         scale = Scale(forms, sum(scale.constant for scale in scales))
         seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
+
+    def _refuse_changed_factors(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:
+        """Refuse factors of several values that all samples have in common, and that differ from earlier steps."""
+        size, axis = forward.batch_size, forward.batch_axis
+        if size == 1:
+            # They may be the one sample's own.
+            return
+        for key, (way, path) in ((key, one) for key, alike in found.items() for one in enumerate(alike)):
+            row_map = self._seen[key].row_map if key in self._seen else None
+            for number, values in common_factors(path, row_map, size, axis):
+                now = _moments(values)
+                before = self._factors.setdefault((*key, way, number, *values.shape), now)
+                if bool(((before - now.to(before.device)).abs() > TOLERANCE * before[0]).any()):
+                    raise LossReductionError(
+                        f"the losses of all samples are multiplied by a tensor of shape {tuple(values.shape)} that "
+                        "held other values in earlier steps. A factor that follows the batch (its classes, its "
+                        "losses, a variance over it) makes each sample's gradient depend on the others: use public "
+                        f"constants, or weights computed from each sample's own values. {SCHEDULES}"
+                    )
 
     def _is_new(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
@@ -197,6 +224,14 @@ class LossExaminer:
             picked = picks_samples(path, size, forward.batch_axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
         return scale
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Return numbers that hardly any other values have, nor the same ones in another order, float64, shape ``(3,)``."""
+    with _torch.dispatch_modes_off():
+        flat = _torch.part_of(values).detach().double().flatten()
+        weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
+        return torch.stack([flat.abs().sum(), flat.sum(), flat @ weights])
 
 
 def _ends(path: Path) -> Ends:

@@ -48,6 +48,10 @@ _KINDS: Final = {1: "mean", 2: "sum"}
 # Losses whose input has classes on axis 1, and losses of one value a row.
 CLASSES: Final = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _ROWS: Final = frozenset({"MultiMarginLossBackward0", "MultilabelMarginLossBackward0"})
+# Losses that are given weights of classes, or of other values; and where they keep them.
+_OF_CLASSES: Final = CLASSES | {"MultiMarginLossBackward0"}
+_WEIGHTED: Final = _OF_CLASSES | {"BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0"}
+_WEIGHTS: Final = ("weight", "pos_weight")
 # More ways than this through the end of a loss are not followed.
 _MAX_STEPS: Final = 20_000
 
@@ -98,6 +102,15 @@ class ReducedAxes:
         return prod(self.sizes[axis] for axis in self.axes)
 
 
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A constant of several values, which samples may have in common or each have of their own."""
+
+    values: Tensor
+    sizes: tuple[int, ...] | None  # of what it is multiplied with; None of weights of classes
+    depth: int  # how many reductions lie between the scalar and it
+
+
 @dataclass(frozen=True)
 class Path:
     """One way from a scalar to values that it is linear in."""
@@ -107,6 +120,7 @@ class Path:
     numbers: tuple[Number, ...] = ()  # constant factors, nearest to the scalar first
     reduced: tuple[ReducedAxes, ...] = ()  # reductions, nearest to the scalar first
     picked: tuple[ReducedAxes, ...] = ()  # where values were picked on the way
+    factors: tuple[Factors, ...] = ()  # constants of several values, nearest to the scalar first
     loss: Any = None  # the node of torch's own loss at its end, if it reduces
     key: tuple[Any, ...] = ()  # tells the same way in the next step, whatever its constant factors
     way: Any = None  # the value before, how many picks led to it, and how it was reached in turn
@@ -195,18 +209,29 @@ def linear_ends(roots: Iterable[Edge], is_output: Callable[[Edge], bool]) -> Ite
 
 def _reached_by(path: Path, way: Any) -> Path:
     """Return a path with another way."""
-    return Path(path.ends, path.name, path.numbers, path.reduced, path.picked, path.loss, path.key, way)
+    return Path(path.ends, path.name, path.numbers, path.reduced, path.picked, path.factors, path.loss, path.key, way)
 
 
 def _ended(edge: Edge, name: str, path: Path) -> Path:
     node, key = edge[0], (*path.key, name)
-    kind = _KINDS.get(_torch.saved_or(node, "reduction", 0))
+    kind, factors = _KINDS.get(_torch.saved_or(node, "reduction", 0)), (*path.factors, *_weights_of(edge, name, path))
     if kind is None:
-        return Path((edge,), name, path.numbers, path.reduced, path.picked, None, key, path.way)
+        return Path((edge,), name, path.numbers, path.reduced, path.picked, factors, None, key, path.way)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
     sizes = _loss_sizes(name, shape_at(ends[0]) or ())
     step = ReducedAxes(kind, sizes, tuple(range(len(sizes))))
-    return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, node, (*key, kind), path.way)
+    return Path(ends, name, path.numbers, (*path.reduced, step), path.picked, factors, node, (*key, kind), path.way)
+
+
+def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
+    """Return the weights of classes, and of other values, that a loss of torch was given."""
+    if name not in _WEIGHTED:
+        return []
+    node = edge[0]
+    given = [_torch.saved_or(node, kept, None) for kept in _WEIGHTS]
+    sizes = None if name in _OF_CLASSES else shape_at(node.next_functions[0]) or ()
+    # Its own reduction comes after them.
+    return [Factors(one, sizes, len(path.reduced) + 1) for one in given if isinstance(one, Tensor)]
 
 
 def _loss_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -270,13 +295,15 @@ def _and(
     numbers: tuple[Number, ...] = (),
     reduced: tuple[ReducedAxes, ...] = (),
     picked: tuple[ReducedAxes, ...] = (),
+    factors: tuple[Factors, ...] = (),
 ) -> Path:
     return Path(
         numbers=path.numbers + numbers,
         reduced=path.reduced + reduced,
         picked=path.picked + picked,
-        # By whatever numbers it is multiplied, it is the same way.
-        key=path.key if numbers else (*path.key, name),
+        factors=path.factors + factors,
+        # By whatever it is multiplied, it is the same way.
+        key=path.key if numbers or factors else (*path.key, name),
     )
 
 
@@ -329,11 +356,14 @@ def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
         inner, constant = (
             (first, _torch.saved(node, "other")) if second[0] is None else (second, _torch.saved(node, "self"))
         )
-    number = _number(constant, divides=name.startswith("Div"), axes=len(shape_at(edge) or ()))
-    if SCHEDULED in node.metadata:
-        number = None
+    sizes = shape_at(edge) or ()
+    number = _number(constant, divides=name.startswith("Div"), axes=len(sizes))
     onward = _spread(edge, inner, path) if name in _SPREAD else path
-    return [(inner, onward if number is None else _and(onward, name, numbers=(number,)))]
+    if SCHEDULED in node.metadata:
+        return [(inner, onward)]
+    if number is None:
+        return [(inner, _and(onward, name, factors=(Factors(constant, sizes, len(path.reduced)),)))]
+    return [(inner, _and(onward, name, numbers=(number,)))]
 
 
 def _number(constant: Any, *, divides: bool, axes: int) -> Number | None:

@@ -115,6 +115,94 @@ def test_public_factors(name, form):
     assert _Attack().moved(loss_of, "sum" if form == "sum" else "mean") <= 1 + 1e-6
 
 
+def _terms(logits):
+    return torch.stack([logits.square().mean(), logits.abs().mean(), logits.cos().mean()])
+
+
+# Factors of several values: of terms, of features or of classes, alike for all samples.
+SEVERAL = {
+    "terms": lambda z, y, w: (_terms(z) * w).sum(),
+    "terms, divided": lambda z, y, w: (_terms(z) / w).mean(),
+    "joined terms": lambda z, y, w: (torch.cat([_terms(z), 2 * _terms(z)]) * w.repeat(2)).sum(),
+    "features": lambda z, y, w: (z.square() * w).mean(),
+    "features, kept axes": lambda z, y, w: (z.square() * w.unsqueeze(0)).sum(1).mean(),
+    "features of a mean": lambda z, y, w: (z.square().mean(0) * w).sum(),
+    "features of losses": lambda z, y, w: (z.square() * w).sum(1),
+    "classes": lambda z, y, w: functional.cross_entropy(z, y, weight=w, reduction="none").mean(),
+    "classes of losses": lambda z, y, w: functional.cross_entropy(z, y, weight=w, reduction="none"),
+    "classes, smoothed": lambda z, y, w: functional.cross_entropy(
+        z, y, weight=w, reduction="none", label_smoothing=0.1
+    ),
+    "labels": lambda z, y, w: functional.binary_cross_entropy_with_logits(z, z.detach().sigmoid() ** 2, weight=w),
+    "positive": lambda z, y, w: functional.binary_cross_entropy_with_logits(z, z.detach().sigmoid() ** 2, pos_weight=w),
+    "probabilities": lambda z, y, w: functional.binary_cross_entropy(z.sigmoid(), z.detach().sigmoid() ** 2, weight=w),
+    "margins": lambda z, y, w: functional.multi_margin_loss(z, y, weight=w),
+}
+FOLLOWING = {
+    "softmax": lambda z, y: _terms(z.detach()).softmax(0),
+    "deviation": lambda z, y: z.detach().var(0) + 0.1,
+    "counts": lambda z, y: 1 / (1 + (z.detach() > 1).sum(0)).float(),
+}
+
+
+def _steps(attack, loss_of, factor):
+    with ghostclip.GhostClipper(attack.model, max_grad_norm=BOUND) as clipper:
+        for x, y in [*attack.easy, attack.last]:
+            logits = attack.model(x)
+            clipper.backward(loss_of(logits, y, FOLLOWING[factor](logits, y)))
+
+
+@pytest.mark.parametrize("factor", FOLLOWING)
+def test_factors_of_several_values_that_follow_the_batch(factor):
+    for name, loss_of in SEVERAL.items():
+        with pytest.raises(LossReductionError) as caught:
+            _steps(_Attack(), loss_of, factor)
+        assert "that held other values in earlier steps" in str(caught.value), name
+
+
+def test_factors_of_several_values_that_are_public():
+    """The norms are those of each sample alone, and nothing is refused, whatever the size of the batch."""
+    torch.manual_seed(0)
+    weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
+    model = nn.Linear(4, 3).double()
+    for name, loss_of in SEVERAL.items():
+        alone_B = []
+        for one in range(9):
+            grads = torch.autograd.grad(loss_of(model(x[[one]]), y[[one]], weights).sum(), [*model.parameters()])
+            alone_B.append(torch.cat([grad.flatten() for grad in grads]).norm())
+        with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+            for size in (9, 4, 3, 2, 1, 7):
+                clipper.backward(loss_of(model(x[:size]), y[:size], weights))
+                expected_B = torch.stack(alone_B[:size])
+                torch.testing.assert_close(clipper.per_sample_norms, expected_B, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# Weights that each sample has of its own: they differ from batch to batch.
+OWN = {
+    "samples": lambda z, w_BK: (z.square().sum(1) * w_BK[:, 0]).mean(),
+    "samples of losses": lambda z, w_BK: z.square().sum(1) * w_BK[:, 0],
+    "values": lambda z, w_BK: (z.square() * w_BK).mean(),
+    "kept axes": lambda z, w_BK: (z.square() * w_BK[:, :1]).mean(),
+    "expanded": lambda z, w_BK: (z.square() * w_BK[:, :1].expand(-1, 3)).sum(1),
+    "flat": lambda z, w_BK: (z.square().flatten() * w_BK.flatten()).mean(),
+    "one by one": lambda z, w_BK: (torch.stack([one.square().sum() for one in z]) * w_BK[:, 0]).mean(),
+    "labels": lambda z, w_BK: functional.binary_cross_entropy_with_logits(z, torch.zeros_like(z), weight=w_BK[:, :1]),
+    "one by one, of features": lambda z, w_BK: torch.stack(
+        [(one.square() * w).sum() for one, w in zip(z, w_BK, strict=True)]
+    ),
+}
+
+
+def test_weights_of_each_sample_may_differ_from_batch_to_batch():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    for loss_of in OWN.values():
+        with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+            for size in (9, 3, 4, 6, 2, 1, 3, 7, 9):
+                clipper.backward(loss_of(model(torch.randn(size, 4)), torch.rand(size, 3)))
+
+
 COUNTS = {
     "tokens": lambda ids, mask: int(mask.sum()),
     "tokens that are predicted": lambda ids, mask: int(mask[:, 1:].sum()),
