@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ from ghostclip.evidence.prover import Evidence
 
 # What tells a way through a loss again in the next step.
 _Key = tuple[Any, ...]
+_CHANGED: Final = (
+    "the losses of all samples are multiplied, or chosen, by a tensor of shape {shape} that held other values in "
+    "earlier steps. A factor that follows the batch (its classes, its losses, a variance over it) makes each sample's "
+    "gradient depend on the others: use public constants, or weights computed from each sample's own values. "
+    f"{SCHEDULES}"
+)
 
 
 @dataclass
@@ -173,12 +179,7 @@ class LossExaminer:
                 now = _moments(values)
                 before = self._factors.setdefault((*key, way, number, *values.shape), now)
                 if bool(((before - now.to(before.device)).abs() > TOLERANCE * before[0]).any()):
-                    raise LossReductionError(
-                        f"the losses of all samples are multiplied by a tensor of shape {tuple(values.shape)} that "
-                        "held other values in earlier steps. A factor that follows the batch (its classes, its "
-                        "losses, a variance over it) makes each sample's gradient depend on the others: use public "
-                        f"constants, or weights computed from each sample's own values. {SCHEDULES}"
-                    )
+                    raise LossReductionError(_CHANGED.format(shape=tuple(values.shape)))
 
     def _is_new(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}

@@ -265,6 +265,8 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
         per_feature = 0 < condition.dim() < len(shape_at(edge) or ())
         has_axes = condition.dim() > 0
         path = _and(path, name, numbers=(Number(1.0, 1.0, False, False, per_feature, has_axes, chosen=True),))
+    elif isinstance(condition, Tensor):
+        path = _and(path, name, factors=(Factors(condition, shape_at(edge) or (), len(path.reduced)),))
     found = []
     for number, following in enumerate(node.next_functions):
         if following[0] is None:

@@ -128,6 +128,8 @@ SEVERAL = {
     "features, kept axes": lambda z, y, w: (z.square() * w.unsqueeze(0)).sum(1).mean(),
     "features of a mean": lambda z, y, w: (z.square().mean(0) * w).sum(),
     "features of losses": lambda z, y, w: (z.square() * w).sum(1),
+    "features that are chosen": lambda z, y, w: torch.where(w > 0.6, z.square(), 0.0).mean(),
+    "features that are filled": lambda z, y, w: z.square().masked_fill(w > 0.6, 0.0).sum(1),
     "classes": lambda z, y, w: functional.cross_entropy(z, y, weight=w, reduction="none").mean(),
     "classes of losses": lambda z, y, w: functional.cross_entropy(z, y, weight=w, reduction="none"),
     "classes, smoothed": lambda z, y, w: functional.cross_entropy(
@@ -184,6 +186,8 @@ OWN = {
     "samples of losses": lambda z, w_BK: z.square().sum(1) * w_BK[:, 0],
     "values": lambda z, w_BK: (z.square() * w_BK).mean(),
     "kept axes": lambda z, w_BK: (z.square() * w_BK[:, :1]).mean(),
+    "chosen": lambda z, w_BK: torch.where(w_BK > 0.5, z.square(), 0.0).mean(),
+    "chosen samples": lambda z, w_BK: z.square().masked_fill(w_BK[:, :1] > 0.5, 0.0).sum(1),
     "expanded": lambda z, w_BK: (z.square() * w_BK[:, :1].expand(-1, 3)).sum(1),
     "flat": lambda z, w_BK: (z.square().flatten() * w_BK.flatten()).mean(),
     "one by one": lambda z, w_BK: (torch.stack([one.square().sum() for one in z]) * w_BK[:, 0]).mean(),
