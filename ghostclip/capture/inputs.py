@@ -22,6 +22,11 @@ from ghostclip.errors import BatchAxisError
 
 # Where keyword inputs begin: their order says nothing.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
+_NO_SAMPLES: Final = (
+    "the model was called without a tensor that has a batch axis, so the number of samples is unknown. Call it with "
+    "tensors, or with tuples, lists and dicts of them (torch.from_numpy for arrays); a data class is looked into once "
+    "it is registered: torch.export.register_dataclass(YourBatch)."
+)
 
 
 def positions(batch_sizes: Tensor) -> Tensor:
@@ -61,8 +66,7 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> i
                 return int(leaf.batch_sizes[0])
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 return leaf.shape[axis if axis < leaf.dim() else 0]
-    message = "the model was called without a tensor that has a batch axis, so the number of samples is unknown."
-    raise BatchAxisError(message)
+    raise BatchAxisError(_NO_SAMPLES)
 
 
 def with_dummy(item: Any, axis: int) -> Any:

@@ -456,7 +456,8 @@ class DPTrainer(Trainer):
         def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
             return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
 
-        with evaluating(model):
+        # A model that is compiled would be for these forwards alone.
+        with evaluating(model), torch.compiler.set_stance("force_eager"):
             if self.compute_loss_func is None and task_of(self.model) is not None:
                 require_own_loss(batch, own=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
             if lengths_differ:

@@ -3,6 +3,8 @@
 Masks handed over first, folded outputs, models that return their own loss, losses that compare samples.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,36 @@ def test_mask_before_the_data():
     ghostclip.GhostClipper(model, max_grad_norm=0.1)
     with pytest.raises(BatchAxisError, match=r"6 samples that the model's first input holds"):
         model(torch.zeros(6, 6, dtype=F64), torch.randn(3, 6, 3, dtype=F64))
+
+
+@dataclasses.dataclass
+class _Records:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class _OfRecords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, records):
+        return (self.head(records.x) - records.y).square().sum(1)
+
+
+def test_a_data_class_is_looked_into_once_it_is_registered():
+    """As the error says which is raised before."""
+    model, records = _OfRecords().double(), _Records(torch.randn(4, 3, dtype=F64), torch.randn(4, 2, dtype=F64))
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        with pytest.raises(BatchAxisError, match=r"torch\.export\.register_dataclass\(YourBatch\)"):
+            model(records)
+        torch.export.register_dataclass(_Records)
+        clipper.backward(model(records))
+        norms_B = clipper.per_sample_norms
+    for sample in range(4):
+        alone = _Records(records.x[[sample]], records.y[[sample]])
+        grads = torch.autograd.grad(model(alone).sum(), [*model.parameters()])
+        torch.testing.assert_close(norms_B[sample], torch.cat([grad.flatten() for grad in grads]).norm())
 
 
 class _Language(nn.Module):
