@@ -38,10 +38,10 @@ from ghostclip.clipping.loss_scale import (
     constant_of,
     counted_positions,
     differ,
+    loss_paths,
     picks_samples,
     remedy,
     scale_of,
-    ways_of,
 )
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES, Number, Path, ReducedAxes, grouped, paths
@@ -128,7 +128,7 @@ class LossExaminer:
         """Refuse losses of samples with a common factor that differs from earlier steps or may follow other samples."""
         if losses_B.grad_fn is None or forward.is_dummy:
             return
-        found, size = ways_of(losses_B, frozenset(forward.use_counts)), forward.batch_size
+        found, size = loss_paths(losses_B, frozenset(forward.use_counts)), forward.batch_size
         for key, alike in found.items():
             constant = constant_of(
                 alike, batch_size=size, axis=forward.batch_axis, counts=self._counts(is_new=key not in self._constants)
@@ -170,12 +170,12 @@ class LossExaminer:
     def _refuse_changed_factors(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:
         """Refuse factors of several values that all samples have in common, and that differ from earlier steps."""
         size, axis = forward.batch_size, forward.batch_axis
-        if size == 1:
-            # They may be the one sample's own.
-            return
-        for key, (way, path) in ((key, one) for key, alike in found.items() for one in enumerate(alike)):
+        # Of one sample alone they may be its own.
+        keys = found if size > 1 else ()
+        ways = [(key, way) for key in keys for way, path in enumerate(found[key]) if path.factors]
+        for key, way in ways:
             row_map = self._seen[key].row_map if key in self._seen else None
-            for number, values in common_factors(path, row_map, size, axis):
+            for number, values in common_factors(found[key][way], row_map, size, axis):
                 now = _moments(values)
                 before = self._factors.setdefault((*key, way, number, *values.shape), now)
                 if bool(((before - now.to(before.device)).abs() > TOLERANCE * before[0]).any()):

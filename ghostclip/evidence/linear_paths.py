@@ -48,10 +48,11 @@ _KINDS: Final = {1: "mean", 2: "sum"}
 # Losses whose input has classes on axis 1, and losses of one value a row.
 CLASSES: Final = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _ROWS: Final = frozenset({"MultiMarginLossBackward0", "MultilabelMarginLossBackward0"})
-# Losses that are given weights of classes, or of other values; and where they keep them.
+# Losses that are given weights, of classes or of other values, and where they keep them.
 _OF_CLASSES: Final = CLASSES | {"MultiMarginLossBackward0"}
-_WEIGHTED: Final = _OF_CLASSES | {"BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0"}
-_WEIGHTS: Final = ("weight", "pos_weight")
+_WEIGHTS: Final = dict.fromkeys((*_OF_CLASSES, "BinaryCrossEntropyBackward0"), ("weight",)) | {
+    "BinaryCrossEntropyWithLogitsBackward0": ("weight", "pos_weight")
+}
 # More ways than this through the end of a loss are not followed.
 _MAX_STEPS: Final = 20_000
 
@@ -214,7 +215,9 @@ def _reached_by(path: Path, way: Any) -> Path:
 
 def _ended(edge: Edge, name: str, path: Path) -> Path:
     node, key = edge[0], (*path.key, name)
-    kind, factors = _KINDS.get(_torch.saved_or(node, "reduction", 0)), (*path.factors, *_weights_of(edge, name, path))
+    kind, factors = _KINDS.get(_torch.saved_or(node, "reduction", 0)), path.factors
+    if name in _WEIGHTS:
+        factors = (*factors, *_weights_of(edge, name, path))
     if kind is None:
         return Path((edge,), name, path.numbers, path.reduced, path.picked, factors, None, key, path.way)
     ends = tuple(following for following in node.next_functions if following[0] is not None)
@@ -225,13 +228,11 @@ def _ended(edge: Edge, name: str, path: Path) -> Path:
 
 def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
     """Return the weights of classes, and of other values, that a loss of torch was given."""
-    if name not in _WEIGHTED:
-        return []
-    node = edge[0]
-    given = [_torch.saved_or(node, kept, None) for kept in _WEIGHTS]
+    node, depth = edge[0], len(path.reduced) + 1
     sizes = None if name in _OF_CLASSES else shape_at(node.next_functions[0]) or ()
+    given = (_torch.saved_or(node, kept, None) for kept in _WEIGHTS[name])
     # Its own reduction comes after them.
-    return [Factors(one, sizes, len(path.reduced) + 1) for one in given if isinstance(one, Tensor)]
+    return [Factors(one, sizes, depth) for one in given if isinstance(one, Tensor)]
 
 
 def _loss_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
