@@ -30,6 +30,7 @@ from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.evidence.batches import Batch, resized
+from ghostclip.evidence.between import refuse_mixed_inputs
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.independence import (
     Run,
@@ -218,6 +219,13 @@ class Evidence:
         if looks and not forward.is_dummy:
             self._look_before(capture, call, state, watch)
 
+    def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
+        """Refuse a forward that went on from an earlier one's outputs, where samples had met on the way."""
+        linked = [tensor for tensor in _tree.tensors(call.inputs) if tensor.grad_fn is not None]
+        if linked and capture.gathering is None and not _has_packed(call.inputs):
+            with self.unseen(capture, linked, capture.forward):
+                refuse_mixed_inputs(capture, linked, f"{type(call.module).__name__}.forward")
+
     def _look_before(
         self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None
     ) -> None:
@@ -269,12 +277,13 @@ class Evidence:
 
     def _ended(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
-        writes = self._written(capture)
+        writes, asks = self._written(capture), self.asks(capture)
+        if asks or rehearsed is not None:
+            self._refuse_mixed_inputs(capture, call)
         if rehearsed is not None and not (capture.forward.met or writes):
             rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
             return output
-        asks = self.asks(capture)
         if not (asks or writes or self._looks or self._state is not None):
             # A steady one: there is nothing to weigh.
             if not self.probes:
