@@ -622,8 +622,16 @@ class CaptureContext:
         """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
+            if self.forward not in forwards:
+                # Another forward was run since, whose outputs have no part in the loss.
+                self.forward = forwards[0]
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
+
+    def forward_behind(self, loss: Tensor) -> ForwardContext:
+        """Return a forward that a loss was computed from: the latest one, unless it has no part in it."""
+        forwards = backward_entry.forwards_behind(self, loss)
+        return self.forward if not forwards or self.forward in forwards else forwards[0]
 
     def watching_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward that trains, in which nothing may write state."""
