@@ -203,7 +203,7 @@ class GhostClipper:
 
     def _backward(self, loss: Tensor) -> None:
         loss = plain_losses(loss)
-        self._capture.forward = forward = self._capture.forward_behind(loss)
+        forward = self._capture.go_back(loss)
         if forward.ends_on_mesh:
             refuse_lost_gradient([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)

@@ -622,11 +622,24 @@ class CaptureContext:
         """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
-            if self.forward not in forwards:
-                # Another forward was run since, whose outputs have no part in the loss.
-                self.forward = forwards[0]
+            forwards = self._gathered(forwards)
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
+
+    def go_back(self, loss: Tensor) -> ForwardContext:
+        """Return the forward that a loss was computed from, with what was noted of others that it was computed from."""
+        self._gathered(backward_entry.forwards_behind(self, loss))
+        return self.forward
+
+    def _gathered(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
+        """Return forwards behind a loss, the latest first, which takes over what was noted of the others."""
+        # One that was run since, and has no part in the loss, is not the latest of them.
+        if forwards and self.forward not in forwards:
+            self.forward = forwards[0]
+        others = [forward for forward in forwards if forward is not self.forward]
+        for other in others:
+            self.forward.take_over(other)
+        return [self.forward, *others]
 
     def forward_behind(self, loss: Tensor) -> ForwardContext:
         """Return a forward that a loss was computed from: the latest one, unless it has no part in it."""

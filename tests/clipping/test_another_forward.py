@@ -1,4 +1,4 @@
-"""A forward whose outputs have no part in the loss, run between the forward of a loss and its backward."""
+"""Several forwards around one loss: those that have no part in it, and what is noted of each that has."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ def _off_the_median(logits, y):
     return (losses * (losses.detach() - losses.detach().median())).mean()
 
 
-@pytest.mark.parametrize("rows", [1, 4, 40])
-def test_a_known_loss_is_looked_at(rows):
-    """A known loss is one of the outputs that it was computed from, not of those that came last."""
+def _private():
+    """Return a private model, its criterion, and a batch."""
     model, data = _model(), TensorDataset(*_batch())
     model, _, criterion, loader = ghostclip.PrivacyEngine().make_private(
         module=model,
@@ -87,8 +86,54 @@ def test_a_known_loss_is_looked_at(rows):
         noise_multiplier=1.0,
         max_grad_norm=C,
     )
-    x, y = next(iter(loader))
+    return model, criterion, *next(iter(loader))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_a_known_loss_is_looked_at(rows):
+    """A known loss is one of the outputs that it was computed from, not of those that came last."""
+    model, criterion, x, y = _private()
     logits = model(x)
     model(torch.randn(rows, 6, dtype=torch.float64))
     with pytest.raises(LossReductionError, match="criterion _off_the_median"):
         criterion(logits, y).backward()
+
+
+# Orders of the terms of a loss over two forwards.
+ORDERS = {"in order": lambda one, other: one + other, "the other first": lambda one, other: other + one}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("of_first", [True, False])
+def test_a_known_loss_beside_another_forward(of_first, order):
+    """A known loss is looked at, whichever of two forwards it is of."""
+    model, criterion, x, y = _private()
+    first, second = model(x), model(x + 0.1)
+    known, other = (first, second) if of_first else (second, first)
+    with pytest.raises(LossReductionError, match="criterion _off_the_median"):
+        ORDERS[order](criterion(known, y), other.square().mean()).backward()
+
+
+class Balanced(nn.Module):
+    """Returns logits, and a scalar that follows the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.router = _model(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        shares = self.router(x).softmax(1)
+        load = functional.one_hot(shares.argmax(1), 4).to(x).mean(0)
+        return self.body(x), (load * shares.mean(0)).sum()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("of_first", [True, False])
+def test_a_scalar_beside_another_forward(of_first, order):
+    """A scalar that follows the batch is refused, whichever of two forwards it is of."""
+    (x, y), model = _batch(), Balanced().double()
+    with ghostclip.GhostClipper(model, max_grad_norm=C):
+        (first, scalar), (second, other) = model(x), model(x + 0.1)
+        logits = functional.cross_entropy(first, y) + functional.cross_entropy(second, y)
+        with pytest.raises(LossReductionError, match="a scalar that the model computes"):
+            ORDERS[order](logits, scalar if of_first else other).backward()
