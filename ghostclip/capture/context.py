@@ -36,6 +36,7 @@ from ghostclip.capture.ranks import (
 )
 from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
+from ghostclip.capture.sizes import Resized
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import (
     HOOKED,
@@ -737,3 +738,20 @@ def tracked_among(output: Any) -> frozenset[int]:
     """Return the numbers of an output's tensors that are computed from parameters alone."""
     found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
     return frozenset([number for number, tensor in enumerate(found) if isinstance(tensor, TrackedTensor)])
+
+
+def has_own_samples(output: Any, resized: Resized | None) -> bool:
+    """Return whether an output that is computed from parameters alone, as it was read, has rows of samples."""
+    # A parameter that was repeated for each sample has the same row for all of them.
+    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    if resized is None or len(resized.outputs) != len(found):
+        return False
+    pairs = zip(found, resized.outputs, strict=True)
+    return any(isinstance(tensor, TrackedTensor) and _has_other_rows(plain(tensor), shape) for tensor, shape in pairs)
+
+
+def _has_other_rows(value: Tensor, resized: tuple[int, ...]) -> bool:
+    """Return whether a value grows with the batch along an axis, where its entries differ."""
+    sizes = zip(value.shape, resized, strict=False)
+    grown = next((axis for axis, (size, other) in enumerate(sizes) if size != other), None)
+    return grown is not None and bool((value != value.narrow(grown, 0, 1)).any())

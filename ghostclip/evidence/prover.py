@@ -21,14 +21,14 @@ from torch.autograd.graph import GradientEdge
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
 from ghostclip.capture.call_sites import MAX_WAYS
-from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of, tracked_among
+from ghostclip.capture.context import CaptureContext, ModuleCall, has_own_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
-from ghostclip.errors import GhostClipError, LossReductionError
+from ghostclip.errors import GhostClipError, LossReductionError, UncoveredParameterError
 from ghostclip.evidence.batches import Batch, resized
 from ghostclip.evidence.between import refuse_mixed_inputs
 from ghostclip.evidence.dependence import where_dependence_starts
@@ -64,6 +64,11 @@ from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, SCALARS, Unchecked
 
+_IN_PIECES: Final = (
+    "{model}: its layers met pieces of the batch (x.split(n), x.chunk(n), each row by itself in a loop), whose samples "
+    "cannot be told, so that nothing is known of its outputs. Give each layer the whole batch, or slices x[i:j]; "
+    "BatchMemoryManager computes a batch in parts where memory is short."
+)
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
 
@@ -340,6 +345,8 @@ class Evidence:
                 probe = self._probed(capture, parts, own)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
+        if own and self.asks(capture) and has_own_samples(output, capture.forward.resized):
+            raise UncoveredParameterError(_IN_PIECES.format(model=type(capture.model).__name__))
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, own)
