@@ -345,8 +345,6 @@ class Evidence:
                 probe = self._probed(capture, parts, own)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        if own and self.asks(capture) and has_own_samples(output, capture.forward.resized):
-            raise UncoveredParameterError(_IN_PIECES.format(model=type(capture.model).__name__))
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, own)
@@ -449,7 +447,9 @@ class Evidence:
         return found
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
-        """Return what is looked at of a forward that is proved."""
+        """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
+        if self.asks(capture):
+            _refuse_pieces(capture, output)
         return _parts_of(output) if self._asked or self.asks(capture) else []
 
     def _probed(self, capture: CaptureContext, found: list[Tensor], own: frozenset[int]) -> Probe | None:
@@ -662,6 +662,12 @@ class _Rehearsed:
         )
         trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
         forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
+
+
+def _refuse_pieces(capture: CaptureContext, output: Any) -> None:
+    """Refuse outputs of layers that met pieces of the batch, which no proof looks at."""
+    if has_own_samples(output, capture.forward.resized):
+        raise UncoveredParameterError(_IN_PIECES.format(model=type(capture.model).__name__))
 
 
 def _begin_anew(state: ModuleState | None) -> None:

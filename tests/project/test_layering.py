@@ -93,6 +93,7 @@ ORDERED = {
         "loss_graph",
         "slopes",
         "own_backwards",
+        "between",
         "padding",
         "prover",
         "losses",
