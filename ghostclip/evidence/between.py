@@ -15,8 +15,8 @@ from ghostclip.capture.backward_entry import forward_at
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.row_maps import WHOLE, RowMap, candidates
 from ghostclip.errors import SampleMixingError
-from ghostclip.evidence.loss_graph import Unheard, keeps_apart, proved_outputs
-from ghostclip.evidence.own_backwards import is_linear
+from ghostclip.evidence.custom_backwards import is_linear
+from ghostclip.evidence.loss_graph import Unheard, proved_outputs, separates_samples
 from ghostclip.evidence.probe import GradientSource, Start, weightings
 
 _MIXED: Final = (
@@ -33,11 +33,11 @@ def refuse_mixed_inputs(capture: CaptureContext, inputs: Iterable[Tensor], modul
         A few backwards, for each input in the graph, down to the outputs that it was computed from.
     """
     for tensor in inputs:
-        if tensor.grad_fn is not None and tensor.is_floating_point() and not _keeps_apart(capture, tensor):
+        if tensor.grad_fn is not None and tensor.is_floating_point() and not _separates_samples(capture, tensor):
             raise SampleMixingError(_MIXED.format(shape=tuple(tensor.shape), module=module))
 
 
-def _keeps_apart(capture: CaptureContext, tensor: Tensor) -> bool:
+def _separates_samples(capture: CaptureContext, tensor: Tensor) -> bool:
     """Return whether one sample's rows of an input lead to that sample's rows of outputs alone, by any row map."""
     size, source = capture.forward.batch_size, GradientSource.of(tensor)
     found = proved_outputs([Start(source, WHOLE)])
@@ -49,7 +49,9 @@ def _keeps_apart(capture: CaptureContext, tensor: Tensor) -> bool:
     linear = is_linear([tensor], capture, capture.forward)
     with capture.listening(Unheard()):
         return any(
-            keeps_apart([Start(source, row_map)], ends, weightings(size, linear=linear), batch_size=size, linear=linear)
+            separates_samples(
+                [Start(source, row_map)], ends, weightings(size, linear=linear), batch_size=size, linear=linear
+            )
             for row_map in _maps_of(tensor, size, capture.axis)
         )
 

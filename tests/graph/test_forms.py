@@ -98,7 +98,7 @@ def test_the_most_that_results_take_is_that_of_those_alive_together():
         return third.expand(10) * 4  # what is returned is not counted
 
     graph = _torch.traced(lambda x: [steps(x)], [torch.ones(10)])
-    assert forms.most_held(graph) == 2 * 40 + 4
+    assert forms.peak_of_graph(graph) == 2 * 40 + 4
 
 
 _FAULTS = """
@@ -168,7 +168,7 @@ def _token_losses(model, ids, y):
 @pytest.mark.parametrize("room", [0, None], ids=["factors", "formed"])
 def test_sums_are_the_same_in_both_forms(room, monkeypatch):
     if room is not None:
-        monkeypatch.setattr("ghostclip.graph.rewrite.most_held", lambda graph: room)
+        monkeypatch.setattr("ghostclip.graph.rewrite.peak_of_graph", lambda graph: room)
     torch.manual_seed(0)
     model, data = Wide().double(), (torch.randint(11, (5, 12)), torch.randint(200, (5, 12)))
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy="graph")
