@@ -202,7 +202,8 @@ class GhostClipper:
             self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
-        loss, forward = plain_losses(loss), self._capture.forward
+        loss = plain_losses(loss)
+        forward = self._capture.go_back(loss)
         if forward.ends_on_mesh:
             refuse_lost_gradient([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
@@ -315,8 +316,10 @@ class GhostClipper:
             kwargs: Its keyword arguments.
             criterion: The user's function or module behind it.
         """
-        forward = self._capture.forward
-        if torch.is_grad_enabled() and self._capture.watches and forward.batch_size > 1 and not forward.consumed:
+        if not (torch.is_grad_enabled() and self._capture.watches):
+            return
+        forward = self._capture.forward_behind(loss)
+        if forward.batch_size > 1 and not forward.consumed:
             forward.losses.append(KnownLoss(function, args, kwargs, criterion, loss.grad_fn))
 
     def _examine_losses(self, loss_B: Tensor) -> None:

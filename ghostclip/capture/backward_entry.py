@@ -151,6 +151,11 @@ def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
     return found
 
 
+def forwards_behind(examiner: Examiner, root: Any) -> list[ForwardContext]:
+    """Return the forwards of an examiner that have had no backward yet and that a value was computed from."""
+    return _owners([root]).get(examiner, [])
+
+
 def _show(found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
     """Let each examiner whose forward a backward is about to reach examine the loss."""
     for examiner, forwards in found.items():

@@ -36,6 +36,7 @@ from ghostclip.capture.ranks import (
 )
 from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
+from ghostclip.capture.sizes import Resized
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import (
     HOOKED,
@@ -622,8 +623,29 @@ class CaptureContext:
         """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
+            forwards = self._gathered(forwards)
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
+
+    def go_back(self, loss: Tensor) -> ForwardContext:
+        """Return the forward that a loss was computed from, with what was noted of others that it was computed from."""
+        self._gathered(backward_entry.forwards_behind(self, loss))
+        return self.forward
+
+    def _gathered(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
+        """Return forwards behind a loss, the latest first, which takes over what was noted of the others."""
+        # One that was run since, and has no part in the loss, is not the latest of them.
+        if forwards and self.forward not in forwards:
+            self.forward = forwards[0]
+        others = [forward for forward in forwards if forward is not self.forward]
+        for other in others:
+            self.forward.take_over(other)
+        return [self.forward, *others]
+
+    def forward_behind(self, loss: Tensor) -> ForwardContext:
+        """Return a forward that a loss was computed from: the latest one, unless it has no part in it."""
+        forwards = backward_entry.forwards_behind(self, loss)
+        return self.forward if not forwards or self.forward in forwards else forwards[0]
 
     def watching_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward that trains, in which nothing may write state."""
@@ -716,3 +738,20 @@ def tracked_among(output: Any) -> frozenset[int]:
     """Return the numbers of an output's tensors that are computed from parameters alone."""
     found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
     return frozenset([number for number, tensor in enumerate(found) if isinstance(tensor, TrackedTensor)])
+
+
+def has_own_samples(output: Any, resized: Resized | None) -> bool:
+    """Return whether an output that is computed from parameters alone, as it was read, has rows of samples."""
+    # A parameter that was repeated for each sample has the same row for all of them.
+    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    if resized is None or len(resized.outputs) != len(found):
+        return False
+    pairs = zip(found, resized.outputs, strict=True)
+    return any(isinstance(tensor, TrackedTensor) and _has_other_rows(plain(tensor), shape) for tensor, shape in pairs)
+
+
+def _has_other_rows(value: Tensor, resized: tuple[int, ...]) -> bool:
+    """Return whether a value grows with the batch along an axis, where its entries differ."""
+    sizes = zip(value.shape, resized, strict=False)
+    grown = next((axis for axis, (size, other) in enumerate(sizes) if size != other), None)
+    return grown is not None and bool((value != value.narrow(grown, 0, 1)).any())

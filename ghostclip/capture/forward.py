@@ -167,6 +167,16 @@ class ForwardContext:
         """Count hooks from now on: those that were set before are a rehearsal's."""
         self.hooks_before = hooks_of_others()
 
+    def take_over(self, other: "ForwardContext") -> None:
+        """Take over what was noted of another forward behind the same loss, for whoever looks at that loss."""
+        self.losses += other.losses
+        other.losses.clear()
+        self.following += other.following
+        self.padded = [*self.padded, *(one for one in other.padded if one not in self.padded)]
+        self.unproven |= other.unproven
+        self.hooks_before = min(self.hooks_before, other.hooks_before)
+        self.hooks_until = min(self.hooks_until, other.hooks_until)
+
     def anew(self) -> "ForwardContext":
         """Return a context for the same batch run once more."""
         return ForwardContext(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ghostclip import _tree
 from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of
-from ghostclip.evidence.independence import dependence
+from ghostclip.evidence.independence import dependence, memory
 from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.unchecked import CRITERION, REPLACED, Unchecked
 
@@ -25,6 +25,11 @@ _REFUSED: Final = (
     "gradient leads from one to the other: it weighs, centres, ranks or selects samples by what is in the batch, "
     "counts over it, or mixes targets. Without one sample all others' gradients would change, and no clipping bounds "
     "that. Compute each sample's loss from its own output and target, with weights that are public constants."
+)
+_REMEMBERED: Final = (
+    "criterion {name}: losses, or gradients of outputs, changed when the call before was given other samples. It keeps "
+    "something of a batch for later ones (a threshold, a centre, a running mean of the losses), which carries private "
+    "samples into later steps without noise. Use public constants, or a schedule that counts calls."
 )
 # Of larger arguments (logits of a language model) so many samples are looked at.
 _LARGE: Final = 1 << 22
@@ -64,9 +69,12 @@ class KnownLoss:
         holder = _CriterionModule(self.criterion, ends)
         state, own = ModuleState(holder), Unchecked()
 
+        def go_on(inputs: Any) -> list[Tensor]:
+            return self._computed(inputs, places, batch_size if mean else 0)
+
         def run(inputs: Any) -> list[Tensor]:
             state.restore()
-            return self._computed(inputs, places, batch_size if mean else 0)
+            return go_on(inputs)
 
         changed = dependence(holder, run, batch, own)
         state.restore()
@@ -76,6 +84,9 @@ class KnownLoss:
                 return _REFUSED.format(name=self._name(), what=changed)
             unchecked.missed(_AS_LONG, CRITERION)
             return None
+        remembers, _ = memory(holder, state, go_on, batch)
+        if remembers and True in remembers:
+            return _REMEMBERED.format(name=self._name())
         why = own.reason(REPLACED)
         (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
         return ""

@@ -202,7 +202,14 @@ def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
 
 def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, unchecked: Unchecked) -> None:
     """Refuse a model whose outputs follow the samples of the forward before."""
-    # `state`: what the model held before a forward. `run` runs it with what it holds from the run before.
+    refusal = _REMEMBERED.format(model=type(model).__name__)
+    _settle(memory(model, state, run, batch), refusal, unchecked, REMEMBERED, "after another batch")
+
+
+def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tuple[tuple[bool | None, ...] | None, str]:
+    """Return whether outputs follow the samples of the run before, None where that cannot be told, as `tried` does."""
+    # Empty where nothing is left behind. `state`: what the model held before a forward. `run` runs it with what it
+    # holds from the run before.
     every, plain = range(batch.size), plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
@@ -217,8 +224,7 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
         differ = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(*found)
         return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
 
-    refusal = _REMEMBERED.format(model=type(model).__name__)
-    _settle(tried(model, batch, look), refusal, unchecked, REMEMBERED, "after another batch")
+    return tried(model, batch, look)
 
 
 def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:

@@ -21,15 +21,16 @@ from torch.autograd.graph import GradientEdge
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
 from ghostclip.capture.call_sites import MAX_WAYS
-from ghostclip.capture.context import CaptureContext, ModuleCall, outputs_of, tracked_among
+from ghostclip.capture.context import CaptureContext, ModuleCall, has_own_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
-from ghostclip.errors import GhostClipError, LossReductionError
+from ghostclip.errors import GhostClipError, LossReductionError, UncoveredParameterError
 from ghostclip.evidence.batches import Batch, resized
+from ghostclip.evidence.between import refuse_mixed_inputs
 from ghostclip.evidence.custom_backwards import (
     has_custom_backwards,
     is_linear,
@@ -63,6 +64,11 @@ from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, SCALARS, Unchecked
 
+_IN_PIECES: Final = (
+    "{model}: its layers met pieces of the batch (x.split(n), x.chunk(n), each row by itself in a loop), whose samples "
+    "cannot be told, so that nothing is known of its outputs. Give each layer the whole batch, or slices x[i:j]; "
+    "BatchMemoryManager computes a batch in parts where memory is short."
+)
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
 
@@ -218,6 +224,13 @@ class Evidence:
         if looks and not forward.is_dummy:
             self._look_before(capture, call, state, watch)
 
+    def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
+        """Refuse a forward that went on from an earlier one's outputs, where samples had met on the way."""
+        linked = [tensor for tensor in _tree.tensors(call.inputs) if tensor.grad_fn is not None]
+        if linked and capture.gathering is None and not _has_packed(call.inputs):
+            with self.unseen(capture, linked, capture.forward):
+                refuse_mixed_inputs(capture, linked, f"{type(call.module).__name__}.forward")
+
     def _look_before(
         self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None
     ) -> None:
@@ -269,12 +282,13 @@ class Evidence:
 
     def _ended(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
-        writes = self._written(capture)
+        writes, asks = self._written(capture), self.asks(capture)
+        if asks or rehearsed is not None:
+            self._refuse_mixed_inputs(capture, call)
         if rehearsed is not None and not (capture.forward.met or writes):
             rehearsed.hand_on(output, capture.forward)
             capture.forward.prove()
             return output
-        asks = self.asks(capture)
         if not (asks or writes or self._looks or self._state is not None):
             # A steady one: there is nothing to weigh.
             if not self.probes:
@@ -433,7 +447,9 @@ class Evidence:
         return found
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
-        """Return what is looked at of a forward that is proved."""
+        """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
+        if self.asks(capture):
+            _refuse_pieces(capture, output)
         return _parts_of(output) if self._asked or self.asks(capture) else []
 
     def _probed(self, capture: CaptureContext, found: list[Tensor], own: frozenset[int]) -> Probe | None:
@@ -646,6 +662,12 @@ class _Rehearsed:
         )
         trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
         forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
+
+
+def _refuse_pieces(capture: CaptureContext, output: Any) -> None:
+    """Refuse outputs of layers that met pieces of the batch, which no proof looks at."""
+    if has_own_samples(output, capture.forward.resized):
+        raise UncoveredParameterError(_IN_PIECES.format(model=type(capture.model).__name__))
 
 
 def _restore_state(state: ModuleState | None) -> None:

@@ -133,6 +133,64 @@ def test_a_loss_of_each_sample_alone_is_not(way, loss):
     WAYS[way](OWN[loss])
 
 
+class Remembers(nn.Module):
+    """A criterion that hands something of a batch on to the next, or only counts batches."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.reduction, self.kept, self.losses = what, "mean", 0.0, [0.0]
+        self.register_buffer("center", torch.zeros(C, dtype=torch.float64))
+
+    def forward(self, output, target):
+        losses_B = getattr(self, self.what)(output, target[:, 0].long())
+        return losses_B if self.reduction == "none" else losses_B.mean()
+
+    def threshold(self, output, labels):
+        losses_B = losses_of(output, labels)
+        above_B, self.kept = losses_B.detach() > self.kept, losses_B.detach().mean()
+        return losses_B * above_B
+
+    def history(self, output, labels):
+        losses_B = losses_of(output, labels)
+        shares_B = torch.sigmoid(losses_B.detach() - sum(self.losses[-5:]))
+        self.losses.append(losses_B.detach().mean().item())
+        return losses_B * shares_B
+
+    def centered(self, output, labels):
+        targets_BC = ((output.detach() - self.center) / 0.1).softmax(1)
+        self.center.mul_(0.5).add_(output.detach().mean(0), alpha=0.5)
+        return -(targets_BC * output.log_softmax(1)).sum(1)
+
+    def schedule(self, output, labels):
+        self.kept += 1
+        return losses_of(output / (1 + 1 / self.kept), labels)
+
+    def log(self, output, labels):
+        losses_B = losses_of(output, labels)
+        self.losses.append(losses_B.detach().mean().item())
+        return losses_B
+
+
+REMEMBERING = {
+    "a module": lambda what: in_a_loop(Remembers(what)),
+    "a module, two passes": lambda what: in_a_loop(Remembers(what), grad_sample_mode="ghost"),
+    "a function of their mean": lambda what: in_a_loop(Remembers(what).__call__),
+}
+
+
+@pytest.mark.parametrize("way", REMEMBERING)
+@pytest.mark.parametrize("what", ["threshold", "history", "centered"])
+def test_a_loss_that_follows_the_batch_before_is_refused(what, way):
+    with pytest.raises(LossReductionError, match="keeps something of a batch for later ones"):
+        REMEMBERING[way](what)
+
+
+@pytest.mark.parametrize("way", REMEMBERING)
+@pytest.mark.parametrize("what", ["schedule", "log"])
+def test_a_loss_that_counts_or_notes_batches_is_not(what, way):
+    REMEMBERING[way](what)
+
+
 def test_looks_leave_nothing_in_a_criterion():
     criterion = Module(OWN["noise on targets"])
     model = in_a_loop(criterion, steps=1, grad_sample_mode="ghost")

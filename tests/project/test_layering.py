@@ -93,6 +93,7 @@ ORDERED = {
         "loss_graph",
         "slopes",
         "custom_backwards",
+        "between",
         "padding",
         "prover",
         "losses",
