@@ -623,16 +623,16 @@ class CaptureContext:
         """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
-            forwards = self._gathered(forwards)
+            forwards = self._latest_first(forwards)
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
 
     def go_back(self, loss: Tensor) -> ForwardContext:
         """Return the forward that a loss was computed from, with what was noted of others that it was computed from."""
-        self._gathered(backward_entry.forwards_behind(self, loss))
+        self._latest_first(backward_entry.forwards_behind(self, loss))
         return self.forward
 
-    def _gathered(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
+    def _latest_first(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
         """Return forwards behind a loss, the latest first, which takes over what was noted of the others."""
         # One that was run since, and has no part in the loss, is not the latest of them.
         if forwards and self.forward not in forwards:
@@ -740,7 +740,7 @@ def tracked_among(output: Any) -> frozenset[int]:
     return frozenset([number for number, tensor in enumerate(found) if isinstance(tensor, TrackedTensor)])
 
 
-def has_own_samples(output: Any, resized: Resized | None) -> bool:
+def has_rows_of_samples(output: Any, resized: Resized | None) -> bool:
     """Return whether an output that is computed from parameters alone, as it was read, has rows of samples."""
     # A parameter that was repeated for each sample has the same row for all of them.
     found = _tree.tensors(output, into_objects=_INTO_OBJECTS)

@@ -57,12 +57,15 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     layout = None if rows.resized is None else rows.resized.layout(rows.key, shapes_of(tree))
     if layout is not None:
         layouts[place] = layout
-    else:
-        layout = layouts.get(place) or layouts.get((key, dims, 1))
-        forward.guessed = forward.guessed or place not in layouts
+    is_guessed = place not in layouts
+    layout = layouts.get((key, dims, 1)) if is_guessed else layouts[place]
+    forward.guessed = forward.guessed or is_guessed
     if layout is None:
         return ArgumentLayout(place, call=rows.key)
     axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
+    if is_guessed:
+        # What the first call was given may be one of many pieces of the batch, all of one size.
+        axes = {number: axis for number, axis in axes.items() if axis != CONSTANT}
     return ArgumentLayout(place, axes, layout.resized, layout.size, rows.key)
 
 

@@ -33,6 +33,12 @@ _PICKS = {
     torch.Tensor.roll, torch.repeat_interleave, torch.Tensor.repeat_interleave, torch.Tensor.flipud, torch.flipud,
     torch.take_along_dim, torch.Tensor.take_along_dim,
 }  # fmt: skip
+# They return pieces of a tensor; the place of the axis among their arguments.
+_PIECES = {
+    torch.split: 2, torch.Tensor.split: 2, torch.chunk: 2, torch.Tensor.chunk: 2, torch.tensor_split: 2,
+    torch.Tensor.tensor_split: 2, torch.split_with_sizes: 2, torch.Tensor.split_with_sizes: 2, torch.narrow: 1,
+    torch.Tensor.narrow: 1, torch.unbind: 1, torch.Tensor.unbind: 1,
+}  # fmt: skip
 # They change the order of rows by what is in them.
 _SORTS = {
     torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk, torch.gather, torch.Tensor.gather, torch.msort,
@@ -51,9 +57,9 @@ _PRODUCTS = {
     torch.bmm, torch.Tensor.bmm, torch.einsum, torch.tensordot, torch.addmm, torch.Tensor.addmm,
 }  # fmt: skip
 _PLACES = _PRODUCTS | {torch.stack}
-_SEEN = _PICKS | _SORTS | _PACKING | _PLACES | {torch.Tensor.__setitem__}
+_SEEN = _PICKS | _PIECES.keys() | _SORTS | _PACKING | _PLACES | {torch.Tensor.__setitem__}
 # Whatever may put rows into another order.
-_MOVING = frozenset(_SEEN | _TURNS | _JOINS | {torch.unbind, torch.Tensor.unbind, torch.where})
+_MOVING = frozenset(_SEEN | _TURNS | _JOINS | {torch.where})
 _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
 # They hand values on without their gradient.
 _LEAVING = frozenset(
@@ -202,6 +208,8 @@ class RowTracker(TorchFunctionMode):
         ours = _OURS.issuperset(types)
         if not ours and TrackedTensor in types and any(tensor.is_nested for tensor in _tree.tensors((args, kwargs))):
             raise UnsupportedModelError(_RAGGED.format(func.__name__))
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         if self.resized is not None:
             self.key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
@@ -232,12 +240,7 @@ class RowTracker(TorchFunctionMode):
         outputs = [tensor for tensor in _tree.tensors(result) if tensor.dim() and not tensor.requires_grad]
         if not outputs:
             return
-        if func in _PICKS and isinstance(base, Tensor):
-            self._note_pick(func, args, kwargs, outputs)
-            return
-        if func in _SORTS and isinstance(base, Tensor):
-            if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
-                self._rows[outputs[0]] = UNKNOWN_ORDER
+        if isinstance(base, Tensor) and self._note_selection(func, base, args, kwargs, outputs):
             return
         if func in _PLACES and self._is_placed(func, _tree.tensors((args, kwargs)), outputs[0]):
             self._mark(outputs, UNKNOWN_ORDER, None)
@@ -253,6 +256,24 @@ class RowTracker(TorchFunctionMode):
             same = all(rows is not UNKNOWN_ORDER and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else UNKNOWN_ORDER
             self._mark(outputs, known, None)
+
+    def _note_selection(
+        self,
+        func: Callable[..., Any],
+        base: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[Tensor],
+    ) -> bool:
+        """Note the rows that a call selects or sorts; False where it does neither."""
+        if func in _PICKS:
+            self._note_pick(func, args, kwargs, outputs)
+        elif func in _SORTS:
+            if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
+                self._rows[outputs[0]] = UNKNOWN_ORDER
+        else:
+            return func in _PIECES and self._note_pieces(func, args, kwargs, outputs)
+        return True
 
     def _beside(self, tensor: Tensor) -> Tensor | None:
         """Return the sample of each row of data in the samples' own order; None where it is no such data."""
@@ -281,6 +302,24 @@ class RowTracker(TorchFunctionMode):
             self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
         elif self._may_be_folded(base) and _chooses(args[1:]):
             self._mark(outputs, UNKNOWN_ORDER, None)
+
+    def _note_pieces(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> bool:
+        """Note the rows of pieces along the batch axis; False along another one, where rows stay together."""
+        base, place = args[0] if args else kwargs["input"], _PIECES[func]
+        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+        rows = self._known(base) if dim % base.dim() == self._axis else None
+        if rows is None:
+            return False
+        if rows is UNKNOWN_ORDER or self._axis:
+            self._mark(outputs, UNKNOWN_ORDER, None)
+            return True
+        named = {key: value for key, value in kwargs.items() if key != "input"}
+        pieces = _tree.tensors(func(rows, *args[1:], **named))
+        for output, piece in zip(outputs, pieces, strict=True):
+            self._mark([output], piece.reshape(-1), None)
+        return True
 
     def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a padded batch that was packed, its sequences along axis 0 or 1."""
@@ -367,7 +406,9 @@ class RowTracker(TorchFunctionMode):
             return
         for output in outputs:
             if rows is not UNKNOWN_ORDER and output.shape[0] != rows.numel():
-                self._rows[output] = UNKNOWN_ORDER
+                # Whatever is computed of one sample's rows is that sample's.
+                single = rows.numel() > 0 and bool((rows == rows[0]).all())
+                self._rows[output] = rows[:1].expand(output.shape[0]) if single else UNKNOWN_ORDER
             elif arranged is None or rows is UNKNOWN_ORDER or not torch.equal(rows, arranged):
                 self._rows[output] = rows
 

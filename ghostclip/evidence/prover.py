@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
 from ghostclip.capture.call_sites import MAX_WAYS
-from ghostclip.capture.context import CaptureContext, ModuleCall, has_own_samples, outputs_of, tracked_among
+from ghostclip.capture.context import CaptureContext, ModuleCall, has_rows_of_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of
@@ -64,10 +64,10 @@ from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, SCALARS, Unchecked
 
-_IN_PIECES: Final = (
-    "{model}: its layers met pieces of the batch (x.split(n), x.chunk(n), each row by itself in a loop), whose samples "
-    "cannot be told, so that nothing is known of its outputs. Give each layer the whole batch, or slices x[i:j]; "
-    "BatchMemoryManager computes a batch in parts where memory is short."
+_SINGLE_ROWS: Final = (
+    "{model}: its layers met single rows of the batch without an axis for them (x[i], for row in x), so that nothing "
+    "is known of its outputs: whose they are, and whether samples mix. Give each layer the whole batch, or rows with "
+    "an axis, x[i:i+1]; BatchMemoryManager computes a batch in parts where memory is short."
 )
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
@@ -449,7 +449,7 @@ class Evidence:
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
         if self.asks(capture):
-            _refuse_pieces(capture, output)
+            _refuse_single_rows(capture, output)
         return _parts_of(output) if self._asked or self.asks(capture) else []
 
     def _probed(self, capture: CaptureContext, found: list[Tensor], own: frozenset[int]) -> Probe | None:
@@ -664,10 +664,10 @@ class _Rehearsed:
         forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
 
 
-def _refuse_pieces(capture: CaptureContext, output: Any) -> None:
-    """Refuse outputs of layers that met pieces of the batch, which no proof looks at."""
-    if has_own_samples(output, capture.forward.resized):
-        raise UncoveredParameterError(_IN_PIECES.format(model=type(capture.model).__name__))
+def _refuse_single_rows(capture: CaptureContext, output: Any) -> None:
+    """Refuse outputs of layers that met rows of the batch without an axis, which no proof looks at."""
+    if has_rows_of_samples(output, capture.forward.resized):
+        raise UncoveredParameterError(_SINGLE_ROWS.format(model=type(capture.model).__name__))
 
 
 def _restore_state(state: ModuleState | None) -> None:

@@ -1,6 +1,6 @@
 """Models that put their batch into another order before a parameter meets it, and undo it at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,20 @@ class _Sorting(nn.Module):
         return self.head(h.mean(1)[undo])
 
 
+class _InPieces(nn.Module):
+    """Any layers on pieces of the batch, or on each of its rows by itself, as code that saves memory is written."""
+
+    def __init__(self, pieces: Callable[[Tensor], Sequence[Tensor]], first: nn.Module) -> None:
+        super().__init__()
+        self.pieces, self.first = pieces, first
+        self.middle, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.shift = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.middle(self.first(piece)).tanh() * self.shift for piece in self.pieces(x)]
+        return self.head(torch.cat([part.view(-1, *part.shape[-2:]) for part in parts]).mean(1))
+
+
 class _Chosen(nn.Module):
     """Only some rows pass through the layers: those of one kind."""
 
@@ -91,7 +105,33 @@ _ORDERS: dict[str, Order] = {
     "parted": _parted,
 }  # fmt: skip
 
+_PIECES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "split": lambda x: x.split(2),
+    "sizes": lambda x: torch.split(x, [1, len(x) - 1], dim=0),
+    "chunk": lambda x: x.chunk(3),
+    "tensor_split": lambda x: x.tensor_split(2),
+    "narrow": lambda x: [torch.narrow(x, 0, 0, 1), x.narrow(0, 1, len(x) - 1)],
+    "rows": lambda x: [*x],
+    "rows_with_an_axis": lambda x: [row.unsqueeze(0) for row in x.unbind()],
+    "of_pieces": lambda x: [part for half in x.chunk(2) for part in half.split(1)],
+}
+
+
+def _pieces(name: str, pieces: Callable[[Tensor], Sequence[Tensor]]) -> list[Case]:
+    def of_ids() -> nn.Module:
+        return _InPieces(pieces, nn.Embedding(11, 6))
+
+    def of_features() -> nn.Module:
+        return _InPieces(pieces, nn.Linear(4, 6))
+
+    return [
+        Case(f"pieces_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, on_x),
+        Case(f"pieces_of_features_{name}", of_features, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
+    ]
+
+
 CASES = [
+    *(case for name, pieces in _PIECES.items() for case in _pieces(name, pieces)),
     *(_ids(name, order) for name, order in _ORDERS.items()),
     *(_features(name, order) for name, order in _ORDERS.items()),
     Case("reordered_ids_some_rows_only", _Chosen, lambda: {"x": torch.randint(11, (6, 4))}, on_x),
