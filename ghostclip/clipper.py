@@ -318,7 +318,7 @@ class GhostClipper:
         """
         if not (torch.is_grad_enabled() and self._capture.watches):
             return
-        forward = self._capture.forward_behind(loss)
+        forward = self._capture.forwards_behind(loss)[0]
         if forward.batch_size > 1 and not forward.consumed:
             forward.losses.append(KnownLoss(function, args, kwargs, criterion, loss.grad_fn))
 

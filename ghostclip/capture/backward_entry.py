@@ -151,6 +151,11 @@ def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
     return found
 
 
+def waits_alone(forward: ForwardContext) -> bool:
+    """Return whether no forward but this one waits for a backward."""
+    return len(_waiting) == 1 and forward in _waiting
+
+
 def forwards_behind(examiner: Examiner, root: Any) -> list[ForwardContext]:
     """Return the forwards of an examiner that have had no backward yet and that a value was computed from."""
     return _owners([root]).get(examiner, [])

@@ -623,29 +623,31 @@ class CaptureContext:
         """Have the loss of a backward examined before it runs."""
         # Whoever listens already has examined it.
         if self._listener is None and self.is_trainable():
-            forwards = self._latest_first(forwards)
+            forwards = self._go_back(self._latest_first(forwards))
             with self.doubted_if_refused():
                 self._on_loss(roots, grads, forwards)
 
+    def forwards_behind(self, loss: Tensor) -> list[ForwardContext]:
+        """Return the forwards that a loss was computed from, the latest of all first unless it has no part in it."""
+        if backward_entry.waits_alone(self.forward):
+            return [self.forward]
+        return self._latest_first(backward_entry.forwards_behind(self, loss))
+
     def go_back(self, loss: Tensor) -> ForwardContext:
         """Return the forward that a loss was computed from, with what was noted of others that it was computed from."""
-        self._latest_first(backward_entry.forwards_behind(self, loss))
+        if not backward_entry.waits_alone(self.forward):
+            self._go_back(self.forwards_behind(loss))
         return self.forward
 
     def _latest_first(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
-        """Return forwards behind a loss, the latest first, which takes over what was noted of the others."""
-        # One that was run since, and has no part in the loss, is not the latest of them.
-        if forwards and self.forward not in forwards:
-            self.forward = forwards[0]
-        others = [forward for forward in forwards if forward is not self.forward]
+        latest = self.forward if self.forward in forwards or not forwards else forwards[0]
+        return [latest, *(forward for forward in forwards if forward is not latest)]
+
+    def _go_back(self, forwards: list[ForwardContext]) -> list[ForwardContext]:
+        self.forward, *others = forwards
         for other in others:
             self.forward.take_over(other)
-        return [self.forward, *others]
-
-    def forward_behind(self, loss: Tensor) -> ForwardContext:
-        """Return a forward that a loss was computed from: the latest one, unless it has no part in it."""
-        forwards = backward_entry.forwards_behind(self, loss)
-        return self.forward if not forwards or self.forward in forwards else forwards[0]
+        return forwards
 
     def watching_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward that trains, in which nothing may write state."""

@@ -230,9 +230,12 @@ def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
     """Return the weights of classes, and of other values, that a loss of torch was given."""
     node, depth = edge[0], len(path.reduced) + 1
     sizes = None if name in _OF_CLASSES else shape_at(node.next_functions[0]) or ()
-    given = (_torch.saved_or(node, kept, None) for kept in _WEIGHTS[name])
     # Its own reduction comes after them.
-    return [Factors(one, sizes, depth) for one in given if isinstance(one, Tensor)]
+    return [
+        Factors(given, sizes, depth)
+        for kept in _WEIGHTS[name]
+        if isinstance(given := _torch.saved_or(node, kept, None), Tensor)
+    ]
 
 
 def _loss_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,9 @@ Proofs by gradients see which outputs a sample's loss depends on. They do not se
 nor parameters that belong to nobody's model.
 
 A proved forward says which inner rows each row of an output leads to. A loss whose every way into the model leads
-through such outputs is therefore proved by the gradient of these outputs alone; no layer runs backward again.
+through such outputs is therefore proved by the gradient of these outputs alone; no layer runs backward again. So is
+what a loop, or a method of the model, makes of one forward's outputs and hands to the next (an encoder, then a
+decoder).
 """
 
 import re
@@ -19,16 +21,25 @@ from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
 from ghostclip.capture import backward_entry
-from ghostclip.capture.backward_entry import is_output, leads_to_forward
+from ghostclip.capture.backward_entry import forward_at, is_output, leads_to_forward
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, refuse_changes
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.row_maps import RowMap
+from ghostclip.capture.row_maps import WHOLE, RowMap, candidates
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.evidence.linear_paths import linear_ends
-from ghostclip.evidence.probe import Company, Start, Weights, repeated, roots_of, touches_others
+from ghostclip.evidence.probe import (
+    Company,
+    GradientSource,
+    Start,
+    Weights,
+    repeated,
+    roots_of,
+    touches_others,
+    weightings,
+)
 
 # They put values side by side, or take some along an axis, and no other tensor has a part in it: an axis of two that
 # they make is no axis of two samples. Expanding and repeating are not among them: a loss that pairs begins with these.
@@ -325,6 +336,26 @@ def separates_samples(
         for chosen in repeated(weights, batch_size):
             _separates_samples(begun, ends, chosen, company, batch_size)
     return not company.differing()
+
+
+def input_separates_samples(tensor: Tensor, forward: ForwardContext, *, linear: bool) -> bool:
+    """Return whether one sample's rows of an input lead to that sample's rows of earlier outputs alone.
+
+    Cost:
+        A few backwards, for an input in the graph, down to the outputs that it was computed from.
+    """
+    size, source = forward.batch_size, GradientSource.of(tensor)
+    found = proved_outputs([Start(source, WHOLE)])
+    # Rows of a batch of another size belong to another number of samples, which the backward refuses.
+    sizes = {edge: one.batch_size for edge in found if (one := forward_at(edge[0])) is not None}
+    ends = {edge: rows for edge, rows in found.items() if sizes.get(edge) == size}
+    if not ends:
+        return True
+    # One without rows of samples belongs to none of them. Of the first sample there is no gradient in some backwards.
+    maps = candidates(tensor.shape, size, axis=forward.batch_axis) or [RowMap("one", 0, torch.tensor([1]))]
+    weights = weightings(size, linear=linear)
+    begun = ([Start(source, row_map)] for row_map in maps)
+    return any(separates_samples(one, ends, weights, batch_size=size, linear=linear) for one in begun)
 
 
 def _separates_samples(

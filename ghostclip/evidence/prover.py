@@ -28,9 +28,8 @@ from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
-from ghostclip.errors import GhostClipError, LossReductionError, UncoveredParameterError
+from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.batches import Batch, resized
-from ghostclip.evidence.between import refuse_mixed_inputs
 from ghostclip.evidence.custom_backwards import (
     has_custom_backwards,
     is_linear,
@@ -53,6 +52,7 @@ from ghostclip.evidence.loss_graph import (
     Unheard,
     has_hooks,
     hooks_below,
+    input_separates_samples,
     note_proved,
     refuse_beyond_outputs,
     refuse_hooks_of_layers,
@@ -68,6 +68,12 @@ _SINGLE_ROWS: Final = (
     "{model}: its layers met single rows of the batch without an axis for them (x[i], for row in x), so that nothing "
     "is known of its outputs: whose they are, and whether samples mix. Give each layer the whole batch, or rows with "
     "an axis, x[i:i+1]; BatchMemoryManager computes a batch in parts where memory is short."
+)
+_MIXED_INPUT: Final = (
+    "an input of shape {shape} of {module}.forward, which was computed from outputs of an earlier forward, brings "
+    "samples together (a mean over the batch, rows in another order): the gradient of one sample would depend on "
+    "others, and no clipping bounds that. Compute each sample's input from that sample's outputs alone, its row in its "
+    "place."
 )
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
@@ -226,10 +232,16 @@ class Evidence:
 
     def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Refuse a forward that went on from an earlier one's outputs, where samples had met on the way."""
-        linked = [tensor for tensor in _tree.tensors(call.inputs) if tensor.grad_fn is not None]
-        if linked and capture.gathering is None and not _has_packed(call.inputs):
-            with self.unseen(capture, linked, capture.forward):
-                refuse_mixed_inputs(capture, linked, f"{type(call.module).__name__}.forward")
+        linked = [one for one in _tree.tensors(call.inputs) if one.grad_fn is not None and one.is_floating_point()]
+        if not linked or capture.gathering is not None or _has_packed(call.inputs):
+            return
+        forward = capture.forward
+        with self.unseen(capture, linked, forward), capture.listening(Unheard()):
+            for tensor in linked:
+                linear = is_linear([tensor], capture, forward)
+                if not input_separates_samples(tensor, forward, linear=linear):
+                    shape, module = tuple(tensor.shape), type(call.module).__name__
+                    raise SampleMixingError(_MIXED_INPUT.format(shape=shape, module=module))
 
     def _look_before(
         self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None

@@ -93,7 +93,6 @@ ORDERED = {
         "loss_graph",
         "slopes",
         "custom_backwards",
-        "between",
         "padding",
         "prover",
         "losses",
