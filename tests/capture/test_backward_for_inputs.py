@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import BatchAxisError, UncoveredParameterError
+from ghostclip.errors import BatchAxisError
 
 
 def _model():
@@ -32,22 +32,6 @@ def test_gradient_of_the_input_alone_adds_nothing(strategy):
     assert not clipper.has_clipped_sum
     clipper.backward(_losses(model, x))
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), want, strict=True))
-
-
-class _SampleByOne(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return torch.stack([self.linear(one) for one in x])
-
-
-def test_loop_over_samples_is_refused():
-    model, x = _SampleByOne(), torch.randn(4, 2, 5)
-    ghostclip.GhostClipper(model, max_grad_norm=0.5)
-    with pytest.raises(UncoveredParameterError, match="pieces of the batch"):
-        model(x)
 
 
 class _Reversed(nn.Module):

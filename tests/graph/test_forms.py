@@ -106,7 +106,7 @@ import resource, torch
 from ghostclip.graph import forms
 
 for most, blocks in ((1 << 25, 8), (5 << 25, 40)):
-    forms.have_freed_kept(most)
+    forms.reuse_freed_memory(most)
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         held = [torch.ones(1 << 20) for _ in range(blocks)]
