@@ -234,27 +234,15 @@ class KeyedNoise:
         if target is not tensor:
             tensor.copy_(target)
 
-    @torch.no_grad()
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add N(0, std²) to every element of several tensors, in place.
 
         Privacy:
             Every element gets noise of its own, as by calling `add_` for each tensor.
-
-        Cost:
-            Temporary memory for a pack and its noise: two blocks.
         """
         # Tensors of up to a block are joined to packs of up to a block, and a pack is one call of `add_`: a model has
         # hundreds of them, for which starting a generator would cost more than the noise.
-        if non_negative(std, "std") == 0:
-            return
-        for pack in packs(tensors, self._block_size):
-            if len(pack) == 1:
-                self.add_(pack[0], std)
-                continue
-            flat_N = _torch.flattened(pack)
-            self.add_(flat_N, std)
-            copy_back_(flat_N, pack)
+        self.release_all_(tensors, std, 1.0)
 
     @torch.no_grad()
     def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> None:
