@@ -9,6 +9,7 @@ everything or nothing: what a failed load has touched is put back as it was.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -100,7 +101,7 @@ def _kept_values(optimizer: DPOptimizer) -> Undo:
 def _kept_attributes(holder: object) -> Undo:
     """Return a function that restores an object's attributes, and its lists, dicts, sets and generators in place."""
     before = dict(vars(holder))
-    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set)]
+    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set, Counter)]
     generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
 
     def put_back() -> None:

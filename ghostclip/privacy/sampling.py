@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from ghostclip.accounting.history import SamplingEvent
+from ghostclip.accounting.history import Charge, SamplingEvent, joined
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
 from ghostclip.data.batch_memory_manager import splittable_batches
 from ghostclip.data.collation import padding_of
@@ -35,7 +35,7 @@ from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise.correlated import Correlation
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
-from ghostclip.privacy.charges import Charge, cost_of, joined
+from ghostclip.privacy.charges import cost_of
 
 _OF_ANY_SIZE = ("poisson", "truncated_poisson", "cyclic_poisson", "allocation")
 _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
