@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -374,24 +375,25 @@ def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 @contextmanager
 def _put_back(*owners: Any) -> Iterator[None]:
     """Yield, then restore the plain numbers, small containers and random generators of objects."""
-    states = [(one, *_state_of(one)) for one in _reached(owners)]
+    states = _states_of(owners)
     try:
         yield
     finally:
-        for one, before, write in states:
-            write(one, before)
+        for put_back in states:
+            put_back()
 
 
-def _reached(owners: Sequence[Any]) -> list[Any]:
-    """Return objects, and those in their attributes and closures, whose state can be restored."""
-    found: dict[int, Any] = {}
+def _states_of(owners: Sequence[Any]) -> list[Callable[[], object]]:
+    """Return what restores objects, and those in their attributes and closures, as far as that can be done."""
+    found: dict[int, Callable[[], object]] = {}
     pending = [(one, 0) for one in owners]
     while pending:
         one, depth = pending.pop()
         if id(one) in found or depth > _INSIDE or isinstance(one, (Tensor, np.ndarray, torch.nn.Module, type)):
             continue
-        if _state_of(one) is not None:
-            found[id(one)] = one
+        put_back = _state_of(one)
+        if put_back is not None:
+            found[id(one)] = put_back
         cells = [cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_filled(cell)]
         held = list(vars(one).values()) if hasattr(one, "__dict__") else []
         bound = [getattr(one, name) for name in ("__self__", "func") if hasattr(one, name)]
@@ -407,21 +409,21 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _state_of(one: Any) -> Any:
-    """Return an object's state, and a function that restores it; None where it has none."""
+def _state_of(one: Any) -> Callable[[], object] | None:
+    """Return a function that restores an object's state; None where it has none."""
     if isinstance(one, torch.Generator):
-        return one.get_state(), lambda kept, state: kept.set_state(state)
-    if isinstance(one, np.random.Generator):
-        return copy.deepcopy(one.bit_generator.state), lambda kept, state: setattr(kept.bit_generator, "state", state)
+        return partial(one.set_state, one.get_state())
     if isinstance(one, np.random.RandomState):
-        return one.get_state(), lambda kept, state: kept.set_state(state)
+        return partial(one.set_state, one.get_state())
+    if isinstance(one, np.random.Generator):
+        return partial(setattr, one.bit_generator, "state", copy.deepcopy(one.bit_generator.state))
     if isinstance(one, random.Random):
-        return one.getstate(), lambda kept, state: kept.setstate(state)
+        return partial(one.setstate, one.getstate())
     if isinstance(one, (list, set, dict)):
-        return (one.copy(), _rewrite) if len(one) <= _KEPT else None
+        return partial(_rewrite, one, one.copy()) if len(one) <= _KEPT else None
     plain = (bool, int, float, str, type(None))
     if hasattr(one, "__dict__") and not isinstance(one, type(random)):
-        return {name: value for name, value in vars(one).items() if isinstance(value, plain)}, _reassign
+        return partial(_reassign, one, {name: value for name, value in vars(one).items() if isinstance(value, plain)})
     return None
 
 
