@@ -183,7 +183,7 @@ class Accountant(IAccountant):
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Record one Poisson-sampled Gaussian release; without sampling, q is 1."""
-        # Several releases on one batch are one step with their `joint_noise_multiplier`.
+        # Several releases on one batch are one step with σ^-2 = Σ σ_i^-2.
         self.add((checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1))
 
     def record(self, event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> None:

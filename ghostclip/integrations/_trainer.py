@@ -27,7 +27,6 @@ from ghostclip.data.physical_batches import count_rows, rows_of
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import (
     DataError,
-    GhostClipError,
     InvalidOptionError,
     LossReductionError,
     SampleMixingError,
@@ -264,14 +263,6 @@ def _refuse_model(trainer: Any) -> None:
         )
 
 
-def unexpected(batch: Any) -> GhostClipError:
-    """Return the error for a batch that the private loader did not hand out."""
-    return DataError(
-        f"training_step() was given a {type(batch).__name__} that the private loader did not hand out. Let the trainer "
-        "make its loader (get_train_dataloader)."
-    )
-
-
 class Ticket(dict[str, Any]):
     """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed."""
 
@@ -303,15 +294,11 @@ class PrivateRun:
         self.training = HostTraining(
             arguments, max_grad_norm=arguments.max_grad_norm, rank=lambda: int(arguments.process_index)
         )
+        self.engine: PrivacyEngine = self.training.engine
         self.steps = len(self._private_loader().private_sampler)
         self._pass: Iterator[Any] | None = None
         self._physical: Any = None
         self._manager: BatchMemoryManager | None = None
-
-    @property
-    def engine(self) -> PrivacyEngine:
-        """What keeps the account."""
-        return self.training.engine
 
     @property
     def optimizer(self) -> DPOptimizer | None:

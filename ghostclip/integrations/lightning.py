@@ -30,14 +30,13 @@ from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested
 
-_LIBRARIES = ("lightning", "pytorch_lightning")
 _PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
 def base_of(datamodule: Any) -> type:
     """Return the `LightningDataModule` that a module derives from, of whichever library; refuse what is none."""
     for kind in type(datamodule).__mro__:
-        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _LIBRARIES:
+        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _PLACES:
             return kind
     raise InvalidOptionError(
         f"datamodule {type(datamodule).__name__}: not a LightningDataModule. Give the one that the trainer would get, "
@@ -47,7 +46,7 @@ def base_of(datamodule: Any) -> type:
 
 def callback_bases() -> tuple[type, ...]:
     """Return the `Callback` classes of the libraries that are in use, or of the one that is installed."""
-    used = [name for name in _LIBRARIES if _PLACES[name] in sys.modules] or list(_LIBRARIES)
+    used = [name for name in _PLACES if _PLACES[name] in sys.modules] or list(_PLACES)
     found: list[type] = []
     for name in used:
         try:

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
 from operator import attrgetter
-from threading import Lock
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -37,28 +36,19 @@ _log = logging.getLogger(__name__)
 
 def run(jobs: Iterator[Callable[[], None]], *, workers: int) -> None:
     """Run all jobs, in any order if there are several threads, and return when they are done."""
-    # One thread at a time asks for the next job. The others end with the call, so that a process may fork.
     if workers <= 1:
         for job in jobs:
             job()
         return
-    turn = Lock()
 
     # Threads start with gradients on, whatever the one that started them does.
     @torch.no_grad()
-    def work() -> None:
-        while True:
-            with turn:
-                job = next(jobs, None)
-            if job is None:
-                return
-            job()
+    def work(job: Callable[[], None]) -> None:
+        job()
 
-    with ThreadPoolExecutor(workers - 1) as pool:
-        others = [pool.submit(work) for _ in range(workers - 1)]
-        work()
-    for other in others:
-        other.result()
+    # They end with the call, so that a process may fork.
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, jobs))
 
 
 def add_noise_(source: Any, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:

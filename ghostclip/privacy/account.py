@@ -116,16 +116,6 @@ class Account:
         """Whether this process has charged nothing yet."""
         return len(self.accountant) == self._from_before
 
-    def replace(self, accountant: Accountant, *, fresh: bool) -> None:
-        """Continue the account with another accountant, which has what is released already."""
-        # `fresh`: this process has charged none of it.
-        self.accountant.hold(Counter())
-        self.accountant = self.released.accountant = accountant
-        accountant.hold(self._released)
-        self._from_before = len(accountant) if fresh else -1
-        for budget in self.budgets:
-            budget.forget()
-
     def keep_with(self, accountant: IAccountant) -> None:
         """Let the account be kept by an accountant of the user's.
 
@@ -167,7 +157,12 @@ class Account:
                 self.require_relation(accountant.relation)
             accountant.relation = before.relation
         replace_charges(accountant, [*brought, *held])
-        self.replace(accountant, fresh=was_fresh)
+        before.hold(Counter())
+        self.accountant = self.released.accountant = accountant
+        accountant.hold(self._released)
+        self._from_before = len(accountant) if was_fresh else -1
+        for budget in self.budgets:
+            budget.forget()
 
     def open(self, optimizer: DPOptimizer, sampling: Sampling, mechanism: Mapping[str, Any]) -> None:
         """Charge the steps of an optimizer from now on; ``mechanism`` describes one of its steps in plain values."""

@@ -57,8 +57,7 @@ def all_or_nothing(
     if optimizer is not None:
         holders += [optimizer.noise_source, optimizer.clipper.policy, optimizer.compiled]
         inner = optimizer.original_optimizer
-        undo += [_kept_attributes(one) for one in (inner, *getattr(inner, "members", ()))]
-        undo.append(_kept_values(optimizer))
+        undo += [_kept_attributes(one) for one in (optimizer, inner, *getattr(inner, "members", ()))]
     undo += [_kept_attributes(one) for one in _reached(holders)]
     with ExitStack() as stack:
         for put_back in undo:
@@ -89,13 +88,6 @@ def _copy_of(tensor: Tensor) -> Tensor:
     """Copy a tensor to main memory, since a model may fill its device's; one of another kind to where it lies."""
     plain = type(tensor) in (Tensor, nn.Parameter)
     return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
-
-
-def _kept_values(optimizer: DPOptimizer) -> Undo:
-    """Return a function that restores what loading sets on a private optimizer."""
-    names = ("releases", "_noise_multiplier")
-    before = {name: vars(optimizer)[name] for name in names}
-    return lambda: vars(optimizer).update(before)
 
 
 def _kept_attributes(holder: object) -> Undo:
