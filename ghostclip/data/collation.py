@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
+from ghostclip import _tree
 from ghostclip.errors import DataError
 from ghostclip.evidence.module_state import Reachable
 from ghostclip.evidence.padding import Padded
@@ -337,7 +338,8 @@ def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
 def _copied(record: Any) -> Any:
     """Return a copy of a record, which a collate function may change; the record itself where it has none."""
     try:
-        return copy.deepcopy(record)
+        # A row of a tensor is a view, of which `deepcopy` would copy all of the tensor.
+        return copy.deepcopy(record, {id(tensor): tensor.clone() for tensor in _tree.tensors(record)})
     except Exception:  # noqa: BLE001 - records may hold what cannot be copied (files)
         return dict(record) if isinstance(record, Mapping) else record
 
