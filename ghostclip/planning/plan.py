@@ -163,7 +163,7 @@ def _shapes_of(weight: Tensor, positions: int, samples: int) -> Iterator[Shape]:
 def _pays(shape: Shape) -> bool:
     """Return whether a layer that the rule does not cover would save something."""
     _, positions, inputs, outputs, dtype, _ = shape
-    by_rule = positions <= 1 or planner.keeps_per_sample(positions, inputs, outputs, dtype.itemsize)
+    by_rule = positions <= 1 or planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
     return not by_rule and _estimated(shape) > 0
 
 
@@ -195,7 +195,7 @@ def held_by(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[int,
         kept = _dense_bytes(use, forward) or _kernel_bytes(use, arriving, forward)
         return (kept, False) if kept else (arriving, True)
     shape = found[1]
-    if planner.keeps_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
+    if planner.stores_per_sample(shape.positions, shape.inputs, shape.outputs, shape.dtype.itemsize):
         return _gradient_bytes(shape), False
     return arriving, True
 
@@ -233,7 +233,7 @@ def _kernel_bytes(use: ParamUse, arriving: int, forward: ForwardContext) -> int:
         return 0
     inputs, positions = kernel[0].numel(), _positions(kernel, arriving, samples)
     small = samples * kernel.numel() <= convolution.SMALL
-    if small or planner.keeps_per_sample(positions, inputs, kernel.shape[0], kernel.element_size()):
+    if small or planner.stores_per_sample(positions, inputs, kernel.shape[0], kernel.element_size()):
         return samples * kernel.numel() * max(4, kernel.element_size())
     return 0
 
