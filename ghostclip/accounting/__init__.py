@@ -10,7 +10,6 @@ from ghostclip.accounting.calibration import (
     get_noise_multiplier,
     get_sample_rate,
     get_steps,
-    joint_noise_multiplier,
 )
 from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
@@ -46,7 +45,6 @@ __all__ = [
     "get_noise_multiplier",
     "get_sample_rate",
     "get_steps",
-    "joint_noise_multiplier",
     "rdp_curve",
     "register_accountant",
     "steps_per_epoch",

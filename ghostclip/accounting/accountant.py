@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from ghostclip._validate import positive_int
 from ghostclip.accounting.history import (
+    Charge,
     Entry,
     History,
     Kind,
@@ -19,7 +21,10 @@ from ghostclip.accounting.history import (
     checked_others,
     checked_relation,
     checked_sample_rate,
+    counted,
     guarantee_entry,
+    joined,
+    times,
     totals,
     truncated_entry,
 )
@@ -124,25 +129,20 @@ class Accountant(IAccountant):
         super().__init__()
         self.relation = checked_relation(relation)
         self.others: list[OtherEntry] = []  # all other releases as (kind, parameters, times)
-        self._held: Mapping[Kind, int] = {}
+        self._held = Counter[Kind]()
 
-    def hold(self, released: Mapping[Kind, int]) -> None:
+    def hold(self, released: Counter[Kind]) -> None:
         """Set the counts that an engine has released, which the engine updates."""
         # A shorter history is refused from then on.
         self._held = released
 
-    def lacking(self) -> dict[Kind, int]:
+    def lacking(self) -> Counter[Kind]:
         """Return the releases of the engine that are missing in this history, as numbers by kind."""
-        there: dict[Kind, int] = {}
-        for first, second, count in (*self.history, *self.others):
-            kind = cast("Kind", (first, second))
-            there[kind] = there.get(kind, 0) + count
-        missing = {kind: count - there.get(kind, 0) for kind, count in self._held.items()}
-        return {kind: count for kind, count in missing.items() if count > 0}
+        return self._held - counted((*self.history, *self.others))
 
     def require_whole(self) -> None:
         """Refuse a history that lacks what the engine has released: emptied, shortened or changed by hand."""
-        lacking = self.lacking() if self._held else {}
+        lacking = self.lacking()
         if lacking:
             kind, count = next(iter(lacking.items()))
             raise InvalidOptionError(
@@ -183,8 +183,8 @@ class Accountant(IAccountant):
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Record one Poisson-sampled Gaussian release; without sampling, q is 1."""
-        # Several releases on one batch are one step with their `joint_noise_multiplier`.
-        self._add_steps(checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1)
+        # Several releases on one batch are one step with σ^-2 = Σ σ_i^-2.
+        self.add((checked_noise_multiplier(noise_multiplier), checked_sample_rate(sample_rate), 1))
 
     def record(self, event: SamplingEvent, *, noise_multiplier: float, count: int = 1) -> None:
         """Record releases as a sampler describes them, σ in units of one record's sensitivity; of rounds one each."""
@@ -197,27 +197,22 @@ class Accountant(IAccountant):
                     "batches cost differently under the two. Create the accountant with the event's relation."
                 )
             entry = truncated_entry(sigma, event.sample_rate, event.num_units, event.truncation or 0)
-            self._add_other("truncated_poisson", entry, count)
+            self.add(("truncated_poisson", entry, count))
         elif event.kind == "allocation" and event.steps_per_event > 1:
             # k of T steps cost at most what k rounds of one of T/k steps do.
             each = event.steps_per_event // event.participations
-            self._add_other("allocation", allocation_entry(sigma, each), count * event.participations)
+            self.add(("allocation", allocation_entry(sigma, each), count * event.participations))
         else:
-            self._add_steps(sigma, checked_sample_rate(event.sample_rate), count)
+            self.add((sigma, event.sample_rate, count))
 
     def record_guarantee(self, *, epsilon: float, delta: float = 0.0) -> None:
         """Record a release of any kind that is known to be (ε, δ)-private under this accountant's relation."""
-        self._add_other("guarantee", guarantee_entry(epsilon, delta), 1)
+        self.add(("guarantee", guarantee_entry(epsilon, delta), 1))
 
-    def _add_steps(self, sigma: float, rate: float, steps: int) -> None:
-        if self.history and self.history[-1][:2] == (sigma, rate):
-            steps += self.history.pop()[2]
-        self.history.append((sigma, rate, steps))
-
-    def _add_other(self, kind: str, parameters: tuple[float, ...], count: int) -> None:
-        if self.others and self.others[-1][:2] == (kind, parameters):
-            count += self.others.pop()[2]
-        self.others.append((kind, parameters, count))
+    def add(self, charge: Charge) -> None:
+        """Record releases as an entry of the history, which is not checked."""
+        entries: list[Any] = self.others if isinstance(charge[0], str) else self.history
+        entries[-1:] = joined([*entries[-1:], charge])
 
     def __len__(self) -> int:
         return sum(entry[2] for entry in (*self.history, *self.others))
@@ -251,11 +246,8 @@ class Accountant(IAccountant):
         history = checked_history(state_dict["history"], where="accountant state")
         others = checked_others(state_dict.get("others", ()), where="accountant state")
         self.history, self.others = history, others
-        for (first, second), count in self.lacking().items():
-            if isinstance(first, str):
-                self._add_other(first, cast("tuple[float, ...]", second), count)
-            else:
-                self._add_steps(first, cast("float", second), count)
+        for kind, count in self.lacking().items():
+            self.add(times(kind, count))
 
 
 def _require_complete(state_dict: Mapping[str, Any]) -> None:

@@ -168,18 +168,6 @@ def get_steps(
     return low
 
 
-def joint_noise_multiplier(*noise_multipliers: float) -> float:
-    """Return the σ of several Gaussian releases on one batch: σ^-2 = Σ σ_i^-2.
-
-    Reference:
-        Andrew, Thakkar, McMahan, Ramaswamy 2021, Theorem 1.
-    """
-    # In adaptive clipping, for example, of the gradients and of the count of samples below the threshold, whose
-    # sensitivity is 1/2 where samples count as ±1/2.
-    inverse = math.fsum(positive(sigma, "noise_multipliers", allow_infinity=True) ** -2 for sigma in noise_multipliers)
-    return 1 / math.sqrt(inverse) if inverse > 0 else math.inf
-
-
 def delta_too_large(delta: float, num_samples: int | None) -> str | None:
     """Return a warning if δ is at least 1/N, else None."""
     if num_samples is None or delta * num_samples < 1:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from ghostclip._validate import choice, fraction, non_negative, positive_int
 from ghostclip.errors import InvalidOptionError
@@ -21,9 +22,32 @@ Entry = tuple[float, float, int]
 OtherEntry = tuple[str, tuple[float, ...], int]
 """(kind, parameters, number): "truncated_poisson" (σ, q, N, largest batch), "allocation" (σ, t), "guarantee" (ε, δ)."""
 
+Charge = Entry | OtherEntry
 
 Kind = tuple[float, float] | tuple[str, tuple[float, ...]]
 """An entry without its number."""
+
+
+def times(kind: Kind, count: int) -> Charge:
+    """Return ``count`` equal entries as one."""
+    return cast("Charge", (*kind, count))
+
+
+def joined(charges: Iterable[Charge]) -> list[Charge]:
+    """Return entries in order, consecutive equal ones as one."""
+    runs: list[Charge] = []
+    for charge in charges:
+        before = runs.pop()[2] if runs and runs[-1][:2] == charge[:2] else 0
+        runs.append(cast("Charge", (*charge[:2], charge[2] + before)))
+    return runs
+
+
+def counted(charges: Iterable[Charge]) -> Counter[Kind]:
+    """Return the number of entries of each kind."""
+    counts = Counter[Kind]()
+    for first, second, count in charges:
+        counts[cast("Kind", (first, second))] += count
+    return counts
 
 
 @dataclass(frozen=True)
@@ -54,9 +78,9 @@ class History:
         rates = [(parameters[1], count) for parameters, count in (*self.steps, *self.truncated)]
         rates += [(delta if epsilon == 0 else 1.0, count) for (epsilon, delta), count in self.guarantees]
         rates += [(1.0, count) for _, count in self.allocated]
-        counts: dict[float, int] = {}
+        counts = Counter[float]()
         for rate, count in rates:
-            counts[rate] = counts.get(rate, 0) + count
+            counts[rate] += count
         at_most = sum(Fraction(rate) * count for rate, count in counts.items())
         missed = math.fsum(count * math.log1p(-rate) if rate < 1 else -math.inf for rate, count in counts.items())
         # The sum is rounded upwards; the other one has a margin for its logarithms.
@@ -71,13 +95,13 @@ def _float_above(value: Fraction | int) -> float:
 
 def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str) -> History:
     """Return a history in which equal releases are one entry; steps that release nothing are left out."""
-    steps: dict[tuple[float, float], int] = {}
+    steps = Counter[tuple[float, float]]()
     for sigma, rate, count in history:
         if count and rate > 0 and sigma < math.inf:
-            steps[sigma, rate] = steps.get((sigma, rate), 0) + count
-    rest: dict[str, dict[tuple[float, ...], int]] = {"truncated_poisson": {}, "guarantee": {}, "allocation": {}}
+            steps[sigma, rate] += count
+    rest = defaultdict[str, Counter[tuple[float, ...]]](Counter)
     for kind, parameters, count in others:
-        rest[kind][parameters] = rest[kind].get(parameters, 0) + count
+        rest[kind][parameters] += count
     if rest["allocation"] and relation == "replace_one":
         raise InvalidOptionError("random allocation: its cost is known for relation 'zero_out' and 'add_remove' only.")
     return History(

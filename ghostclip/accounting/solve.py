@@ -82,17 +82,8 @@ class _Fineness:
             smoothing = 0.0
         # δ grows by e^slack at most on the way to there.
         lowest = max(0.0, spot.epsilon - slack / spot.c)
-        return Contour(
-            composition,
-            chosen_nodes(
-                composition,
-                c=spot.c,
-                smoothing=smoothing,
-                epsilon=lowest,
-                delta=delta,
-                cut=spot.cut,
-            ),
-        )
+        nodes = chosen_nodes(composition, c=spot.c, smoothing=smoothing, epsilon=lowest, delta=delta, cut=spot.cut)
+        return Contour(composition, nodes)
 
 
 def epsilon_bounds(
@@ -121,11 +112,11 @@ def _one_direction(build: Build, direction: str, delta: float, reach: float, wid
     for _ in range(MOST_REFINEMENTS):
         cells = fineness.cells(spot, reach)
         upper = build(direction, "upper", cells)
-        best = Bounds(best.lower, min(best.upper, _upper_epsilon(upper, spot, delta, fineness)))
+        best = Bounds(best.lower, min(best.upper, _certified_epsilon(upper, spot, delta, fineness, above=True)))
         if best.upper == 0:
             break
         lower = build(direction, "lower", cells)
-        best = Bounds(max(best.lower, _lower_epsilon(lower, spot, delta, fineness)), best.upper)
+        best = Bounds(max(best.lower, _certified_epsilon(lower, spot, delta, fineness, above=False)), best.upper)
         gap, before = best.upper - best.lower, gap
         if gap <= tolerance * best.upper or gap > 0.8 * before:
             break
@@ -250,26 +241,17 @@ def _chernoff_epsilon(composition: Composition, c: float, delta: float) -> float
     return max(0.0, (log_chernoff(composition, 0.0, c, 0.0) - math.log(left)) / c) if left > 0 else math.inf
 
 
-def _upper_epsilon(composition: Composition, spot: _Spot, delta: float, fineness: _Fineness) -> float:
-    """Return an ε at which the certified δ is at most `delta`."""
-    if composition.infinite >= delta:
-        return math.inf
-    fallback = _chernoff_epsilon(composition, spot.c, delta)
-    if composition.is_single:
-        return _crossing(lambda epsilon: composition.delta_of_single(epsilon)[1], (spot.epsilon, fallback), delta)
-    contour = fineness.contour(composition, spot, delta - composition.infinite)
-    return _crossing(contour.upper, (spot.epsilon, fallback), delta)
-
-
-def _lower_epsilon(composition: Composition, spot: _Spot, delta: float, fineness: _Fineness) -> float:
-    """Return an ε at which the certified δ is at least `delta`."""
-    if composition.infinite > delta:
+def _certified_epsilon(
+    composition: Composition, spot: _Spot, delta: float, fineness: _Fineness, *, above: bool
+) -> float:
+    """Return an ε at which the certified δ is at most `delta`, or with ``above=False`` one at which it is at least."""
+    if composition.infinite > delta or (above and composition.infinite == delta):
         return math.inf
     span = (spot.epsilon, _chernoff_epsilon(composition, spot.c, delta))
     if composition.is_single:
-        return _crossing(lambda epsilon: composition.delta_of_single(epsilon)[0], span, delta, above=False)
+        return _crossing(lambda epsilon: composition.delta_of_single(epsilon)[above], span, delta, above=above)
     contour = fineness.contour(composition, spot, delta - composition.infinite)
-    return _crossing(contour.lower, span, delta, above=False)
+    return _crossing(contour.upper if above else contour.lower, span, delta, above=above)
 
 
 def _crossing(

@@ -40,13 +40,6 @@ class Chunk(NamedTuple):
     indices: list[int]
 
 
-class _Samples(NamedTuple):
-    """Message of the data set to the collate function: the samples of one physical batch."""
-
-    token: BatchToken
-    samples: Any
-
-
 class SplittingSampler(Sampler[Any]):
     """Splits each logical batch of indices into nearly equal parts, as the policy allows at that moment."""
 
@@ -72,15 +65,16 @@ class SplittingSampler(Sampler[Any]):
 
 
 class _TokenDataset(Dataset[Any]):
-    """The user's data set, read a chunk at a time."""
+    """The user's data set, read and collated a chunk at a time, with the token."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
+        self._collate_fn = collate_fn
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, chunk: Chunk) -> _Samples:
+    def __getitems__(self, chunk: Chunk) -> tuple[BatchToken, Any]:
         many = getattr(self.dataset, "__getitems__", None)
         if not chunk.indices:
             samples: Any = []
@@ -88,7 +82,7 @@ class _TokenDataset(Dataset[Any]):
             samples = many(chunk.indices)
         else:
             samples = [self.dataset[index] for index in chunk.indices]
-        return _Samples(chunk.token, samples)
+        return chunk.token, self._collate_fn(samples)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -99,14 +93,9 @@ class _TokenDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-class _TokenCollate:
-    """The user's collate function, which passes the token on."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self._collate_fn = collate_fn
-
-    def __call__(self, fetched: Any) -> tuple[BatchToken, Any]:
-        return fetched.token, self._collate_fn(fetched.samples)
+def _collated(batch: Any) -> Any:
+    """Stand for a collate function, where the data set has collated."""
+    return batch
 
 
 class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
@@ -123,9 +112,9 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         self._policy = policy
         self._physical_per_logical = lambda: max(1, math.ceil(expected_batch_size / policy.size))
         super().__init__(
-            _TokenDataset(loader.dataset),
+            _TokenDataset(loader.dataset, loader.collate_fn),
             batch_sampler=SplittingSampler(self._logical_batches, policy),
-            collate_fn=_TokenCollate(loader.collate_fn),
+            collate_fn=_collated,
             generator=loader.generator,
             **worker_options(loader),
         )

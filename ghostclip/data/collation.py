@@ -3,8 +3,7 @@
 The batch axis of every tensor of an empty batch is found by evidence: one record is collated once, and twice, and the
 axis that grew is the batch axis. That needs no convention, and covers batch-second and folded layouts as well as
 tensors without one. What a function mixes or pads shows where a few records are collated in other company; the global
-random generators, those of the data set and of the function, and what these count in plain numbers and lists are put
-back.
+random generators, those of the data set and of the function, and what else these hold are put back.
 
 Shape letter: n records.
 """
@@ -14,10 +13,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import random
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -27,7 +25,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
+from ghostclip import _tree
 from ghostclip.errors import DataError
+from ghostclip.evidence.module_state import Reachable
 from ghostclip.evidence.padding import Padded
 from ghostclip.language.tasks import own_randomness
 
@@ -40,7 +40,7 @@ _SEEDS: Final = 8
 # Records that are read in any case, as far as there are so many; and where reading them is quick.
 _LEAST: Final = 4
 _COMPANY: Final = 8
-# Entries of a list or a dict up to which it is put back; objects of objects that are looked into.
+# Entries of a container up to which it is put back; objects of objects that are looked into.
 _KEPT: Final = 4096
 _INSIDE: Final = 4
 
@@ -158,7 +158,7 @@ def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = 
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return ()
     # Data sets that augment draw random numbers too.
-    with own_randomness(), _put_back(dataset, collate):
+    with own_randomness(), _put_back(dataset, getattr(collate, "wrapped", collate)):
         try:
             if may_be_empty:
                 _collated(collate, [], 0)
@@ -330,7 +330,7 @@ def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
     # What a function warns of one record is nothing that its user has asked for.
-    with own_randomness(seed), _put_back(collate), warnings.catch_warnings():
+    with own_randomness(seed), _put_back(getattr(collate, "wrapped", collate)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return collate([_copied(record) for record in records])
 
@@ -338,7 +338,8 @@ def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
 def _copied(record: Any) -> Any:
     """Return a copy of a record, which a collate function may change; the record itself where it has none."""
     try:
-        return copy.deepcopy(record)
+        # A row of a tensor is a view, of which `deepcopy` would copy all of the tensor.
+        return copy.deepcopy(record, {id(tensor): tensor.clone() for tensor in _tree.tensors(record)})
     except Exception:  # noqa: BLE001 - records may hold what cannot be copied (files)
         return dict(record) if isinstance(record, Mapping) else record
 
@@ -371,69 +372,18 @@ def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in batch.items()}
 
 
+class _Changeable(Reachable):
+    """What a trial may change; long containers are tables of data, and would take long to compare."""
+
+    def _note(self, item: Any, *, given: bool) -> Iterable[Any]:
+        return () if isinstance(item, (list, set, dict)) and len(item) > _KEPT else super()._note(item, given=given)
+
+
 @contextmanager
 def _put_back(*owners: Any) -> Iterator[None]:
-    """Yield, then restore the plain numbers, small containers and random generators of objects."""
-    states = [(one, *_state_of(one)) for one in _reached(owners)]
+    """Yield, then restore what objects hold: numbers, short containers, tensors and random generators."""
+    before = _Changeable((), arguments=owners)
     try:
         yield
     finally:
-        for one, before, write in states:
-            write(one, before)
-
-
-def _reached(owners: Sequence[Any]) -> list[Any]:
-    """Return objects, and those in their attributes and closures, whose state can be restored."""
-    found: dict[int, Any] = {}
-    pending = [(one, 0) for one in owners]
-    while pending:
-        one, depth = pending.pop()
-        if id(one) in found or depth > _INSIDE or isinstance(one, (Tensor, np.ndarray, torch.nn.Module, type)):
-            continue
-        if _state_of(one) is not None:
-            found[id(one)] = one
-        cells = [cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_filled(cell)]
-        held = list(vars(one).values()) if hasattr(one, "__dict__") else []
-        bound = [getattr(one, name) for name in ("__self__", "func") if hasattr(one, name)]
-        pending += [(part, depth + 1) for part in [*cells, *held, *bound]]
-    return list(found.values())
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _state_of(one: Any) -> Any:
-    """Return an object's state, and a function that restores it; None where it has none."""
-    if isinstance(one, torch.Generator):
-        return one.get_state(), lambda kept, state: kept.set_state(state)
-    if isinstance(one, np.random.Generator):
-        return copy.deepcopy(one.bit_generator.state), lambda kept, state: setattr(kept.bit_generator, "state", state)
-    if isinstance(one, np.random.RandomState):
-        return one.get_state(), lambda kept, state: kept.set_state(state)
-    if isinstance(one, random.Random):
-        return one.getstate(), lambda kept, state: kept.setstate(state)
-    if isinstance(one, (list, set, dict)):
-        return (one.copy(), _rewrite) if len(one) <= _KEPT else None
-    plain = (bool, int, float, str, type(None))
-    if hasattr(one, "__dict__") and not isinstance(one, type(random)):
-        return {name: value for name, value in vars(one).items() if isinstance(value, plain)}, _reassign
-    return None
-
-
-def _rewrite(one: Any, before: Any) -> None:
-    held = [list(found.items()) if isinstance(found, dict) else [(part,) for part in found] for found in (one, before)]
-    # By identity: what tensors hold is not compared.
-    if [tuple(map(id, parts)) for parts in held[0]] != [tuple(map(id, parts)) for parts in held[1]]:
-        one.clear()
-        one.extend(before) if isinstance(one, list) else one.update(before)
-
-
-def _reassign(one: Any, before: Mapping[str, Any]) -> None:
-    for name, value in before.items():
-        if vars(one).get(name) is not value:
-            vars(one)[name] = value
+        before.restore()

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ghostclip._validate import fraction, positive_int
+from ghostclip._validate import fraction, options_of, positive_int, takes
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.collation import EmptyBatchCollate
 from ghostclip.data.sampler import PrivateSampler, share_sampler
 from ghostclip.data.schemes import Poisson, SamplingScheme
 from ghostclip.data.torch_loader import (
+    FETCHING,
     TakenAsItIs,
     checked_batch_size,
     dataset_length,
@@ -61,14 +62,8 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         rand_on_empty: Refused, as in `from_data_loader`.
         collate_fn: As torch's, never called with an empty list.
         generator: Fixes the sampling and the workers' seeds; warns.
-        num_workers: As torch's.
-        pin_memory: As torch's.
-        timeout: As torch's.
-        worker_init_fn: As torch's.
-        multiprocessing_context: As torch's.
-        prefetch_factor: As torch's.
-        persistent_workers: As torch's.
-        pin_memory_device: As torch's.
+        fetching: torch's `num_workers`, `pin_memory`, `timeout`, `worker_init_fn`, `multiprocessing_context`,
+            `prefetch_factor`, `persistent_workers`, `pin_memory_device`.
 
     Raises:
         DataError: If the data set is empty, has no length, or is smaller than a batch.
@@ -82,6 +77,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
 
     stop_when: Callable[[], bool] | None = None
 
+    @takes(*options_of(DataLoader, *FETCHING, "pin_memory_device"))
     def __init__(  # noqa: PLR0913 - torch's own options, named instead of swallowed
         self,
         dataset: Dataset,
@@ -97,14 +93,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         rand_on_empty: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         generator: torch.Generator | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
+        fetching: dict[str, Any],
     ) -> None:
         del drop_last, batch_first
         refuse_invented_records(rand_on_empty=rand_on_empty)
@@ -126,15 +115,8 @@ class DPDataLoader(TakenAsItIs, DataLoader):
             dataset,
             batch_sampler=sampler,
             collate_fn=EmptyBatchCollate(dataset, collate_fn or torch.utils.data.default_collate),
-            num_workers=num_workers,
-            pin_memory=pin_memory and _pins(),
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
             generator=generator,
+            **{**fetching, "pin_memory": fetching["pin_memory"] and _pins()},
         )
         # A loader made anew around the sampler would not tell which draws it hands out.
         self.take_as_it_is(rank=sampler.rank, replicas=sampler.num_replicas)

@@ -97,9 +97,9 @@ class PrivateSampler(Sampler[list[int]]):
         return self.scheme.event
 
     @property
-    def epoch(self) -> int:
-        """Number of the epoch of the batch delivered last, from 0; -1 before the first."""
-        return (self.delivered - 1) // self.steps
+    def periods_begun(self) -> int:
+        """Events (steps, epochs or rounds) of which a batch was delivered, also before a resumption."""
+        return -(-self.delivered // self.event.steps_per_event)
 
     def __len__(self) -> int:
         return self.steps
@@ -169,15 +169,6 @@ class PrivateSampler(Sampler[list[int]]):
         if not 0 <= rank < num_replicas:
             raise InvalidOptionError(f"rank={rank!r}: must lie in [0, num_replicas={num_replicas!r}).")
         self.rank, self.num_replicas = rank, num_replicas
-
-    def renew_key(self) -> None:
-        """Draw with a fresh key from here on, as a run must that branches off a checkpoint instead of continuing it."""
-        self._owner.move_here(self, remedy=_REMEDY)
-        self._key.renew()
-
-    def fingerprint(self) -> str:
-        """Return what replicas that draw the same batches have in common: the key's fingerprint and the position."""
-        return f"{self._key.fingerprint()} at batch {self._drawn}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key and the position as plain Python values, the same on all replicas.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -35,6 +35,12 @@ _REMEDIES: tuple[tuple[type, str], ...] = (
     (WeightedRandomSampler, "weights give every record another privacy loss; leave the sampler out"),
     (SubsetRandomSampler, "pass torch.utils.data.Subset(dataset, indices) as the data set and leave the sampler out"),
 )
+
+FETCHING: Final = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers",
+)  # fmt: skip
+"""torch's options on how records are fetched: workers, pinning, time limit."""
 
 
 def refuse_wrapped(loader: Any) -> None:
@@ -144,16 +150,8 @@ def _ranks_of(sampler: Any, records: int) -> int:
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a loader's options for `DataLoader` on how records are fetched: workers, pinning, time limit."""
-    return {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    """Return a loader's options for `DataLoader` on how records are fetched."""
+    return {name: getattr(loader, name) for name in FETCHING}
 
 
 def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[Any]:

@@ -46,7 +46,7 @@ _NO_DATA: Final = (
 )
 _TENSORS: Final = (Tensor, nn.Parameter)
 # Whose attributes are noted, whoever has written their classes.
-_HOLDERS: Final = (nn.Module, types.SimpleNamespace, UserDict, UserList)
+_HOLDERS: Final = (nn.Module, torch.utils.data.Dataset, types.SimpleNamespace, UserDict, UserList)
 _ABSENT: Final = object()
 # What every module has: tables, which are looked after elsewhere, and its mode.
 _OWN: Final = frozenset(vars(nn.Module()))
@@ -152,7 +152,7 @@ class Reachable:
             else:
                 (kind.update if isinstance(box, set) else kind.extend)(box, parts)
 
-        parts = self._add(read, write, same=lambda now, value: list(map(id, now)) == list(map(id, value)))
+        parts = self._add(read, write, same=lambda now, value: len(now) == len(value) and all(map(is_, now, value)))
         return [*(parts if len(parts) <= _MAX_LENGTH else ()), getattr(box, "__dict__", None)]
 
     def _of_cell(self, cell: types.CellType) -> Iterable[Any]:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ghostclip import _validate
+from ghostclip import _validate, mechanisms
 from ghostclip.accounting import get_noise_multiplier
 from ghostclip.assembly.options import CLIPPINGS
 from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
@@ -31,15 +31,6 @@ from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.facade.module import mode_of
 from ghostclip.language.vocabulary_head import CHOICES
-from ghostclip.mechanisms import (
-    BallsInBins,
-    BandedInverse,
-    BandedMatrixFactorization,
-    BufferedToeplitz,
-    Mechanism,
-    PoissonSampling,
-    UnamplifiedSampling,
-)
 from ghostclip.mechanisms.mechanism import Correlated
 from ghostclip.mechanisms.plan import calibrated
 from ghostclip.noise import LEVELS
@@ -88,9 +79,16 @@ def _figures(version: str) -> tuple[int, ...]:
 
 
 _MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")
-MECHANISMS = (
-    "poisson", "balls_in_bins", "unamplified", "banded_inverse", "banded_matrix_factorization", "buffered_toeplitz"
-)  # fmt: skip
+# By the number of bands.
+_MECHANISMS: dict[str, Callable[[int], mechanisms.Mechanism]] = {
+    "poisson": lambda _: mechanisms.PoissonSampling(),
+    "balls_in_bins": lambda _: mechanisms.BallsInBins(),
+    "unamplified": lambda _: mechanisms.UnamplifiedSampling(),
+    "banded_inverse": lambda bands: mechanisms.BandedInverse(bands=bands),
+    "banded_matrix_factorization": lambda bands: mechanisms.BandedMatrixFactorization(bands=bands),
+    "buffered_toeplitz": lambda buffers: mechanisms.BufferedToeplitz(buffers=buffers),
+}
+MECHANISMS = tuple(_MECHANISMS)
 _CHOICES = {
     "clipping": CLIPPINGS,
     "grad_sample_mode": _MODES,
@@ -303,8 +301,7 @@ class HostTraining:
             factor_dtype=factor_dtype_of(options.factor_dtype),
         )
         self.optimizer = release_of(private)
-        at_once = "auto" if options.physical_batch == "auto" else self._at_once
-        self._parts = None if at_once is None else PhysicalBatches(self.optimizer, max_physical_batch_size=at_once)
+        self._parts = None
         # Before anything is trained: it warns of a δ that promises nothing.
         self.epsilon()
         return cast("nn.Module", module), private
@@ -312,8 +309,9 @@ class HostTraining:
     def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
         """Run forward and backward of a draw in parts that fit in memory; see `PhysicalBatches.run`."""
         if self._parts is None:
-            # The user's own private loader, whose batches were to be computed whole: they still may be too large.
-            self._parts = PhysicalBatches(self.optimizer, max_physical_batch_size=_WHOLE)
+            # Batches of the user's own private loader were to be computed whole: they still may be too large.
+            at_once = "auto" if self.options.physical_batch == "auto" else self._at_once or _WHOLE
+            self._parts = PhysicalBatches(self.optimizer, max_physical_batch_size=at_once)
         return self._parts.run(batch, work)
 
     def leave(self) -> None:
@@ -328,20 +326,11 @@ class HostTraining:
             self._epsilon = (releases, self.engine.get_epsilon(_given(self.options.target_delta)))
         return self._epsilon[1]
 
-    def _mechanism(self) -> Mechanism:
+    def _mechanism(self) -> mechanisms.Mechanism:
         """Return what draws records and adds noise, for any number of epochs."""
-        options = self.options
-        made: dict[str, Callable[[], Mechanism]] = {
-            "poisson": PoissonSampling,
-            "balls_in_bins": BallsInBins,
-            "unamplified": UnamplifiedSampling,
-            "banded_inverse": lambda: BandedInverse(bands=options.noise_bands),
-            "banded_matrix_factorization": lambda: BandedMatrixFactorization(bands=options.noise_bands),
-            "buffered_toeplitz": lambda: BufferedToeplitz(buffers=options.noise_bands),
-        }
-        return made[options.mechanism]()
+        return _MECHANISMS[self.options.mechanism](self.options.noise_bands)
 
-    def _noise_for(self, steps: int | None, mechanism: Mechanism) -> float:
+    def _noise_for(self, steps: int | None, mechanism: mechanisms.Mechanism) -> float:
         options, loader = self.options, self.loader
         assert loader is not None, "the loader is made first"
         if steps is None:

@@ -27,7 +27,6 @@ from ghostclip.data.physical_batches import count_rows, rows_of
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import (
     DataError,
-    GhostClipError,
     InvalidOptionError,
     LossReductionError,
     SampleMixingError,
@@ -107,6 +106,11 @@ _OVERRIDES: Final = ("get_train_dataloader", "_get_train_sampler")
 # Trainers of trl whose records are pairs of texts, and those that know it.
 _OF_PAIRS: Final = {"DPOTrainer": "DPDPOTrainer", "RewardTrainer": "DPRewardTrainer"}
 
+
+def _is_given(value: object) -> bool:
+    return value is not None
+
+
 # Name of the option, whether a value contradicts, why, and what to do.
 _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
     (
@@ -115,15 +119,10 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "records are drawn independently of each other and of their order and length",
         "Leave it out",
     ),
-    (
-        "group_by_length",
-        bool,
-        "records are drawn independently of each other and of their length",
-        "Leave it out",
-    ),
+    ("group_by_length", bool, "records are drawn independently of each other and of their length", "Leave it out"),
     (
         "neftune_noise_alpha",
-        lambda value: value is not None,
+        _is_given,
         "its noise is scaled by the batch's longest record, which so changes the other records' gradients",
         "Leave it out",
     ),
@@ -133,12 +132,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "it starts anew with another batch, which is another mechanism",
         "Leave it out: what does not fit in memory is halved in any case, and physical_batch='auto' finds a size",
     ),
-    (
-        "fp16",
-        bool,
-        "its loss scale adapts to the data",
-        "Use bf16=True",
-    ),
+    ("fp16", bool, "its loss scale adapts to the data", "Use bf16=True"),
     (
         "use_liger_kernel",
         bool,
@@ -154,7 +148,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
     ),
     (
         "parallelism_config",
-        lambda value: value is not None,
+        _is_given,
         "it splits records or parameters over processes",
         "Leave it out and start processes with torchrun",
     ),
@@ -170,12 +164,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "a resumed training goes on with its draws, and nothing has to be skipped",
         "Leave it out",
     ),
-    (
-        "dataloader_in_order",
-        lambda value: value is False,
-        "parts of a batch must come in order",
-        "Leave it out",
-    ),
+    ("dataloader_in_order", lambda value: value is False, "parts of a batch must come in order", "Leave it out"),
     (
         "optim",
         lambda value: "layerwise" in str(value).lower() or str(value).lower().endswith("lomo"),
@@ -188,12 +177,7 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "it puts the records of a batch into one row, so that the row would count as one record",
         "Use padding_free=False",
     ),
-    (
-        "activation_offloading",
-        bool,
-        "it moves what the clipping keeps",
-        "Use gradient_checkpointing=True",
-    ),
+    ("activation_offloading", bool, "it moves what the clipping keeps", "Use gradient_checkpointing=True"),
 )
 
 
@@ -279,14 +263,6 @@ def _refuse_model(trainer: Any) -> None:
         )
 
 
-def unexpected(batch: Any) -> GhostClipError:
-    """Return the error for a batch that the private loader did not hand out."""
-    return DataError(
-        f"training_step() was given a {type(batch).__name__} that the private loader did not hand out. Let the trainer "
-        "make its loader (get_train_dataloader)."
-    )
-
-
 class Ticket(dict[str, Any]):
     """Stands for a batch in the host's loop; holds nothing but, afterwards, how many tokens were computed."""
 
@@ -318,15 +294,11 @@ class PrivateRun:
         self.training = HostTraining(
             arguments, max_grad_norm=arguments.max_grad_norm, rank=lambda: int(arguments.process_index)
         )
+        self.engine: PrivacyEngine = self.training.engine
         self.steps = len(self._private_loader().private_sampler)
         self._pass: Iterator[Any] | None = None
         self._physical: Any = None
         self._manager: BatchMemoryManager | None = None
-
-    @property
-    def engine(self) -> PrivacyEngine:
-        """What keeps the account."""
-        return self.training.engine
 
     @property
     def optimizer(self) -> DPOptimizer | None:

@@ -30,14 +30,13 @@ from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested
 
-_LIBRARIES = ("lightning", "pytorch_lightning")
 _PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 
 def base_of(datamodule: Any) -> type:
     """Return the `LightningDataModule` that a module derives from, of whichever library; refuse what is none."""
     for kind in type(datamodule).__mro__:
-        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _LIBRARIES:
+        if kind.__name__ == "LightningDataModule" and kind.__module__.partition(".")[0] in _PLACES:
             return kind
     raise InvalidOptionError(
         f"datamodule {type(datamodule).__name__}: not a LightningDataModule. Give the one that the trainer would get, "
@@ -47,7 +46,7 @@ def base_of(datamodule: Any) -> type:
 
 def callback_bases() -> tuple[type, ...]:
     """Return the `Callback` classes of the libraries that are in use, or of the one that is installed."""
-    used = [name for name in _LIBRARIES if _PLACES[name] in sys.modules] or list(_LIBRARIES)
+    used = [name for name in _PLACES if _PLACES[name] in sys.modules] or list(_PLACES)
     found: list[type] = []
     for name in used:
         try:
@@ -80,18 +79,8 @@ _OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
         "the batch's gradient would be clipped, which bounds no record's influence",
         "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record",
     ),
-    (
-        "precision",
-        lambda value: value == "16-mixed",
-        "its loss scale adapts to the data",
-        "Use precision='bf16-mixed'",
-    ),
-    (
-        "reload_dataloaders_every_n_epochs",
-        bool,
-        "the account is of one loader over one data set",
-        "Leave it out",
-    ),
+    ("precision", lambda value: value == "16-mixed", "its loss scale adapts to the data", "Use precision='bf16-mixed'"),
+    ("reload_dataloaders_every_n_epochs", bool, "the account is of one loader over one data set", "Leave it out"),
 )
 _CALLBACKS: Final = {
     "GradientAccumulationScheduler": (
@@ -102,10 +91,7 @@ _CALLBACKS: Final = {
         "it tries batch sizes on records, and another batch size is another mechanism",
         "Leave it out: PrivacyCallback(physical_batch='auto') finds what fits in memory",
     ),
-    "LearningRateFinder": (
-        "its trials are steps on the same records, and cost ε",
-        "Try learning rates on public data",
-    ),
+    "LearningRateFinder": ("its trials are steps on the same records, and cost ε", "Try learning rates on public data"),
 }
 # Of processes whose memory is gone when the training has ended.
 _LAUNCHER: Final = "_MultiProcessingLauncher"
@@ -226,6 +212,13 @@ class DPLightningDataModule:
 _ENTIRE = 1.0
 
 
+# Options of `PrivacyArguments` that a callback takes.
+_SHARED: Final = (
+    "target_epsilon", "noise_multiplier", "target_delta", "planned_epochs", "clipping", "grad_sample_mode",
+    "physical_batch", "noise_level", "mechanism", "noise_bands", "ledger", "reproducible_seed",
+)  # fmt: skip
+
+
 class PrivacyCallback:
     """Makes the training of a Lightning Trainer private: ``Trainer(callbacks=[PrivacyCallback(...)])``, nothing else.
 
@@ -254,24 +247,12 @@ class PrivacyCallback:
 
     Args:
         max_grad_norm: C, the bound on each record's gradient.
-        target_epsilon: ε that the whole training may cost; the noise follows from `max_epochs` or `max_steps`. Give
-            this or `noise_multiplier`.
-        noise_multiplier: σ, the standard deviation of the noise in units of C.
-        target_delta: δ, well below 1/N for N records.
-        planned_epochs: Number of epochs for which `target_epsilon` shall last, if the training will be resumed and
-            continue beyond `max_epochs`.
-        clipping: As in `PrivacyEngine.make_private`.
-        grad_sample_mode: "auto", "bookkeeping" or "hooks".
-        physical_batch: "auto" measures memory and finds how much is computed at once; None computes the loader's batch
-            size at once. Either way what does not fit is halved.
-        noise_level: "fast", "secure" or "exact".
-        mechanism: "poisson", "balls_in_bins", "unamplified", "banded_inverse", "banded_matrix_factorization" or
-            "buffered_toeplitz"; see `ghostclip.mechanisms`.
-        noise_bands: Bands of correlated noise; of "buffered_toeplitz" its buffers.
-        ledger: A file that every release is written to before it is applied.
-        reproducible_seed: What sampling and noise follow from, and so not private against who knows it; for tests.
         module: Name of the submodule that alone is trained on records ("discriminator"), by an optimizer of its own, in
             manual optimization; None for all that is trained.
+        options: As for `PrivacyArguments`: `target_epsilon` or `noise_multiplier`, `target_delta`, `planned_epochs`,
+            `clipping`, `grad_sample_mode` ("auto", "bookkeeping" or "hooks"), `physical_batch` (None computes the
+            loader's batch size at once), `noise_level`, `mechanism`, `noise_bands`, `ledger`, `reproducible_seed`. The
+            noise of a `target_epsilon` follows from `max_epochs` or `max_steps`.
 
     Raises:
         InvalidOptionError: If an option is out of range.
@@ -281,24 +262,8 @@ class PrivacyCallback:
         >>> Trainer(max_epochs=3, callbacks=[privacy]).fit(module, datamodule)
     """
 
-    def __init__(  # noqa: PLR0913 - every option of the mechanism by its name
-        self,
-        *,
-        max_grad_norm: float,
-        target_epsilon: float | None = None,
-        noise_multiplier: float | None = None,
-        target_delta: float | None = None,
-        planned_epochs: float | None = None,
-        clipping: str = "flat",
-        grad_sample_mode: str = "auto",
-        physical_batch: str | None = None,
-        noise_level: str = "fast",
-        mechanism: str = "poisson",
-        noise_bands: int = 4,
-        ledger: str | None = None,
-        reproducible_seed: int | None = None,
-        module: str | None = None,
-    ) -> None:
+    @_validate.takes(*_validate.options_of(PrivacyArguments, *_SHARED))
+    def __init__(self, *, max_grad_norm: float, module: str | None = None, options: dict[str, Any]) -> None:
         bases, before = callback_bases(), set(vars(self))
         self._kind = type(self)
         if not isinstance(self, bases):
@@ -306,25 +271,11 @@ class PrivacyCallback:
             self.__class__ = joined(type(self), bases)  # type: ignore[arg-type]
         super().__init__()
         _validate.positive(max_grad_norm, "max_grad_norm")
-        if grad_sample_mode == "graph":
+        if options["grad_sample_mode"] == "graph":
             raise InvalidOptionError(
                 "grad_sample_mode='graph': a LightningModule's training_step runs before anyone knows its loss. Use "
                 "'auto', or a loop of your own with ghostclip.GraphStep."
             )
-        options: dict[str, Any] = {
-            "target_epsilon": target_epsilon,
-            "target_delta": target_delta,
-            "planned_epochs": planned_epochs,
-            "noise_multiplier": noise_multiplier,
-            "clipping": clipping,
-            "physical_batch": physical_batch,
-            "grad_sample_mode": grad_sample_mode,
-            "noise_level": noise_level,
-            "mechanism": mechanism,
-            "noise_bands": noise_bands,
-            "ledger": ledger,
-            "reproducible_seed": reproducible_seed,
-        }
         self._given = {"max_grad_norm": max_grad_norm, "module": module, **options}
         arguments = PrivacyArguments(**options)
         self._rank, self._module = 0, module
@@ -548,8 +499,7 @@ class PrivacyCallback:
                 warnings.warn(
                     f"{who}(monitor={monitor!r}): it is computed from private records, and what follows it (when to "
                     "stop, which checkpoint is best, a learning rate) tells of them beyond ε. Monitor a value of "
-                    "public "
-                    "records, let the learning rate follow the steps, or keep the last checkpoint.",
+                    "public records, let the learning rate follow the steps, or keep the last checkpoint.",
                     stacklevel=2,
                 )
 
@@ -591,14 +541,11 @@ class PrivacyCallback:
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the training ends."""
-        own = vars(owner).get(name)
-        was_own = name in vars(owner)
+        own = {name: vars(owner)[name]} if name in vars(owner) else {}
 
         def undo() -> None:
-            if was_own:
-                setattr(owner, name, own)
-            elif name in vars(owner):
-                delattr(owner, name)
+            vars(owner).pop(name, None)
+            vars(owner).update(own)
 
         setattr(owner, name, value)
         self._undo.append(undo)

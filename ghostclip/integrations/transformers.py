@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch
 from ghostclip._memory import is_out_of_memory
-from ghostclip.errors import LossReductionError, NotOfferedError, ResumeError
+from ghostclip.errors import DataError, LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
 from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
@@ -34,7 +34,6 @@ from ghostclip.integrations._trainer import (
     refuse,
     require_own_loss,
     require_padding_without_effect,
-    unexpected,
 )
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
@@ -287,7 +286,10 @@ class DPTrainer(Trainer):
         """
         del num_items_in_batch
         if not isinstance(inputs, Ticket) or self.private_run is None:
-            raise unexpected(inputs)
+            raise DataError(
+                f"training_step() was given a {type(inputs).__name__} that the private loader did not hand out. Let "
+                "the trainer make its loader (get_train_dataloader)."
+            )
         if not inputs.is_last:
             return torch.zeros((), device=self.args.device)
         # Ranks run forward different numbers of times, so that nothing may be exchanged before the step.

@@ -48,18 +48,7 @@ _log = logging.getLogger(__name__)
 _AT_ONCE: Final = 1 << 22
 # Sums over pairs, of terms that a pair's own log-probabilities determine.
 _PAIRWISE = frozenset(
-    {
-        "sigmoid",
-        "hinge",
-        "exo_pair",
-        "nca_pair",
-        "robust",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "discopop",
-    }
+    {"sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"}
 )
 
 

@@ -107,10 +107,8 @@ class PoissonSampling(Mechanism):
 
     max_batch_size: int | None = None
 
-    @property
-    def theorem(self) -> str:
-        """What proves its cost."""
-        return "privacy loss distribution of the Poisson-subsampled Gaussian mechanism (Zhu, Dong, Wang 2022)"
+    theorem = "privacy loss distribution of the Poisson-subsampled Gaussian mechanism (Zhu, Dong, Wang 2022)"
+    """What proves its cost."""
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return Poisson sampling with q = batch_size / N."""
@@ -142,10 +140,8 @@ class BallsInBins(Mechanism):
     uniform: bool = False
     epochs: int | None = None
 
-    @property
-    def theorem(self) -> str:
-        """What proves its cost."""
-        return "privacy loss distribution of random allocation (Feldman and Shenfeld 2025)"
+    theorem = "privacy loss distribution of random allocation (Feldman and Shenfeld 2025)"
+    """What proves its cost."""
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return random allocation to round(N / batch_size) steps an epoch."""
@@ -175,10 +171,8 @@ class CyclicPoissonSampling(Mechanism):
 
     groups: int
 
-    @property
-    def theorem(self) -> str:
-        """What proves its cost."""
-        return "b steps are one Poisson event of b times the rate (Choquette-Choo et al. 2023)"
+    theorem = "b steps are one Poisson event of b times the rate (Choquette-Choo et al. 2023)"
+    """What proves its cost."""
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return Poisson samples of the groups, of rate b·batch_size / N."""
@@ -210,10 +204,8 @@ class UnamplifiedSampling(Mechanism):
         ('cyclic', 20)
     """
 
-    @property
-    def theorem(self) -> str:
-        """What proves its cost."""
-        return "each epoch is one Gaussian mechanism (Balle and Wang 2018)"
+    theorem = "each epoch is one Gaussian mechanism (Balle and Wang 2018)"
+    """What proves its cost."""
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return the same round(N / batch_size) batches in every epoch."""
@@ -305,10 +297,8 @@ class _OneStream(Correlated):
         noise belongs to one draw of the loader; a step that draws otherwise is refused before anything is released.
     """
 
-    @property
-    def theorem(self) -> str:
-        """What proves its cost."""
-        return "one Gaussian mechanism on the stream (Denisov et al. 2022; sensitivity: Kalinin and Lampert 2024)"
+    theorem = "one Gaussian mechanism on the stream (Denisov et al. 2022; sensitivity: Kalinin and Lampert 2024)"
+    """What proves its cost."""
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return the same round(N / batch_size) batches in every epoch."""
@@ -461,10 +451,8 @@ class BandedMatrixFactorization(Correlated):
                 "account is known of. Use at least as many groups as bands."
             )
 
-    @property
-    def theorem(self) -> str:
-        """What proves its cost."""
-        return "b steps are one Poisson-subsampled Gaussian mechanism of b times the rate (Choquette-Choo et al. 2023)"
+    theorem = "b steps are one Poisson-subsampled Gaussian mechanism of b times the rate (Choquette-Choo et al. 2023)"
+    """What proves its cost."""
 
     def scheme(self, num_samples: int, batch_size: int) -> SamplingScheme:
         """Return Poisson samples of the groups."""

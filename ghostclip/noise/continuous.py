@@ -20,7 +20,6 @@ from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.kernels import runtime
 from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
-from ghostclip.noise.correlated import Correlation
 from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, Range, cipher_key, cut, words_of
 from ghostclip.noise.keys import RandomKey
@@ -43,13 +42,6 @@ def box_muller(words_W: torch.Tensor) -> torch.Tensor:
 GPU_BLOCK = 1 << 22
 """Elements drawn at once on a GPU: 32 MiB of float64, whatever the size of the parameter."""
 
-AHEAD = 32
-"""Calls whose generators' first states are found together: a hash between two backwards finds its code evicted from
-the processor's cache, and takes thirty times as long as one after another."""
-
-SEED_BYTES = 24
-"""Bytes that a generator's first state is made of."""
-
 LEVELS = ("fast", "secure", "exact")
 
 STREAMS = ("device", "counter")
@@ -71,14 +63,18 @@ def make_noise_source(
 
 
 class _KeyStreamNoise(KeyedNoise):
-    """Base of levels whose noise may come from a key stream on the device itself."""
+    """Base of levels whose noise on a GPU may come from a key stream on the device itself."""
 
-    def _release_from_stream(
-        self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range, *, rounds: int
-    ) -> None:
-        """Add noise to a range of a tensor and divide it, on its device."""
+    _rounds: int
+    """Of the stream's cipher."""
+    _stream = STREAMS[1]
+
+    def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
+        if not flat_N.is_cuda or self._stream != "counter":
+            super()._release_range(flat_N, scales, where)
+            return
         key, (position, first, total) = cipher_key(self._key), where
-        add = partial(kernels.add_noise_, key=key, rounds=rounds)
+        add = partial(kernels.add_noise_, key=key, rounds=self._rounds)
         if self._rows is None:
             add(flat_N, position=position, scales=scales, extent=(first, total))
             return
@@ -107,6 +103,7 @@ class FastNoise(_KeyStreamNoise):
     """
 
     level = "fast"
+    _rounds = FAST_ROUNDS
 
     # On the CPU numpy's ziggurat in float64 (tails by rejection, to beyond 13 σ). On a GPU, where kernels are switched
     # on when the source is made, float64 Box-Muller of ChaCha8 (to 9.4 σ), the same on every GPU; otherwise torch's
@@ -115,13 +112,7 @@ class FastNoise(_KeyStreamNoise):
     # generator takes 32 bits of a seed, so neither is used.
     def __init__(self, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(RandomKey("noise", seed=seed, generator=generator), generator)
-        self._seeds = SeedsAhead(self._key)
         self._stream = STREAMS[runtime.mode() != "off" and runtime.installed()]
-
-    def correlate(self, correlation: Correlation, *, stride: int) -> None:
-        """Let steps add the noise of earlier steps as well; see `KeyedNoise.correlate`."""
-        super().correlate(correlation, stride=stride)
-        self._seeds.ahead = False
 
     def shared_state(self) -> dict[str, Any]:
         """Return the key, the position and the stream of noise on a GPU."""
@@ -140,12 +131,6 @@ class FastNoise(_KeyStreamNoise):
         super().load_state_dict(state)
         self._stream = stream
 
-    def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
-        if flat_N.is_cuda and self._stream == "counter":
-            self._release_from_stream(flat_N, scales, where, rounds=FAST_ROUNDS)
-        else:
-            super()._release_range(flat_N, scales, where)
-
     def _block_size(self, tensor: torch.Tensor) -> int:
         return GPU_BLOCK if tensor.device.type == "cuda" else super()._block_size(tensor)
 
@@ -154,7 +139,7 @@ class FastNoise(_KeyStreamNoise):
             # Added in float64 and rounded once, in one operation.
             part_N.add_(cut(_gpu_normal(self._key, block, std, part_N.device), within))
             return
-        noise = _generator(self._seeds, block).standard_normal(block.size)
+        noise = _generator(self._key, block).standard_normal(block.size)
         _add_in_double(part_N, cut(torch.from_numpy(noise), within), std)
 
     def _workers(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -167,43 +152,22 @@ class FastNoise(_KeyStreamNoise):
         return min(torch.get_num_threads(), max(sizes, default=0) // (4 * BLOCK), sum(sizes) // (16 * BLOCK))
 
 
-class SeedsAhead:
-    """First bytes of the streams of blocks; those of first blocks are computed and stored for several calls at once."""
-
-    # may be replaced at any time
-    def __init__(self, key: RandomKey) -> None:
-        self._key = key
-        self.ahead = True
-        """Whether calls follow each other; noise that is drawn again lies behind."""
-        self._kept: tuple[bytes, int, tuple[bytes, ...]] = (b"", 0, ())
-
-    def seed(self, block: Block, length: int) -> bytes:
-        """Return the first bytes of a block's stream, a function of key, position and number of the block."""
-        if block.number or length > SEED_BYTES or not self.ahead:
-            return self._key.digest(block.position, length, part=block.number)
-        secret, start, seeds = self._kept
-        if secret != self._key.secret or not start <= block.position < start + len(seeds):
-            secret, start = self._key.secret, block.position
-            seeds = tuple(self._key.digest(start + index, SEED_BYTES) for index in range(AHEAD))
-            self._kept = (secret, start, seeds)
-        return seeds[block.position - start][:length]
-
-
-def _generator(seeds: SeedsAhead, block: Block) -> np.random.Generator:
+def _generator(key: RandomKey, block: Block) -> np.random.Generator:
     """Return a fast 64-bit generator with a state of its own, 192 bits of it."""
-    return np.random.Generator(np.random.SFC64(_SeedOfBlock(seeds, block)))  # type: ignore[arg-type]  # numpy's stubs omit ISeedSequence
+    return np.random.Generator(np.random.SFC64(_SeedOfBlock(key, block)))  # type: ignore[arg-type]  # numpy's stubs omit ISeedSequence
 
 
 class _SeedOfBlock(ISeedSequence):
     """The key's stream for a block as a generator's seed sequence; numpy's own mixing takes longer than small draws."""
 
-    def __init__(self, seeds: SeedsAhead, block: Block) -> None:
-        self._seeds = seeds
+    def __init__(self, key: RandomKey, block: Block) -> None:
+        self._key = key
         self._block = block
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         kind = np.dtype(dtype).newbyteorder("<")
-        return np.frombuffer(self._seeds.seed(self._block, n_words * kind.itemsize), dtype=kind)
+        block = self._block
+        return np.frombuffer(self._key.digest(block.position, n_words * kind.itemsize, part=block.number), dtype=kind)
 
 
 def _gpu_normal(key: RandomKey, block: Block, std: float, device: torch.device) -> torch.Tensor:
@@ -238,15 +202,10 @@ class SecureNoise(_KeyStreamNoise):
     # The radius uses 63-bit uniforms, so that values up to 9.4 σ occur (2e-21 lies beyond). A GPU makes the same key
     # stream, to the bit, and from it the same noise up to the last places of float64 (see `ghostclip.kernels.noise`).
     level = "secure"
+    _rounds = SECURE_ROUNDS
 
     def __init__(self) -> None:
         super().__init__(RandomKey("secure noise"))
-
-    def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
-        if flat_N.is_cuda:
-            self._release_from_stream(flat_N, scales, where, rounds=SECURE_ROUNDS)
-        else:
-            super()._release_range(flat_N, scales, where)
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
         even = block.size + block.size % 2

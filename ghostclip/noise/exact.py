@@ -10,18 +10,18 @@ Letters: B samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ghostclip._validate import non_negative, positive, positive_int
+from ghostclip._validate import positive, positive_int
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import Block, KeyedNoise, words_of
 from ghostclip.noise.keys import RandomKey
@@ -93,15 +93,18 @@ class _MoreBits:
     def __init__(self, words: Words, part: int) -> None:
         self._words, self._part, self._used = words, part, 0
 
-    def intervals(self, word: int) -> Iterator[tuple[Fraction, Fraction]]:
+    def intervals(self, word: int) -> Iterator[tuple[Decimal, Decimal, Decimal, Context]]:
         """Yield nested intervals that contain a uniform with the given first 63 bits, each 128 bits narrower."""
-        value, bits = word, _BITS
+        # Their ends, a margin for rounding, and arithmetic whose rounding is far below it.
+        value, bits, digits = word, _BITS, 0
         while True:
             count = self._used + _MORE_BITS // 64
             high, low = self._words(self._part, count)[self._used :].tolist()
             self._used = count
-            value, bits = (value << _MORE_BITS) | (high << 64) | low, bits + _MORE_BITS
-            yield Fraction(value, 2**bits), Fraction(value + 1, 2**bits)
+            value, bits, digits = (value << _MORE_BITS) | (high << 64) | low, bits + _MORE_BITS, digits + _DIGITS
+            context = Context(prec=digits)
+            least, most = (_decimal(Fraction(end, 2**bits), context) for end in (value, value + 1))
+            yield least, most, Decimal(10) ** (20 - digits), context
 
 
 def _floor_of_exponential(words: NDArray[np.uint64], laplace: int, bits: _MoreBits) -> NDArray[np.int64]:
@@ -120,15 +123,11 @@ def _floor_of_exponential(words: NDArray[np.uint64], laplace: int, bits: _MoreBi
 
 def _exact_floor(word: int, laplace: int, bits: _MoreBits) -> int:
     """Return ⌊-t·log u⌋, with as many bits of u as that takes."""
-    digits = _DIGITS
-    for low, high in bits.intervals(word):
-        context = Context(prec=digits)
-        margin = Decimal(10) ** (20 - digits)
-        least = context.multiply(Decimal(-laplace), context.ln(_decimal(high, context))) - margin
-        most = None if low == 0 else context.multiply(Decimal(-laplace), context.ln(_decimal(low, context))) + margin
+    for low, high, margin, context in bits.intervals(word):
+        least = context.subtract(context.multiply(Decimal(-laplace), context.ln(high)), margin)
+        most = None if low == 0 else context.add(context.multiply(Decimal(-laplace), context.ln(low)), margin)
         if most is not None and math.floor(least) == math.floor(most):
             return math.floor(least)
-        digits += _DIGITS
     raise AssertionError("the intervals shrink for ever")
 
 
@@ -152,16 +151,12 @@ def _exactly_below(word: int, exponent: Fraction, bits: _MoreBits) -> bool:
     """Return whether u < exp(-exponent), with as many bits of u as that takes."""
     if exponent == 0:
         return True
-    digits = _DIGITS
-    for low, high in bits.intervals(word):
-        context = Context(prec=digits)
-        margin = Decimal(10) ** (20 - digits)
+    for low, high, margin, context in bits.intervals(word):
         chance = context.exp(-_decimal(exponent, context))
-        if _decimal(high, context) + margin < chance:
+        if context.add(high, margin) < chance:
             return True
-        if _decimal(low, context) - margin > chance:
+        if context.subtract(low, margin) > chance:
             return False
-        digits += _DIGITS
     raise AssertionError("the intervals shrink for ever")
 
 
@@ -253,6 +248,11 @@ class Grid:
         Cost:
             Two passes over the gradients, and float64 copies of one parameter's.
         """
+        for grad in grads:
+            if grad.shape[:1] != coef_B.shape:
+                raise InvalidOptionError(
+                    f"{tuple(coef_B.shape)} clip factors for per-sample gradients {tuple(grad.shape)}."
+                )
         size = sum(grad[0].numel() for grad in grads) if len(coef_B) else 0
         room = 1 - size / (6 * self.bound**2)
         if room < 0.5:
@@ -293,67 +293,14 @@ def _rounded(grad: torch.Tensor, scaled_B: torch.Tensor, rounding: Any) -> torch
     return rounding(grad.to(torch.float64) * _over(scaled_B, grad))
 
 
-Parameter = TypeVar("Parameter")
-
-
-class ExactSums:
-    """Adds up rounded per-sample gradients over the physical batches of a logical batch, and releases their noisy sum.
-
-    Privacy:
-        A release is the discrete Gaussian mechanism with noise multiplier σ on the logical batch, exactly, for samples
-        whose gradients are functions of the sample alone (`Grid.quantize` says what that asks for). Between `add` and
-        `release` the integers are as private as the data.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self._sums: dict[object, torch.Tensor] = {}
-
-    def add(self, grads: Mapping[Parameter, torch.Tensor], coef_B: torch.Tensor) -> None:
-        """Clip, round and add one physical batch."""
-        # The bound holds over all parameters, so a sample must be in one call only.
-        for grad in grads.values():
-            if grad.shape[:1] != coef_B.shape:
-                raise InvalidOptionError(
-                    f"{tuple(coef_B.shape)} clip factors for per-sample gradients {tuple(grad.shape)}."
-                )
-        totals = self.grid.quantize(list(grads.values()), coef_B)
-        for parameter, total in zip(grads, totals, strict=True):
-            if parameter in self._sums:
-                self._sums[parameter] += total
-            else:
-                self._sums[parameter] = total
-
-    def release(
-        self, parameters: Sequence[torch.Tensor], noise_multiplier: float, source: ExactNoise
-    ) -> list[torch.Tensor]:
-        """Return Σ_b c_b·g_b + noise for each parameter in a fixed order, and forget the sums."""
-        # A parameter without a sum is noise alone; one whose sum would not be released is refused.
-        std = non_negative(noise_multiplier, "noise_multiplier") * self.grid.bound
-        known = {id(parameter) for parameter in parameters}
-        if any(id(parameter) not in known for parameter in self._sums):
-            raise InvalidOptionError("parameters: gradients were added for a parameter that is not released.")
-        sums, self._sums = self._sums, {}
-        released = []
-        for parameter in parameters:
-            total = sums.pop(parameter, None)
-            if total is None:
-                total = torch.zeros(parameter.shape, dtype=torch.int64, device=parameter.device)
-            source.add_(total, std)
-            released.append(self.grid.to_float(total, dtype=torch.promote_types(parameter.dtype, torch.float32)))
-        return released
-
-    def clear(self) -> None:
-        """Drop the sums, as after an abandoned loop."""
-        self._sums = {}
-
-
 class ExactRelease:
     """Rounds per-sample gradients after each backward, and releases the logical batch with discrete noise.
 
     Privacy:
-        See `ExactSums` and `Grid.quantize`: physical batches of one record make the guarantee hold to the last bit.
-        The clipper's own floating-point sums in `p.grad` are not released.
+        A release is the discrete Gaussian mechanism with noise multiplier σ on the logical batch, exactly, for samples
+        whose gradients are functions of the sample alone (`Grid.quantize` says what that asks for): physical batches of
+        one record make the guarantee hold to the last bit. Until then the integers are as private as the data. The
+        clipper's own floating-point sums in `p.grad` are not released.
     """
 
     # strategy "hooks", with one norm
@@ -371,12 +318,13 @@ class ExactRelease:
         self._clipper = clipper
         self._source = source
         self._bits = bits
-        self._sums: ExactSums | None = None
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._grid: Grid | None = None  # of the logical batch that is open
         self._generation = clipper.generation
 
     def collect(self) -> None:
-        """Round and add the per-sample gradients of the backward that just completed."""
-        # Refuse those of several backwards.
+        """Clip, round and add the per-sample gradients of the backward that just completed."""
+        # Refuse those of several backwards. The bound holds over all parameters, so a sample must be in one call only.
         grads: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in self._clipper.trainable_parameters():
             found = self._clipper.take_samples(parameter)
@@ -387,20 +335,36 @@ class ExactRelease:
                 )
             if found:
                 grads[parameter] = found[0]
-        if grads:
-            self._open().add(grads, self._clipper.clip_coefficients)
+        if not grads:
+            return
+        totals = self._open().quantize(list(grads.values()), self._clipper.clip_coefficients)
+        for parameter, total in zip(grads, totals, strict=True):
+            self._sums[parameter] = total if parameter not in self._sums else self._sums[parameter].add_(total)
 
     def release(self, parameters: Sequence[nn.Parameter], *, std: float) -> list[torch.Tensor]:
-        """Return Σ_b c_b·g_b + noise of each parameter, and forget the logical batch."""
-        sums, self._sums = self._open(), None
+        """Return Σ_b c_b·g_b + noise of each parameter in a fixed order, and forget the logical batch."""
+        # A parameter without a sum is noise alone; one whose sum would not be released is refused.
+        grid = self._open()
+        sums, self._sums, self._grid = self._sums, {}, None
+        known = set(map(id, parameters))
+        if any(id(parameter) not in known for parameter in sums):
+            raise InvalidOptionError("parameters: gradients were added for a parameter that is not released.")
         # Rounded up: never less noise than was asked for.
-        in_bounds = math.nextafter(std / (sums.grid.step * sums.grid.bound), math.inf) if std > 0 else 0.0
-        return sums.release(parameters, in_bounds, self._source)
+        in_bounds = math.nextafter(std / (grid.step * grid.bound), math.inf) if std > 0 else 0.0
+        released = []
+        for parameter in parameters:
+            total = sums.pop(parameter, None)
+            if total is None:
+                total = torch.zeros(parameter.shape, dtype=torch.int64, device=parameter.device)
+            self._source.add_(total, in_bounds * grid.bound)
+            released.append(grid.to_float(total, dtype=torch.promote_types(parameter.dtype, torch.float32)))
+        return released
 
-    def _open(self) -> ExactSums:
-        """Return the sums of the clipper's present logical batch; those of a discarded one are discarded."""
-        if self._sums is None or self._generation != self._clipper.generation:
+    def _open(self) -> Grid:
+        """Return the grid of the clipper's present logical batch; the sums of a discarded one are discarded."""
+        if self._grid is None or self._generation != self._clipper.generation:
             self._generation = self._clipper.generation
+            self._sums = {}
             # The bound in force when a logical batch begins; a schedule may change it in between.
-            self._sums = ExactSums(Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits))
-        return self._sums
+            self._grid = Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits)
+        return self._grid

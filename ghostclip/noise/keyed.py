@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
 from operator import attrgetter
-from threading import Lock
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -37,28 +36,19 @@ _log = logging.getLogger(__name__)
 
 def run(jobs: Iterator[Callable[[], None]], *, workers: int) -> None:
     """Run all jobs, in any order if there are several threads, and return when they are done."""
-    # One thread at a time asks for the next job. The others end with the call, so that a process may fork.
     if workers <= 1:
         for job in jobs:
             job()
         return
-    turn = Lock()
 
     # Threads start with gradients on, whatever the one that started them does.
     @torch.no_grad()
-    def work() -> None:
-        while True:
-            with turn:
-                job = next(jobs, None)
-            if job is None:
-                return
-            job()
+    def work(job: Callable[[], None]) -> None:
+        job()
 
-    with ThreadPoolExecutor(workers - 1) as pool:
-        others = [pool.submit(work) for _ in range(workers - 1)]
-        work()
-    for other in others:
-        other.result()
+    # They end with the call, so that a process may fork.
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, jobs))
 
 
 def add_noise_(source: Any, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
@@ -234,27 +224,15 @@ class KeyedNoise:
         if target is not tensor:
             tensor.copy_(target)
 
-    @torch.no_grad()
     def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add N(0, std²) to every element of several tensors, in place.
 
         Privacy:
             Every element gets noise of its own, as by calling `add_` for each tensor.
-
-        Cost:
-            Temporary memory for a pack and its noise: two blocks.
         """
         # Tensors of up to a block are joined to packs of up to a block, and a pack is one call of `add_`: a model has
         # hundreds of them, for which starting a generator would cost more than the noise.
-        if non_negative(std, "std") == 0:
-            return
-        for pack in packs(tensors, self._block_size):
-            if len(pack) == 1:
-                self.add_(pack[0], std)
-                continue
-            flat_N = _torch.flattened(pack)
-            self.add_(flat_N, std)
-            copy_back_(flat_N, pack)
+        self.release_all_(tensors, std, 1.0)
 
     @torch.no_grad()
     def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> None:

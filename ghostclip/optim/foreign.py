@@ -7,7 +7,7 @@ would never train, and a private optimizer that is never stepped would never rel
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,31 +22,15 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ghostclip.clipper import GhostClipper
-
-
-class Private(Protocol):
-    """Private optimizer, as far as its releases are distinguished from others."""
-
-    clipper: GhostClipper
-    is_applying: bool
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """All its parameters."""
-
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer is the wrapped one, or one of several that are."""
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return a parameter's name in the model."""
+    from ghostclip.optim.wrapped import WrappedOptimizer
 
 
 # Who releases the sums of a clipper.
-_RELEASED_BY: weakref.WeakKeyDictionary[GhostClipper, weakref.ref[Private]] = weakref.WeakKeyDictionary()
+_RELEASED_BY: weakref.WeakKeyDictionary[GhostClipper, weakref.ref[WrappedOptimizer]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
 
 
-def watch_other_optimizers(private: Private) -> None:
+def watch_other_optimizers(private: WrappedOptimizer) -> None:
     """Refuse, from now on, steps of other optimizers over the parameters that a private optimizer's clipper clips."""
     if not _HOOK:
         _HOOK.append(register_optimizer_step_pre_hook(_before_step))
@@ -86,7 +70,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
-def _refuse_strange_step(clipper: GhostClipper, private: Private | None, optimizer: Optimizer) -> None:
+def _refuse_strange_step(clipper: GhostClipper, private: WrappedOptimizer | None, optimizer: Optimizer) -> None:
     """Refuse the step of an optimizer whose parameters get their gradients from a private one, or from none."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     clipped = {id(p) for p in clipper.trainable_parameters()} & held
@@ -128,7 +112,7 @@ class Releases:
         """Remember what was put into `p.grad`."""
         self._ours = {id(p): weakref.ref(gradient) for p, gradient in released}
 
-    def refuse_strangers(self, private: Private) -> None:
+    def refuse_strangers(self, private: WrappedOptimizer) -> None:
         """Refuse gradients that somebody else has put into `p.grad`, which the release would overwrite."""
         for p in private.params:
             grad = p.grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -36,6 +36,15 @@ def evaluated(closure: Callable[[], Any]) -> Any:
     return closure()
 
 
+def _of_wrapped(name: str) -> Any:
+    """Return an attribute that is read from, and written to, the wrapped optimizer."""
+
+    def write(wrapper: WrappedOptimizer, value: Any) -> None:
+        setattr(wrapper.original_optimizer, name, value)
+
+    return property(attrgetter(f"original_optimizer.{name}"), write)
+
+
 class WrappedOptimizer(Optimizer):
     """A torch optimizer whose parameters, state and hooks all live in another one.
 
@@ -62,32 +71,9 @@ class WrappedOptimizer(Optimizer):
         """The parameters of all groups, in order."""
         return list(chain.from_iterable(map(_PARAMS, self.original_optimizer.param_groups)))
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups."""
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.original_optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's default options."""
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = value
+    param_groups: Any = _of_wrapped("param_groups")
+    state: Any = _of_wrapped("state")
+    defaults: Any = _of_wrapped("defaults")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, which a plain optimizer of its kind can load too, with the account.

@@ -19,7 +19,7 @@ from torch import nn
 from ghostclip import _validate
 from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
-from ghostclip.accounting.history import Kind
+from ghostclip.accounting.history import Charge, Kind, counted, joined
 from ghostclip.distributed import SharedNoise, refused_together, require_agreement, telling
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.evidence.unchecked import Unchecked
@@ -28,13 +28,9 @@ from ghostclip.optim import DPOptimizer
 from ghostclip.optim.release import SkipStep, fingerprint
 from ghostclip.privacy.budget import Budget
 from ghostclip.privacy.charges import (
-    Charge,
     accountant_of,
-    add_charges,
     charges_of,
     continue_own,
-    counted,
-    joined,
     lacking,
     refuse_unfit,
     refuse_untold,
@@ -85,7 +81,7 @@ class Account:
         # saved or in memory, continues the other; a release that is made again has the number that it had
         self.runs: dict[str, int] = {}
         self._unkeyed: dict[int, str] = {}
-        self._released: dict[Kind, int] = {}
+        self._released = Counter[Kind]()
         accountant.hold(self._released)
         if ledger is not None and ledger.entries:
             self._begin_with(ledger)
@@ -119,16 +115,6 @@ class Account:
     def fresh(self) -> bool:
         """Whether this process has charged nothing yet."""
         return len(self.accountant) == self._from_before
-
-    def replace(self, accountant: Accountant, *, fresh: bool) -> None:
-        """Continue the account with another accountant, which has what is released already."""
-        # `fresh`: this process has charged none of it.
-        self.accountant.hold({})
-        self.accountant = self.released.accountant = accountant
-        accountant.hold(self._released)
-        self._from_before = len(accountant) if fresh else -1
-        for budget in self.budgets:
-            budget.forget()
 
     def keep_with(self, accountant: IAccountant) -> None:
         """Let the account be kept by an accountant of the user's.
@@ -171,7 +157,12 @@ class Account:
                 self.require_relation(accountant.relation)
             accountant.relation = before.relation
         replace_charges(accountant, [*brought, *held])
-        self.replace(accountant, fresh=was_fresh)
+        before.hold(Counter())
+        self.accountant = self.released.accountant = accountant
+        accountant.hold(self._released)
+        self._from_before = len(accountant) if was_fresh else -1
+        for budget in self.budgets:
+            budget.forget()
 
     def open(self, optimizer: DPOptimizer, sampling: Sampling, mechanism: Mapping[str, Any]) -> None:
         """Charge the steps of an optimizer from now on; ``mechanism`` describes one of its steps in plain values."""
@@ -426,9 +417,12 @@ class Account:
         sampling.settle(events)
 
     def _add(self, events: Sequence[Charge]) -> None:
-        add_charges(self.accountant, events)
-        for kind, count in counted(events).items():
-            self._released[kind] = self._released.get(kind, 0) + count
+        for event in events:
+            if isinstance(event[0], str):
+                self.accountant.add(event)
+            else:
+                tell(self.accountant, [event])
+        self._released.update(counted(events))
         tell(self.own, events)
         for budget in self.budgets:
             budget.charge(self.accountant, events)

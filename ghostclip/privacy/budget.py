@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ghostclip import _validate
 from ghostclip.accounting import Accountant
-from ghostclip.accounting.history import Kind
+from ghostclip.accounting.history import Charge, Kind, counted, times
 from ghostclip.errors import BudgetExceededError
-from ghostclip.privacy.charges import Charge, accountant_of, charges_of, counted, kind_of, released_bounds, times
+from ghostclip.privacy.charges import accountant_of, charges_of, released_bounds
 
 _MOST_STEPS = 2**40
 
@@ -47,7 +48,7 @@ class Budget:
         self._seen = 0
         self._kind: Kind | None = None
         self._known: Charge | None = None
-        self._excluded: dict[Kind, int] = {}
+        self._excluded = Counter[Kind]()
 
     def exclude(self, charges: Sequence[Charge]) -> None:
         """Leave out what an account held before this budget began.
@@ -68,7 +69,7 @@ class Budget:
     def forget(self) -> None:
         """Work out anew how many steps fit, of all that is in the account: it was replaced."""
         self._left, self._kind, self.spent = None, None, False
-        self._excluded = {}
+        self._excluded = Counter()
 
     def fits(self, accountant: Accountant, charges: Sequence[Charge]) -> bool:
         """Return whether charges can be added to an account.
@@ -102,16 +103,14 @@ class Budget:
 
     def _left_of_known(self, accountant: Accountant, kind: Kind) -> int | None:
         """Return how many of the steps that are known to fit are left, or None if the account has anything else."""
-        if self._known is None or kind_of(self._known) != kind:
+        if self._known is None or self._known[:2] != kind:
             return None
         held = self._counted(accountant)
-        return None if held.keys() - {kind} else self._known[2] - held.get(kind, 0)
+        return None if held.keys() - {kind} else self._known[2] - held[kind]
 
-    def _counted(self, accountant: Accountant) -> dict[Kind, int]:
+    def _counted(self, accountant: Accountant) -> Counter[Kind]:
         """Return the account's charges, without what is excluded."""
-        held = counted(charges_of(accountant))
-        rest = {kind: count - self._excluded.get(kind, 0) for kind, count in held.items()}
-        return {kind: count for kind, count in rest.items() if count}
+        return counted(charges_of(accountant)) - self._excluded
 
     def charge(self, accountant: Accountant, charges: Sequence[Charge]) -> None:
         """Take note of charges that were added to the account.

@@ -1,4 +1,4 @@
-"""Costs of releases as ledgers, budgets and checkpoints carry them: entries of an accountant's history, of any kind.
+"""Costs of releases as ledgers, budgets and checkpoints carry them: entries of an accountant's history (`Charge`).
 
 What they come to: ε of an account whose noise was discrete, as the accountant says, with the δ that discreteness costs;
 and what is asked of an accountant that the user puts in the place of the engine's.
@@ -15,12 +15,9 @@ from torch import nn
 
 from ghostclip._validate import non_negative, positive, positive_int
 from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
-from ghostclip.accounting.history import Entry, Kind, OtherEntry, SamplingEvent, checked_others
+from ghostclip.accounting.history import Charge, SamplingEvent, checked_others, counted, times
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import Grid
-
-Charge = Entry | OtherEntry
-"""(σ, q, number of equal events), or (kind, parameters, number) for what is not a Poisson sample."""
 
 
 @lru_cache(maxsize=64)
@@ -37,56 +34,15 @@ def charges_of(accountant: Accountant) -> list[Charge]:
     return [cast("Charge", tuple(entry)) for entry in (*accountant.history, *accountant.others)]
 
 
-def kind_of(charge: Charge) -> Kind:
-    """Return a charge without its number, equal for equal charges."""
-    return cast("Kind", (charge[0], charge[1]))
-
-
-def times(kind: Kind, count: int) -> Charge:
-    """Return ``count`` equal charges as one."""
-    return cast("Charge", (*kind, count))
-
-
-def joined(charges: Iterable[Charge]) -> list[Charge]:
-    """Return charges in order, consecutive equal ones as one."""
-    runs: list[Charge] = []
-    for charge in charges:
-        same = bool(runs) and kind_of(runs[-1]) == kind_of(charge)
-        runs.append(times(kind_of(charge), charge[2] + runs.pop()[2]) if same else charge)
-    return runs
-
-
-def counted(charges: Iterable[Charge]) -> dict[Kind, int]:
-    """Return the number of charges of each kind."""
-    counts: dict[Kind, int] = {}
-    for charge in charges:
-        kind = kind_of(charge)
-        counts[kind] = counts.get(kind, 0) + charge[2]
-    return counts
-
-
 def lacking(charges: Iterable[Charge], held: Iterable[Charge]) -> list[Charge]:
     """Return the charges that are missing among others, one for each kind."""
-    there = counted(held)
-    missing = {kind: count - there.get(kind, 0) for kind, count in counted(charges).items()}
-    return [times(kind, count) for kind, count in missing.items() if count > 0]
+    return [times(kind, count) for kind, count in (counted(charges) - counted(held)).items()]
 
 
 def replace_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:
     """Replace all that an accountant has recorded by charges, in their order."""
     accountant.history = [charge for charge in charges if not isinstance(charge[0], str)]
     accountant.others = [charge for charge in charges if isinstance(charge[0], str)]
-
-
-def add_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:
-    for charge in charges:
-        if isinstance(charge[0], str):
-            last = accountant.others[-1:]
-            accountant.others[-1:] = cast("list[OtherEntry]", joined([*last, charge]))
-            continue
-        sigma, rate, steps = charge
-        for _ in range(steps):
-            accountant.step(noise_multiplier=sigma, sample_rate=rate)
 
 
 def accountant_of(accountant: Accountant, charges: Sequence[Charge]) -> Accountant:

@@ -24,9 +24,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ghostclip.accounting.history import Charge, joined
 from ghostclip.distributed import from_first, gathered, is_first, telling
 from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
-from ghostclip.privacy.charges import Charge, checked_charge, joined
+from ghostclip.privacy.charges import checked_charge
 
 FORMAT = 3
 """Version of what is written: 1 and 2 had lines that did not depend on each other."""

@@ -9,6 +9,7 @@ everything or nothing: what a failed load has touched is put back as it was.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -56,8 +57,7 @@ def all_or_nothing(
     if optimizer is not None:
         holders += [optimizer.noise_source, optimizer.clipper.policy, optimizer.compiled]
         inner = optimizer.original_optimizer
-        undo += [_kept_attributes(one) for one in (inner, *getattr(inner, "members", ()))]
-        undo.append(_kept_values(optimizer))
+        undo += [_kept_attributes(one) for one in (optimizer, inner, *getattr(inner, "members", ()))]
     undo += [_kept_attributes(one) for one in _reached(holders)]
     with ExitStack() as stack:
         for put_back in undo:
@@ -90,17 +90,10 @@ def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
 
 
-def _kept_values(optimizer: DPOptimizer) -> Undo:
-    """Return a function that restores what loading sets on a private optimizer."""
-    names = ("releases", "_noise_multiplier")
-    before = {name: vars(optimizer)[name] for name in names}
-    return lambda: vars(optimizer).update(before)
-
-
 def _kept_attributes(holder: object) -> Undo:
     """Return a function that restores an object's attributes, and its lists, dicts, sets and generators in place."""
     before = dict(vars(holder))
-    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set)]
+    contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set, Counter)]
     generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
 
     def put_back() -> None:

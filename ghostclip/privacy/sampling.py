@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from ghostclip.accounting.history import SamplingEvent
+from ghostclip.accounting.history import Charge, SamplingEvent, joined
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
 from ghostclip.data.batch_memory_manager import splittable_batches
 from ghostclip.data.collation import padding_of
@@ -35,7 +35,7 @@ from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise.correlated import Correlation
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
-from ghostclip.privacy.charges import Charge, cost_of, joined
+from ghostclip.privacy.charges import cost_of
 
 _OF_ANY_SIZE = ("poisson", "truncated_poisson", "cyclic_poisson", "allocation")
 _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")
@@ -134,34 +134,22 @@ class PeriodSampling(Sampling):
         it has.
     """
 
-    def __init__(
-        self,
-        loader: _StoppableLoader | DPDataLoader,
-        passes: _CountedPasses | _Periods,
-        expected_batch_size: float,
-        mechanism: Mechanism | None = None,
-    ) -> None:
+    def __init__(self, loader: _StoppableLoader | DPDataLoader, mechanism: Mechanism | None = None) -> None:
         self.loader = loader
-        sampler: Any = loader.batch_sampler
-        self.sampler = sampler if hasattr(sampler, "state_dict") else None
-        self.replicas = getattr(sampler, "num_replicas", 1)
-        self.event = (
-            loader.event
-            if isinstance(loader, DPDataLoader)
-            else SamplingEvent(
-                kind="shuffled", sample_rate=1.0, num_units=len(loader.dataset), steps_per_event=len(passes)  # type: ignore[arg-type]
-            )
-        )  # fmt: skip
+        # A private sampler, or the batches of the user's own one.
+        source: Any = loader.batch_sampler
+        self.sampler = source if isinstance(source, PrivateSampler) else None
+        self.replicas = 1 if self.sampler is None else self.sampler.num_replicas
+        self.event, self.draws = source.event, source.draws
+        self.expected_batch_size = float(source.expected_batch_size)
         self._mechanism = mechanism
-        self._scheme = loader.private_sampler.scheme if isinstance(loader, DPDataLoader) else None
-        self._epoch_steps = len(loader)
+        self._scheme = None if self.sampler is None else self.sampler.scheme
+        self._epoch_steps, self._steps = len(loader), self.event.steps_per_event
         if mechanism is not None and self._scheme is not None:
             self.correlation = mechanism.correlation(self._scheme)
         self._sigma: float | None = None
         self._trainable: list[bool] | None = None
-        self.expected_batch_size = expected_batch_size
-        self.draws = passes.draws
-        self._passes = passes
+        self._source = source
         self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
         self.load_state_dict({})
 
@@ -179,9 +167,9 @@ class PeriodSampling(Sampling):
                 f"noise_multiplier={sigma!r} after steps with {self._sigma!r}: correlated noise is of one σ for all of "
                 "the training. Leave it as it was."
             )
-        begun = self._passes.count - self._passes_seen
+        begun = self._source.periods_begun - self._passes_seen
         # More steps than batches come from another loader, whose batches may show every record again.
-        if begun > 0 or self._steps_in_pass + 1 > len(self._passes):
+        if begun > 0 or self._steps_in_pass + 1 > self._steps:
             return self._charges(sigma, passes, self._passes_seen, max(1, begun))
         (charge,) = self._charges(sigma, passes, max(0, self._passes_seen - 1), 1)
         return [charge] if _sigma_of(charge) < self._charged_at else []
@@ -196,7 +184,7 @@ class PeriodSampling(Sampling):
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
         """Return a charge for each kind of period of whole passes."""
-        return self._charges(noise_multiplier, 1, 0, -(-epochs * self._epoch_steps // len(self._passes)))
+        return self._charges(noise_multiplier, 1, 0, -(-epochs * self._epoch_steps // self._steps))
 
     def row(self, optimizer: DPOptimizer) -> int:
         """Return which step of a correlated mechanism the next release is: the number of its draw."""
@@ -214,10 +202,10 @@ class PeriodSampling(Sampling):
 
     def settle(self, events: list[Charge]) -> None:
         """Note a step and its charges."""
-        begun = self._passes.count - self._passes_seen
-        self._passes_seen = self._passes.count
+        begun = self._source.periods_begun - self._passes_seen
+        self._passes_seen += begun
         self._steps_in_pass += 1
-        if begun > 0 or self._steps_in_pass > len(self._passes):
+        if begun > 0 or self._steps_in_pass > self._steps:
             self._steps_in_pass = 1
         if events:
             self._charged_at = _sigma_of(events[0])
@@ -225,7 +213,7 @@ class PeriodSampling(Sampling):
     def state_dict(self) -> dict[str, Any]:
         """Return what is paid for, where a resumed run continues the pass that was interrupted."""
         # Empty for a user's own loader: whoever resumes begins another pass over it.
-        if not isinstance(self._passes, _Periods):
+        if self.sampler is None:
             return {}
         return {
             "passes_seen": self._passes_seen,
@@ -238,8 +226,8 @@ class PeriodSampling(Sampling):
         """Continue from a saved state; after an empty one the next step is charged as one of another pass."""
         # As if a pass had ended, so that the first step is charged whatever loader it comes from.
         self._passes_seen, self._steps_in_pass, self._charged_at = (
-            int(state.get("passes_seen", self._passes.count)),
-            int(state.get("steps_in_pass", len(self._passes))),
+            int(state.get("passes_seen", self._source.periods_begun)),
+            int(state.get("steps_in_pass", self._steps)),
             float(state.get("charged_at", math.inf)),
         )
         self._sigma, self._trainable = state.get("sigma", self._sigma), state.get("trainable", self._trainable)
@@ -317,7 +305,7 @@ def _sampling_for(
             stacklevel=5,
         )
     if isinstance(loader, DPDataLoader) and loader.event.kind in _PERIODIC:
-        return PeriodSampling(loader, _Periods(loader.private_sampler), loader.expected_batch_size, mechanism)
+        return PeriodSampling(loader, mechanism)
     if poisson_sampling:
         return EventSampling(DPDataLoader.from_data_loader(loader))
     together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
@@ -334,21 +322,19 @@ def _shuffled_together(loader: DataLoader[Any]) -> PeriodSampling:
     """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training."""
     with refused_together("loader without Poisson sampling"):
         scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
-        private = DPDataLoader.from_data_loader(loader, scheme=scheme)
-    return PeriodSampling(private, _Periods(private.private_sampler), private.expected_batch_size)
+        return PeriodSampling(DPDataLoader.from_data_loader(loader, scheme=scheme))
 
 
 def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
     """Return the sampling of a user's own loader without Poisson sampling; refuse one that may repeat records."""
-    passes = _CountedPasses(_without_repetition(loader))
     stoppable = _StoppableLoader(
         loader.dataset,
-        batch_sampler=passes,
+        batch_sampler=_CountedPasses(_without_repetition(loader), dataset_length(loader.dataset)),
         collate_fn=loader.collate_fn,
         generator=loader.generator,
         **worker_options(loader),
     )
-    return PeriodSampling(stoppable, passes, float(passes.batch_size))
+    return PeriodSampling(stoppable)
 
 
 class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
@@ -373,10 +359,11 @@ class _CountedPasses(Sampler[list[int]]):
         A record that comes a second time in a pass is refused when it comes: the user may have exchanged the sampler.
     """
 
-    def __init__(self, batches: BatchSampler) -> None:
+    def __init__(self, batches: BatchSampler, records: int) -> None:
         self._batches = batches
-        self.batch_size = batches.batch_size
-        self.count = 0
+        self.batch_size = self.expected_batch_size = batches.batch_size
+        self.event = SamplingEvent(kind="shuffled", sample_rate=1.0, num_units=records, steps_per_event=len(batches))
+        self.periods_begun = 0
         self.draws = DrawLog(once_a_pass=True)  # the batches that no release has used yet
         self._drawn = 0
 
@@ -391,7 +378,7 @@ class _CountedPasses(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator: the pass counts from when it is started, not from its first batch.
-        self.count += 1
+        self.periods_begun += 1
         self.draws.begin_pass()
         return self._logged()
 
@@ -419,22 +406,6 @@ def _take_once(batch: list[int], taken: bytearray) -> None:
                 "no room for. Leave the loader's sampler as it was when make_private() checked it."
             )
         taken[index] = 1
-
-
-class _Periods:
-    """Counts the epochs or rounds of a private sampler, which keeps its position over a resumption."""
-
-    def __init__(self, sampler: PrivateSampler) -> None:
-        self._sampler = sampler
-        self.draws = sampler.draws
-
-    @property
-    def count(self) -> int:
-        """Epochs or rounds of which a batch was delivered."""
-        return -(-self._sampler.delivered // len(self))
-
-    def __len__(self) -> int:
-        return self._sampler.event.steps_per_event
 
 
 def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import GhostClipper
+from ghostclip.accounting.history import Charge
 from ghostclip.data import PrivateSampler
 from ghostclip.noise import FastNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account
-from ghostclip.privacy.charges import Charge
 from tests.audit.subject import BOUND, CLASSES
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -7,9 +7,8 @@ import threading
 import pytest
 import torch
 
-from ghostclip.noise import FastNoise, add_noise_, continuous, make_noise_source
-from ghostclip.noise.keyed import BLOCK, Block
-from ghostclip.noise.keys import RandomKey
+from ghostclip.noise import FastNoise, add_noise_, make_noise_source
+from ghostclip.noise.keyed import BLOCK
 
 SHAPES = ((7, 5), (BLOCK,), (2 * BLOCK + 3,), (), (BLOCK - 1,), (2, 0), (3 * BLOCK, 2), (11,))
 
@@ -74,13 +73,3 @@ def test_threads_hold_less_than_the_largest_tensor(monkeypatch):
     assert source._workers([]) == 0
     with torch.inference_mode():
         assert source._workers([torch.empty(100 * BLOCK)] * 9) == 1
-
-
-def test_seeds_that_are_kept_are_those_of_key_and_position():
-    key = RandomKey("noise")
-    seeds = continuous.SeedsAhead(key)
-    for position in (0, 1, continuous.AHEAD, 3, 2 * continuous.AHEAD, 2**40):
-        for number, length in ((0, 24), (0, 8), (2, 24), (0, 80), (0, 24)):
-            assert seeds.seed(Block(position, number, 9), length) == key.digest(position, length, part=number)
-    key.renew()
-    assert seeds.seed(Block(2**40, 0, 9), 24) == key.digest(2**40, 24)
