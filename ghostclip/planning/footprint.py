@@ -1,106 +1,49 @@
-"""Memory that a backward holds at every moment: read off its graph before it runs, without a measurement.
+"""Memory of single operations of a backward, and of what book-keeping stores of them: read off its graph.
 
 A measurement of the allocator would differ from run to run, and a plan made of it with it; the graph is the same each
-time. Saved tensors are counted once for each storage, until the last operation that saved them has run.
+time.
+
+Shape letters: T positions, I inputs, O outputs.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ghostclip import _torch
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.factors import convolution, planner
+from ghostclip.factors.base import accumulation_dtype
+from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
+from ghostclip.kernels import products
+from ghostclip.kernels.bounds import HALF
 
+# Bytes by address.
+Sizes = dict[Any, int]
 # Operations whose input's gradient is the memory of their output's.
 _VIEWS: Final = (
     "View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Add", "Alias", "Reshape", "Expand",
     "Select", "Slice", "Unbind", "_Own", "_Enter", "_Source", "_Tie", "Clone",
 )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Moment:
-    """One operation of a backward, and bytes in memory while it runs."""
-
-    use: ParamUse | None  # the use whose gradient arrives there, or None
-    live: int  # saved tensors of this operation and all that follow
-    passing: int  # gradients that it takes and makes, and those that wait
-    arriving: int  # the gradient that it takes
+# What reading or writing one element of 4 bytes costs, in FLOPs: products of layers run at this many for each.
+_MOVED: Final = 64
 
 
-@dataclass
-class Footprint:
-    """A backward as a sequence of moments."""
-
-    moments: list[Moment]
-    inputs: dict[int, int]  # bytes of inputs that no other use stores, by the use's `id`
-
-    def ordinary_peak(self) -> int:
-        """Return the peak of the same backward of ordinary training, at least its gradients."""
-        peak = built = 0
-        seen: set[str] = set()
-        for moment in self.moments:
-            peak = max(peak, moment.live + moment.passing + built)
-            if moment.use is not None:
-                names = {name for tracked in moment.use.targets.values() for name in tracked.origin.names}
-                built += parameter_bytes(moment.use, names - seen)
-                seen |= names
-        return max(peak, built)
-
-
-def footprint_of(loss: Tensor, parameters: Iterable[Tensor]) -> Footprint:
-    """Read the graph of a backward that will start at a loss, without the parameters' memory."""
-    # Reading unpacks saved tensors, so that it must not be done under activation checkpointing.
-    return _read(nodes_in_order(loss.grad_fn), parameters)
-
-
-def footprint_from(use: ParamUse, grad: Tensor, parameters: Iterable[Tensor]) -> Footprint:
-    """Read the rest of a backward from its first use on, without what the loss itself stored."""
-    constant = addresses(parameters)
-    rest = _read(nodes_in_order(use.behind), parameters)
-    own = sum(_storages(_inputs_of(use), constant).values())
-    arriving = grad.numel() * grad.element_size()
-    first = Moment(use, own + (rest.moments[0].live if rest.moments else 0), arriving, arriving)
-    return Footprint([first, *rest.moments], {id(use): own, **rest.inputs})
-
-
-def _read(nodes: Sequence[Any], parameters: Iterable[Tensor]) -> Footprint:
-    constant = addresses(parameters)
-    found = [read_node(node, constant) for node in nodes]
-    uses, kept, saved = [use for use, *_ in found], [own for _, _, own, _ in found], [every for _, every, *_ in found]
-    last = {key: number for number, storages in enumerate(saved) for key in storages}
-    freed = [0] * len(nodes)
-    sizes = {key: size for storages in saved for key, size in storages.items()}
-    for key, number in last.items():
-        freed[number] += sizes[key]
-    live = sum(sizes.values())
-    moments = []
-    for (use, _, _, arriving), (_, passing), gone in zip(found, passing_of(nodes), freed, strict=True):
-        moments.append(Moment(use, live, passing, arriving))
-        live -= gone
-    owners = Counter(key for storages in kept for key in storages)
-    inputs = {
-        id(use): sum(size for key, size in storages.items() if owners[key] == 1)
-        for use, storages in zip(uses, kept, strict=True)
-        if use is not None
-    }
-    return Footprint(moments, inputs)
-
-
-def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, dict[Any, int], dict[Any, int], int]:
+def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, Sizes, Sizes, int]:
     """Read one node."""
     # Its use or None, memory read and memory its use keeps (address and bytes), bytes of its gradient.
     use = node.metadata.get(METADATA_KEY)
-    kept = _storages(_inputs_of(use), constant)
+    kept = storages(inputs_of(use), constant)
     arriving = _bytes_of(_torch.outputs_of(node))
-    return use, _storages(_torch.saved_tensors(node), constant) | kept, kept, arriving
+    return use, storages(_torch.saved_tensors(node), constant) | kept, kept, arriving
 
 
 def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
@@ -193,12 +136,14 @@ def addresses(tensors: Iterable[Tensor]) -> set[int]:
     return {_torch.local(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
+def inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
+    """Return the tensors that a use stores of its operation's input."""
     return () if use is None or use.node is None else use.node.saved_tensors
 
 
-def _storages(tensors: Iterable[Tensor], constant: set[int]) -> dict[int, int]:
-    found = {}
+def storages(tensors: Iterable[Tensor], constant: set[int]) -> Sizes:
+    """Return the bytes of tensors' memory by address, without what is at constant addresses."""
+    found: Sizes = {}
     for tensor in map(_torch.local, tensors):
         if tensor.layout is torch.strided and not _torch.is_arriving(tensor):
             storage = tensor.untyped_storage()
@@ -216,3 +161,106 @@ def parameter_bytes(use: ParamUse, names: Iterable[str]) -> int:
     leaves = {name: leaf for tracked in use.targets.values() for name, leaf in tracked.origin.leaves.items()}
     parameters = [leaves[name].parameter for name in names]
     return sum(int(parameter.numel() * parameter.element_size()) for parameter in parameters)
+
+
+class Shape(NamedTuple):
+    """Sizes that decide on a layer's costs."""
+
+    samples: int
+    positions: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype  # of its input and of its output's gradient
+    device: torch.device
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the layer's per-sample gradients."""
+        return self.samples * self.inputs * self.outputs * accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def by_units(self) -> bool:
+        """Whether its products run on matrix units."""
+        return self.dtype in HALF and products.has_units(self.device)
+
+    @property
+    def moving(self) -> float:
+        """Cost of reading or writing one byte of its tensors, in FLOPs of its products."""
+        return planner.BYTE if self.by_units else _MOVED / 4
+
+
+class UseMemory(NamedTuple):
+    """What book-keeping stores of a use until the end, and what its forward costs."""
+
+    gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
+    with_inputs: bool  # whether its inputs are stored as well
+    work: float = 0.0  # FLOPs of the product in its forward; 0 where it is no product
+    matrix: tuple[str, Shape] | None = None  # parameter and sizes of a product with a matrix that is used once
+    forming: int = 0  # temporary bytes of forming per-sample gradients, those of a convolution's windows
+
+
+NOTHING: Final = UseMemory(0, with_inputs=False)
+
+
+def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemory:
+    """Return what book-keeping stores of a use, for the bytes of its output's gradient."""
+    found, kernel = _matrix_of(use, arriving, forward), _kernel_of(use)
+    if found is not None:
+        name, (samples, positions, inputs, outputs, dtype, _) = found
+        by_rule = planner.keeps_per_sample(positions, inputs, outputs, dtype.itemsize)
+        stored = (found[1].gradient_bytes, False) if by_rule else (arriving, True)
+        once = found if forward.use_counts[name] == 1 else None
+        return UseMemory(*stored, 2.0 * samples * positions * inputs * outputs, once)
+    dense = _dense_bytes(use, forward)
+    if kernel is None or not forward.batch_size:
+        return UseMemory(dense or arriving, not dense)
+    samples, size = forward.batch_size, kernel.element_size()
+    positions = arriving // (samples * kernel.shape[0] * size)
+    small = samples * kernel.numel() <= convolution.SMALL
+    if not dense and (small or planner.keeps_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
+        dense = samples * kernel.numel() * max(4, size)
+    forming = _windows(use, samples * positions * kernel[0].numel())
+    return UseMemory(dense or arriving, not dense, 2.0 * samples * positions * kernel.numel(), forming=forming)
+
+
+def _windows(use: ParamUse, unfolded: int) -> int:
+    """Return the bytes of a convolution's windows, of so many elements, that are laid out at once."""
+    if not inputs_of(use):
+        return 0
+    rows = inputs_of(use)[0]
+    at_once = CHUNK_ELEMENTS if rows.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+    laid_out = rows.numel() if rows.numel() <= at_once else 0
+    return (laid_out + unfolded // max(1, -(-unfolded // at_once))) * accumulation_dtype(rows.dtype).itemsize
+
+
+def _kernel_of(use: ParamUse) -> Tensor | None:
+    """Return the kernel of a convolution; None for any other use."""
+    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
+    return kernels[0] if len(kernels) == 1 else None
+
+
+def _dense_bytes(use: ParamUse, forward: ForwardContext) -> int:
+    """Return the bytes of per-sample gradients where all factors of a use are such; else 0."""
+    if any(not form.startswith("dense") for form in use.site.forms.values()):
+        return 0
+    return sum(forward.batch_size * tracked.origin.value.numel() * 4 for tracked in use.targets.values())
+
+
+def _matrix_of(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[str, Shape] | None:
+    """Return the parameter and sizes of a use that is one product of a matrix with rows of samples."""
+    if not inputs_of(use):
+        return None
+    rows = inputs_of(use)[0]
+    for tracked in use.targets.values():
+        weight = tracked.origin.value
+        if tracked.origin.func or weight.dim() != 2 or rows.dim() < 2 or not rows.numel():
+            continue
+        inputs = rows.shape[-1]
+        positions, rest = divmod(rows.numel() // inputs, max(1, forward.batch_size))
+        outputs, other = divmod(weight.numel(), inputs)
+        same = arriving == forward.batch_size * positions * outputs * rows.element_size()
+        if rest or other or not same or inputs not in weight.shape:
+            continue
+        shape = Shape(forward.batch_size, positions, inputs, outputs, rows.dtype, rows.device)
+        return tracked.origin.names[0], shape
+    return None

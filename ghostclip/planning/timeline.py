@@ -8,7 +8,7 @@ a measurement and without running anything.
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,22 +19,14 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.kernels import runtime
 from ghostclip.planning import footprint
-from ghostclip.planning.plan import Shape, forward_work, held_by, holdable, moving, workspace_of
-
-Sizes = dict[Hashable, int]
+from ghostclip.planning.footprint import NOTHING, Shape, Sizes, UseMemory
 
 # What is held in 16 bits is a half of float32.
 _HALF: Final = 2
 # Numbers are read, and written in 16 bits, and read again to be widened.
 _PASSES_ROUNDED: Final = 3
-
-
-class _Held(NamedTuple):
-    """Memory of a use under book-keeping."""
-
-    gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
-    with_inputs: bool  # whether its inputs are stored as well
-    holdable: tuple[str, Shape] | None  # parameter, as the use calls it, and sizes, where 16 bits are possible
+# Bytes of an output's gradient below which it is not worth holding in another form.
+_SMALL: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +41,12 @@ class Step:
     passing: int  # the same while it runs
     ends: int | None  # number of the block's call that ends there in the forward, or None
     names: dict[str, str] = field(default_factory=dict)  # its use's parameters, by the names that they have in the use
+    memory: UseMemory = NOTHING  # what book-keeping stores of its use
+
+    @property
+    def holdable(self) -> tuple[str, Shape] | None:
+        """Parameter and sizes of a use whose factors can be stored in 16 bits."""
+        return None if self.arriving < _SMALL else self.memory.matrix
 
 
 @dataclass
@@ -75,25 +73,17 @@ class Timeline:
     # of blocks in the forward, in order
     def __init__(self, calls: Sequence[BlockCall], parts: Sequence[Stretch], forward: ForwardContext) -> None:
         self.calls, self.parts = calls, parts
+        self.steps = [step for part in parts for step in part.steps]
         self._unplanned = 4 * forward.unplanned
-        self._kept = dict[int, _Held]()
-        self._formed = dict[int, int]()
-        self._steps = [step for part in parts for step in part.steps]
-        self._work = dict[int, float]()
-        for use, arriving in ((step.use, step.arriving) for step in self._steps):
-            if use is not None:
-                self._kept[id(use)] = _Held(*held_by(use, arriving, forward), holdable(use, arriving, forward))
-                self._formed[id(use)] = workspace_of(use, arriving, forward)
-                self._work[id(use)] = forward_work(use, arriving, forward)
 
     def holdable(self) -> dict[str, tuple[int, Shape]]:
         """Return bytes and sizes of the parameters whose factors can be stored in 16 bits, in order of arrival."""
         found = dict[str, tuple[int, Shape]]()
-        for step in self._steps:
-            held = None if step.use is None else self._kept[id(step.use)]
-            if held is not None and held.holdable is not None:
-                name, shape = held.holdable
-                found[step.names[name]] = held.gradient + sum(step.inputs.values()) * held.with_inputs, shape
+        for step in self.steps:
+            if step.holdable is not None:
+                name, shape = step.holdable
+                inputs = sum(step.inputs.values()) * step.memory.with_inputs
+                found[step.names[name]] = step.memory.gradient + inputs, shape
         return found
 
     def price(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str]) -> float:
@@ -103,17 +93,16 @@ class Timeline:
         # The part behind the cut is run again in either backward, and its input gradients are formed twice.
         total += 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
         for name, (size, shape) in self.holdable().items():
-            total += size * moving(shape) * _PASSES_ROUNDED * (name in rounded)
+            total += size * shape.moving * _PASSES_ROUNDED * (name in rounded)
         return total
 
     def _forward_of(self, call: int) -> float:
         """Return the cost of a block's forward: products, and writing saved tensors."""
         steps = [step for part in self.parts if part.call == call for step in part.steps]
-        uses = [step.use for step in steps if step.use is not None]
-        shapes = [both[1] for use in uses if (both := self._kept[id(use)].holdable) is not None]
+        work = sum(step.memory.work for step in steps)
         written = sum({key: size for step in steps for key, size in step.saved.items()}.values())
-        each = moving(shapes[0]) if shapes else 1.0
-        return sum(self._work[id(use)] for use in uses) + written * each
+        moving = next((step.holdable[1].moving for step in steps if step.holdable is not None), 1.0)
+        return work + written * moving
 
     def ordinary_peak(self) -> int:
         """Return the peak of the same backward of ordinary training, its gradients included."""
@@ -127,11 +116,16 @@ class Timeline:
     def _new_gradients(self) -> list[int]:
         """Return the bytes of the parameters' gradients that each operation is the first to add to."""
         seen, sizes = set[str](), list[int]()
-        for step in self._steps:
+        for step in self.steps:
             new = {own: name for own, name in step.names.items() if name not in seen}
             seen.update(new.values())
             sizes.append(0 if step.use is None else footprint.parameter_bytes(step.use, new))
         return sizes
+
+    def held(self) -> np.ndarray:
+        """Return the bytes in memory as each operation begins, with what book-keeping stores of those before it."""
+        live, passing = self._live(frozenset(), None, frozenset())
+        return live + passing + np.cumsum([0, *(step.memory.gradient for step in self.steps)])[:-1]
 
     def peak(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] = ()) -> int:
         """Return the peak bytes of a private backward."""
@@ -141,16 +135,16 @@ class Timeline:
         begin = self._begin(cut)
         gathered, forming = np.zeros(len(live)), np.zeros(len(live))
         held, kept, again = self._unplanned, list[_Contracted](), np.zeros(len(live))
-        for number, (step, size) in enumerate(zip(self._steps, self._new_gradients(), strict=True)):
+        for number, (step, size) in enumerate(zip(self.steps, self._new_gradients(), strict=True)):
             copied = 0
-            if step.use is not None and number >= begin:
+            if number >= begin:
                 again[number + 1 :] += size
-            elif step.use is not None:
+            else:
                 stays, copied = self._held_of(step, rounded)
                 held += stays
                 kept.append(_Contracted(size, stays, self._inputs_held(step, rounded), copied))
             gathered[number] = held
-            forming[number] = step.before + (0 if step.use is None else self._formed[id(step.use)]) + copied
+            forming[number] = step.before + step.memory.forming + copied
         # What is kept of a use is formed before the operation itself runs.
         first = int((live + np.maximum(passing, forming) + gathered).max())
         first = max(first, self._most_contracting(kept, int(live[-1]) + held, self._read_behind(begin, cut)))
@@ -162,7 +156,7 @@ class Timeline:
         """Return the memory that is read behind a cut, by the second backward."""
         calls = () if cut is None else self.calls[: cut + 1]
         read = {address for call in calls for address, _ in call.inputs}
-        return read.union(*(step.saved for step in self._steps[begin:]))
+        return read.union(*(step.saved for step in self.steps[begin:]))
 
     def _most_contracting(self, kept: Sequence[_Contracted], held: int, read_again: Collection[Hashable]) -> int:
         """Return the peak while sums are formed one by one and their operands freed, unless they are read again."""
@@ -177,7 +171,7 @@ class Timeline:
 
     def _held_of(self, step: Step, rounded: Collection[str]) -> tuple[int, int]:
         """Return bytes of a use: stored besides its inputs, and temporary in another dtype."""
-        held = self._kept[id(step.use)]
+        held = step.memory
         if not self._is_rounded(step, rounded):
             return held.gradient, 0
         # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
@@ -186,21 +180,20 @@ class Timeline:
         return held.gradient // _HALF, min(widest, held.gradient + inputs)
 
     def _is_rounded(self, step: Step, rounded: Collection[str]) -> bool:
-        found = self._kept[id(step.use)].holdable
-        return found is not None and step.names[found[0]] in rounded
+        return step.holdable is not None and step.names[step.holdable[0]] in rounded
 
     def _begin(self, cut: int | None) -> int:
         """Return the number of the first operation behind a cut; that of all operations where there is none."""
         if cut is None:
-            return len(self._steps)
-        return next(number for number, step in enumerate(self._steps) if step.ends == cut)
+            return len(self.steps)
+        return next(number for number, step in enumerate(self.steps) if step.ends == cut)
 
     def _live(
         self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of saved memory, and of passing gradients, at every operation."""
         # rounded: None in ordinary training, which holds no factors.
-        begin, total = self._begin(cut), len(self._steps)
+        begin, total = self._begin(cut), len(self.steps)
         spans: dict[Hashable, tuple[int, int, int]] = {}
 
         def hold(sizes: Sizes, start: int, end: int) -> None:
@@ -218,7 +211,7 @@ class Timeline:
             for step in part.steps:
                 stays = number >= begin and not recomputes
                 hold(step.saved, start if recomputes else 0, total if stays else number)
-                if rounded is not None and step.use is not None and number < begin:
+                if rounded is not None and number < begin:
                     hold(self._inputs_held(step, rounded), number, total)
                 number += 1
         change = np.zeros(total + 1)
@@ -226,12 +219,12 @@ class Timeline:
             change[start] += size
             if end < total:
                 change[end + 1] -= size
-        passing = [step.passing for step in self._steps]
+        passing = [step.passing for step in self.steps]
         return change.cumsum()[:total], np.array(passing, dtype=float)
 
     def _inputs_held(self, step: Step, rounded: Collection[str]) -> Sizes:
         """Return bytes of a use's inputs from its gradient's arrival on, one copy for all that read them."""
-        if not self._kept[id(step.use)].with_inputs:
+        if not step.memory.with_inputs:
             return {}
         if not self._is_rounded(step, rounded):
             return step.inputs
@@ -250,9 +243,7 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
         if not parts or parts[-1].call != call:
             parts.append(Stretch(call))
         if call is None or calls[call].may_be_read:
-            use, saved, inputs, arriving = footprint.read_node(node, constant)
-            names = {} if use is None else {name: name for name in _names(use)}
-            parts[-1].steps.append(Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY), names))
+            parts[-1].steps.append(_step_of(node, waiting, constant, forward))
     seen = Counter(address for call in calls for address, _ in set(call.inputs))
     shared = {address for address, count in seen.items() if count > 1}
     measured = {calls[part.call].kind: part for part in parts if part.call is not None and part.steps}
@@ -264,6 +255,35 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
             renaming = _Renaming(part.call, calls[like.call], calls[part.call], shared)
             part.steps = [renaming.of(step) for step in like.steps]
     return Timeline(calls, parts, forward)
+
+
+def read_whole(
+    node: Any, forward: ForwardContext, parameters: Iterable[Tensor], *, behind: Sequence[Step] = ()
+) -> Timeline:
+    """Read the graph of a backward from a node on, as one stretch, behind operations that are known."""
+    constant, nodes = footprint.addresses(parameters), footprint.nodes_in_order(node)
+    steps = [
+        _step_of(one, waiting, constant, forward)
+        for one, waiting in zip(nodes, footprint.passing_of(nodes), strict=True)
+    ]
+    return Timeline((), [Stretch(None, [*behind, *steps])], forward)
+
+
+def read_from(use: ParamUse, grad: Tensor, parameters: Collection[Tensor]) -> Timeline:
+    """Read the rest of a backward from its first use on, without what the loss itself stored."""
+    inputs = footprint.storages(footprint.inputs_of(use), footprint.addresses(parameters))
+    size = grad.numel() * grad.element_size()
+    memory = footprint.memory_of(use, size, use.forward)
+    first = Step(use, inputs, inputs, size, size, size, None, _names(use), memory)
+    return read_whole(use.behind, use.forward, parameters, behind=[first])
+
+
+def _step_of(node: Any, waiting: tuple[int, int], constant: set[int], forward: ForwardContext) -> Step:
+    use, saved, inputs, arriving = footprint.read_node(node, constant)
+    step = Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY))
+    if use is None:
+        return step
+    return replace(step, names=_names(use), memory=footprint.memory_of(use, arriving, forward))
 
 
 def _addresses(call: BlockCall) -> list[int]:
@@ -285,7 +305,7 @@ class _Renaming:
         found: Sizes = {}
         for key, size in sizes.items():
             known = key in self._addresses or key in self._shared
-            found[self._addresses.get(key, key) if known else (self._number, key)] = size  # type: ignore[call-overload]
+            found[self._addresses.get(key, key) if known else (self._number, key)] = size
         return found
 
     def _name(self, name: str) -> str:
@@ -293,5 +313,5 @@ class _Renaming:
         return self._own + name.removeprefix(self._like) if inside else name
 
 
-def _names(use: ParamUse) -> list[str]:
-    return [name for tracked in use.targets.values() for name in tracked.origin.names]
+def _names(use: ParamUse) -> dict[str, str]:
+    return {name: name for tracked in use.targets.values() for name in tracked.origin.names}
