@@ -9,6 +9,7 @@ What book-keeping does hold may be held in 16 bits, where the user allows it: of
 as theirs is held longest. Price: what is copied.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -170,11 +171,8 @@ def _cost(found: _Priced) -> tuple[bool, float]:
 
 def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:
     """Return the first choice that fits, the last where none does; each takes less memory than those before."""
-    low, high = 0, len(choices) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if read.peak(*choices[middle]) <= limit else (middle + 1, high)
-    return choices[low]
+    first = bisect_left(range(len(choices) - 1), True, key=lambda number: read.peak(*choices[number]) <= limit)
+    return choices[first]
 
 
 def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
@@ -188,13 +186,12 @@ def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
         return None
     cut = ending[0]
     behind = set(nodes_behind([cut]))
-    before = _reached(loss.grad_fn, cut)
+    before = set(nodes_behind([loss.grad_fn], up_to=cut))
     anchor = forward.around.anchor
-    leaves = [_torch.leaf_of(node) for node in before]
-    if any(leaf is not None and leaf is not anchor for leaf in leaves):
-        return None
-    if any(node in behind and _torch.leaf_of(node) is None for node in before):
-        return None
+    for node in before:
+        leaf = _torch.leaf_of(node)
+        if (leaf is None and node in behind) or (leaf is not None and leaf is not anchor):
+            return None
     leading = _leading_to(cut, nodes)
     ends = [GradientEdge(node, 0) for node in before - leading if _ends_at(node, anchor)]
     outside = {name for node, use in uses.items() if node in before for name in use.site.names}
@@ -205,17 +202,6 @@ def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
 
 def _ends_at(node: Any, anchor: Tensor) -> bool:
     return any(following is not None and _torch.leaf_of(following) is anchor for following, _ in node.next_functions)
-
-
-def _reached(start: Any, cut: Any) -> set[Any]:
-    """Return the nodes that a backward reaches without passing a node."""
-    pending, seen = [start], {start}
-    while pending:
-        for following, _ in pending.pop().next_functions:
-            if following is not None and following is not cut and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return seen
 
 
 def _leading_to(cut: Any, nodes: Sequence[Any]) -> set[Any]:

@@ -38,9 +38,7 @@ class Cost:
 
 def cost_of(statistics: Sequence[Statistics], *, count: int, strategy: str) -> Cost:
     """Return the cost of all uses of one parameter with ``count`` elements, and of the cross terms between them."""
-    total = Cost()
-    for arrived in statistics:
-        total += _use(arrived, count=count, strategy=strategy)
+    total = sum((_use(arrived, count=count, strategy=strategy) for arrived in statistics), Cost())
     if strategy == "hooks":
         # Per-sample gradients of all uses are added up first, so that there is one sum.
         again = [item for item in statistics if item.kind != "diagonal"][1:]
@@ -73,14 +71,12 @@ def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
         return 0 if nothing else dense_sum
     if strategy == "hooks":
         return product + dense_sum
-    total = 0
+    total = product
     for item in arrived.products:
-        if arrived.materialised:
-            total += item.flops * (1 if strategy == "bookkeeping" else 2) + 2 * item.entries
-        elif strategy == "bookkeeping" and keeps(item):
-            total += item.flops + 2 * item.entries
+        if arrived.materialised or (strategy == "bookkeeping" and keeps(item)):
+            total += item.flops * (strategy != "bookkeeping") + 2 * item.entries
         else:
-            total += norm_flops(item, instantiate=strategy == "fast") + item.flops
+            total += _norm(item, instantiate=strategy == "fast")[1]
     return total
 
 
@@ -91,16 +87,17 @@ def keeps(item: MatrixProduct) -> bool:
     return item.positions > 0 and planner.keeps_per_sample(item.positions, item.inputs, item.outputs)
 
 
-def norm_flops(item: MatrixProduct, *, instantiate: bool = False) -> int:
-    """Return the FLOPs of all samples' norms of a sum of outer products, in the cheaper form or by instantiation."""
+def _norm(item: MatrixProduct, *, instantiate: bool) -> tuple[str, int]:
+    """Return how all samples' norms of a sum of outer products are formed, and the FLOPs of it."""
     positions, inputs, outputs = item.positions, item.inputs, item.outputs
     if positions == 0:
-        return 0
+        return "no rows", 0
     if item.norm is not None and not instantiate:
-        return item.count * item.norm
+        return f"{item.plan}, contract", item.count * item.norm
     if instantiate or not planner.prefers_gram(positions, inputs, outputs):
-        return item.flops
-    return item.count * planner.gram_flops(positions, inputs, outputs)
+        return "instantiate, contract", item.flops
+    plan = "product of two norms, contract" if positions == 1 else "symmetric Gram, contract"
+    return plan, item.count * planner.gram_flops(positions, inputs, outputs)
 
 
 def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
@@ -165,19 +162,7 @@ def plan_of(arrived: Statistics, *, strategy: str) -> str:
         return "form per-sample gradient, pull back"
     if arrived.materialised or (strategy == "bookkeeping" and all(map(keeps, arrived.products))):
         return "keep per-sample gradient" if strategy == "bookkeeping" else "form per-sample gradient"
-    return _norm_plan(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")
-
-
-def _norm_plan(item: MatrixProduct, *, instantiate: bool) -> str:
-    if item.positions == 0:
-        return "no rows"
-    if item.plan and not instantiate:
-        return f"{item.plan}, contract"
-    if instantiate or not planner.prefers_gram(item.positions, item.inputs, item.outputs):
-        return "instantiate, contract"
-    if item.positions <= 1:
-        return "product of two norms, contract"
-    return "symmetric Gram, contract"
+    return _norm(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")[0]
 
 
 NOT_USED: Final = "not used yet"
@@ -210,29 +195,19 @@ class CoverageRow:
         return prod(self.shape)
 
 
+@dataclass(eq=False)
 class Coverage:
     """Table with one row for every trainable parameter, and the total cost of clipping."""
 
-    def __init__(
-        self,
-        rows: Iterable[CoverageRow],
-        *,
-        strategy: str = "bookkeeping",
-        base_bytes: int = 0,
-        unchecked: str = "",
-        expected_share: float | None = None,
-    ) -> None:
-        self.rows = list(rows)
-        # what a backward is expected to hold under a memory budget below 1, over what an ordinary one holds; None
-        # without such a budget
-        self.expected_share = expected_share
-        self.strategy = strategy  # what the plan and the costs are for
-        # what a non-private step holds: parameters, gradients and, at least, the inputs of the layers
-        self.base_bytes = base_bytes
-        # the checks of the model that were switched off or could not run, and why; empty if all ran
-        self.unchecked = unchecked
-        # which graphs compute batches, and why others are eager; empty where no graph is thought of
-        self.graphs = ""
+    rows: list[CoverageRow]
+    strategy: str = "bookkeeping"  # what the plan and the costs are for
+    # what a non-private step holds: parameters, gradients and, at least, the inputs of the layers
+    base_bytes: int = 0
+    unchecked: str = ""  # the checks of the model that were switched off or could not run, and why; empty if all ran
+    # what a backward is expected to hold under a memory budget below 1, over what an ordinary one holds; None without
+    # such a budget
+    expected_share: float | None = None
+    graphs: str = ""  # which graphs compute batches, and why others are eager; empty where no graph is thought of
 
     def __iter__(self) -> Iterator[CoverageRow]:
         return iter(self.rows)
