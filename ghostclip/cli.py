@@ -116,13 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> _OneLineParser:
-    parser = _OneLineParser(
-        prog="ghostclip",
-        description="Differentially private training of PyTorch models.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    # A misspelt option that is taken for another one is an option that is silently wrong.
+    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    description = "Differentially private training of PyTorch models."
+    parser = _OneLineParser(prog="ghostclip", description=description, epilog=_EXAMPLES, **form)
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (run, options) in _COMMANDS.items():
@@ -133,11 +130,9 @@ def _parser() -> _OneLineParser:
             help=f"{description[0].lower()}{description[1:].removesuffix('.')}",
             description=description,
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             # Fine-tuning tells what was given from its defaults.
             argument_default=argparse.SUPPRESS if options is None else None,
-            # A misspelt option that is taken for another one is an option that is silently wrong.
-            allow_abbrev=False,
+            **form,
         )
         if options is None:
             finetuning.add_arguments(command)

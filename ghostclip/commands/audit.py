@@ -7,13 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from ghostclip.commands.options import (
-    DELTA,
-    FILE,
-    Options,
-    require_files,
-    write_json,
-)
+from ghostclip.commands.options import DELTA, FILE, Options, require_files, write_json
 from ghostclip.errors import DataError
 
 LEDGER: Final[Options] = {

@@ -14,13 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ghostclip._files import BLACK, BLUE, PALE, picture, reason_of
-from ghostclip.commands.options import (
-    DELTA,
-    FILE,
-    Options,
-    require_files,
-    write_json,
-)
+from ghostclip._validate import refuse_any
+from ghostclip.commands.options import DELTA, FILE, Options, require_files, write_json
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.terminal import Working
 
@@ -60,34 +55,27 @@ Segment = tuple[float, float, int]
 
 def _mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
     """Return σ, q and the number of steps that options give, None for what they leave out."""
-    sigma, rate, samples, batch = (given[k] for k in ("noise_multiplier", "sample_rate", "samples", "batch_size"))
-    if rate is not None and batch is not None:
-        raise InvalidOptionError("--sample-rate and --batch-size: give one of the two.")
-    if batch is not None:
-        if samples is None:
-            raise InvalidOptionError(f"--batch-size {batch}: needs --samples, how many there are in the data set.")
-        if not 0 < batch <= samples:
-            raise InvalidOptionError(f"--batch-size {batch}: must be from 1 to --samples, {samples}.")
-        rate = batch / samples
+    names = ("noise_multiplier", "sample_rate", "samples", "batch_size", "steps", "epochs")
+    sigma, rate, samples, batch, steps, epochs = (given[name] for name in names)
+    refuse_any(
+        (rate is not None and batch is not None, "--sample-rate and --batch-size: give one of the two."),
+        (batch is not None and samples is None,
+         f"--batch-size {batch}: needs --samples, how many there are in the data set."),
+        (batch is not None and not 0 < batch <= (samples or 0),
+         f"--batch-size {batch}: must be from 1 to --samples, {samples}."),
+    )  # fmt: skip
+    rate = rate if batch is None else batch / samples
     if rate is not None:
         _require_rate(f"--sample-rate {rate}", rate)
     if sigma is not None:
         _require_noise("--noise-multiplier", sigma)
-    return sigma, rate, _steps(given["steps"], given["epochs"], rate)
-
-
-def _steps(steps: int | None, epochs: float | None, rate: float | None) -> int | None:
-    if steps is not None and epochs is not None:
-        raise InvalidOptionError("--steps and --epochs: give one of the two.")
-    if epochs is None:
-        if steps is not None and steps < 1:
-            raise InvalidOptionError(f"--steps {steps}: must be at least 1.")
-        return steps
-    if rate is None:
-        raise InvalidOptionError("--epochs needs --sample-rate, or --samples and --batch-size.")
-    if not 0 < epochs < math.inf:
-        raise InvalidOptionError(f"--epochs {epochs}: must be greater than 0.")
-    return max(1, math.ceil(epochs / rate - 1e-9))
+    refuse_any(
+        (steps is not None and epochs is not None, "--steps and --epochs: give one of the two."),
+        (steps is not None and steps < 1, f"--steps {steps}: must be at least 1."),
+        (epochs is not None and rate is None, "--epochs needs --sample-rate, or --samples and --batch-size."),
+        (epochs is not None and not 0 < epochs < math.inf, f"--epochs {epochs}: must be greater than 0."),
+    )
+    return sigma, rate, steps if epochs is None else max(1, math.ceil(epochs / rate - 1e-9))
 
 
 def _require_rate(said: str, rate: float) -> None:
@@ -178,7 +166,7 @@ def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
         left, right = figure.subplots(1, 2)
         for axes, places, curve, place in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
             _draw_bounds(axes, places, curve)
-            axes.plot([place], [_finite(here)], "o", color=BLACK, markersize=7, zorder=5, label=this)
+            axes.plot([place], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
             axes.set_ylabel(f"ε at δ = {given['delta']:g}")
         left.set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
         varied = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
@@ -193,14 +181,10 @@ def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
 
 def _draw_bounds(axes: Axes, places: Sequence[float], curve: Sequence[Bounds]) -> None:
     # The bounds nearly coincide: a thin dashed line on a broad one shows both.
-    axes.plot(places, [_finite(one.upper) for one in curve], color=PALE, lw=5, label="ε, upper bound")
+    axes.plot(places, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
     lows = [one.lower for one in curve]
     axes.plot(places, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
     axes.grid(alpha=0.3)
-
-
-def _finite(value: float) -> float:
-    return math.nan if math.isinf(value) else value
 
 
 def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ghostclip._files import reason_of
+from ghostclip._validate import refuse_any
 from ghostclip.distributed import gathered
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.finetune.options import FinetuneOptions, refuse_any, word
+from ghostclip.finetune.options import FinetuneOptions, word
 from ghostclip.scaling import Mesh
 from ghostclip.scaling.models import blocks_of, require_plan
 

@@ -331,8 +331,10 @@ def coverage_of(
         bought = name in kept and strategy == "bookkeeping"
         if bought:
             statistics = [_kept(item) for item in statistics]
-        measure = _Measure(name, statistics, strategy, reduced)
-        statistics = measure.statistics
+        if reduced is not None:
+            # An ordinary step runs nothing again: the budget does.
+            statistics = [replace(item, recomputed=False) for item in statistics]
+        plan, cost = _measured(name, parameter.numel(), statistics, strategy, reduced)
         inputs.update({item.input_key: item.input_elements * item.itemsize for item in statistics})
         rows.append(
             CoverageRow(
@@ -342,8 +344,8 @@ def coverage_of(
                 tuple(parameter.shape),
                 _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
                 _joined(_rung(site, name) for site in used),
-                measure.plan + " (budget)" * bought,
-                measure.cost(parameter.numel()),
+                plan + " (budget)" * bought,
+                cost,
                 _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
@@ -353,31 +355,21 @@ def coverage_of(
     return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked, expected_share=share)
 
 
-class _Measure:
-    """How one parameter is handled, and its cost, where a memory budget may decide."""
-
-    def __init__(self, name: str, found: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None) -> None:
-        latest = None if reduced is None else reduced.latest
-        self._again = latest is not None and any(name.startswith(f"{block}.") for block in latest.blocks)
-        self._twice = reduced is not None and name in reduced.dropped
-        self._strategy = "ghost" if self._twice else strategy
-        self._rounded = latest is not None and not self._twice and name in latest.rounded
-        # An ordinary step runs nothing again: the budget does.
-        self.statistics = list(found) if reduced is None else [replace(item, recomputed=False) for item in found]
-
-    @property
-    def plan(self) -> str:
-        """The plan in a few words."""
-        plan = _joined(plan_of(item, strategy=self._strategy) for item in self.statistics)
-        held, again = ", held in bfloat16" * self._rounded, ", block run again" * (self._again and bool(plan))
-        return plan + held + again + ", two backwards" * self._twice
-
-    def cost(self, count: int) -> Cost:
-        """Return the cost of ``count`` elements, with the block's forward if it is run once more in every backward."""
-        product = sum(item.flops for arrived in self.statistics for item in arrived.products)
-        times = self._again * (1 + self._twice)
-        cost = cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
-        return replace(cost, held=cost.held // 2 if self._rounded else cost.held)
+def _measured(
+    name: str, count: int, statistics: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None
+) -> tuple[str, Cost]:
+    """Return how one parameter of ``count`` elements is handled, in a few words, and its cost."""
+    # A memory budget below 1 may drop its factors and form them again, round them, or run its block again.
+    latest = None if reduced is None else reduced.latest
+    twice = reduced is not None and name in reduced.dropped
+    again = latest is not None and any(name.startswith(f"{block}.") for block in latest.blocks)
+    rounded = latest is not None and not twice and name in latest.rounded
+    strategy = "ghost" if twice else strategy
+    plan = _joined(plan_of(item, strategy=strategy) for item in statistics)
+    plan += ", held in bfloat16" * rounded + ", block run again" * (again and bool(plan)) + ", two backwards" * twice
+    forward = sum(item.flops for arrived in statistics for item in arrived.products)
+    cost = cost_of(statistics, count=count, strategy=strategy) + Cost(private=again * (1 + twice) * forward)
+    return plan, replace(cost, held=cost.held // 2 if rounded else cost.held)
 
 
 def _kept(arrived: Statistics) -> Statistics:
