@@ -46,13 +46,6 @@ class Scores:
         )  # fmt: skip
         return cls(score_M, member_M.astype(np.bool_))
 
-    @classmethod
-    def of_runs(cls, *, member: ArrayLike, other: ArrayLike) -> Scores:
-        """Join the scores of runs with the record and of runs without it."""
-        with_it, without = np.asarray(member, dtype=np.float64), np.asarray(other, dtype=np.float64)
-        included = np.r_[np.ones(with_it.size, bool), np.zeros(without.size, bool)]
-        return cls.of(np.concatenate((with_it, without)), included)
-
     @property
     def member(self) -> Array:
         """Scores of what was included, ascending."""

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -238,19 +238,12 @@ def run_epsilon(given: dict[str, Any]) -> int:
     return _release(given, segments)
 
 
-def _segment(values: list[float]) -> Segment:
-    sigma, rate, steps = values
+def _segment(row: Iterable[Any]) -> Segment:
+    """Return σ, q and steps; a part of a step is none, and cutting it off would count too few."""
+    sigma, rate, steps = map(float, row)
     if not steps.is_integer():
         raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
     return sigma, rate, int(steps)
-
-
-def _whole(steps: str | float) -> int:
-    """Return a number of steps; a part of one is no number of steps, and cutting it off would count too few."""
-    whole = int(steps)
-    if not isinstance(steps, str) and whole != steps:
-        raise ValueError(f"{steps} steps")
-    return whole
 
 
 def _read(path: Path) -> list[Segment]:
@@ -266,8 +259,8 @@ def _read(path: Path) -> list[Segment]:
             rows = json.loads(text)
         else:
             rows = [line.split("#")[0].replace(",", " ").split() for line in text.splitlines()]
-        segments = [(float(sigma), float(rate), _whole(steps)) for sigma, rate, steps in filter(None, rows)]
-    except (OverflowError, TypeError, ValueError) as error:
+        segments = [_segment(row) for row in filter(None, rows)]
+    except (TypeError, ValueError) as error:
         raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
     if not segments:
         raise DataError(f"{path}: holds no segment.")

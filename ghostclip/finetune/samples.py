@@ -204,10 +204,8 @@ def describe_source(path: Path | None) -> str:
 
 
 def _python_documentation() -> list[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise DataError(f"this Python ships without pydoc_data.topics ({error}): give a text with --data") from error
+    from pydoc_data.topics import topics
+
     return [topics[name] for name in sorted(topics)]
 
 
@@ -383,7 +381,7 @@ def labels_of(options: FinetuneOptions) -> list[str]:
 
 def cut(ids: Ids, *, start_id: int | None, context_length: int) -> list[Ids]:
     """Cut a document into windows that hold a token to predict, each led by the start token if there is one."""
-    lead = np.array([] if start_id is None else [start_id], dtype=np.int32)
+    lead = _one(start_id)
     stride = context_length - len(lead)
     windows = [np.concatenate((lead, ids[at : at + stride])) for at in range(0, len(ids), stride)]
     return [window for window in windows if len(window) >= 2]

@@ -6,8 +6,8 @@ time.
 Shape letters: T positions, I inputs, O outputs.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -46,83 +46,57 @@ def read_node(node: Any, constant: set[int]) -> tuple[ParamUse | None, Sizes, Si
     return use, storages(_torch.saved_tensors(node), constant) | kept, kept, arriving
 
 
+@dataclass(eq=False)
+class _Gradient:
+    """Memory of a gradient on its way through a backward; several operations may wait for it."""
+
+    size: int
+
+
 def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
     """Return the bytes of gradients that are alive before and while each operation of a backward runs."""
     # Those that it takes and makes, what it needs beside that (`workspace` of a function of ours), and those that wait
     # for later operations: of a residual connection the gradient that goes around.
-    gradients, found = _Gradients(), []
+    waiting, found = dict[tuple[Any, int], _Gradient](), []
     for node in nodes:
-        before = gradients.take(node)
-        made = gradients.make(node)
-        found.append((before, before + made + int(getattr(node, "workspace", 0))))
-        gradients.drop(node)
+        outputs = _torch.outputs_of(node)
+        arrived = [waiting.pop((node, number)) for number in range(len(outputs)) if (node, number) in waiting]
+        arrived = arrived or [_Gradient(_bytes_of(outputs))]
+        before = _alive(waiting, arrived)
+        added = _pass_on(node, waiting, arrived)
+        found.append((before, _alive(waiting, arrived) + added + int(getattr(node, "workspace", 0))))
+        use = node.metadata.get(METADATA_KEY)
+        # A use of a matrix or a kernel may store the gradient of its output as it arrives: it is counted as the use's.
+        if use is not None and any(tracked.origin.value.dim() > 1 for tracked in use.targets.values()):
+            for gradient in arrived:
+                gradient.size = 0
     return found
 
 
-class _Gradients:
-    """Memory of the gradients on their way through a backward; several nodes may share it."""
+def _alive(waiting: dict[tuple[Any, int], _Gradient], arrived: Sequence[_Gradient]) -> int:
+    return sum(gradient.size for gradient in {*waiting.values(), *arrived})
 
-    def __init__(self) -> None:
-        self._at: dict[tuple[Any, int], int] = {}
-        self._sizes: list[int] = []
-        self._holders: Counter[int] = Counter()
-        self._own: list[int] = []
-        self._alive = 0
 
-    def take(self, node: Any) -> int:
-        """Add arriving gradients; return the bytes of all that are alive."""
-        places = [(node, number) for number in range(len(_torch.outputs_of(node)))]
-        self._own = [self._at.pop(place) for place in places if place in self._at]
-        if not self._own:
-            self._own = [self._hold(self._new(_bytes_of(_torch.outputs_of(node))))]
-        return self._alive
-
-    def make(self, node: Any) -> int:
-        """Add gradients that an operation makes; return their new bytes, not counted as alive before."""
-        before, made = self._alive, 0
-        own = self._own[0]
-        passes_on = node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS
-        for following, number in node.next_functions:
-            if following is None:
-                continue
-            size = _bytes_of([_torch.outputs_of(following)[number]])
-            if _torch.leaf_of(following) is not None:
-                made += 0 if passes_on else size
-                continue
-            same = passes_on and size == self._sizes[own]
-            other = self._at.get((following, number))
-            if other is None:
-                self._at[following, number] = self._hold(own if same else self._new(size))
-                continue
-            # What comes is added in place where nobody else holds what is there.
-            made += 0 if same else size
-            if self._holders[other] > 1 or not self._sizes[other]:
-                self._at[following, number] = self._hold(self._new(size))
-                self._release(other)
-        return made + self._alive - before
-
-    def drop(self, node: Any) -> None:
-        """Remove gradients that arrived; what a use keeps of them is counted as the use's."""
-        use = node.metadata.get(METADATA_KEY)
-        for storage in self._own:
-            # A use of a matrix or a kernel may store the gradient of its output as it arrives.
-            if use is not None and any(tracked.origin.value.dim() > 1 for tracked in use.targets.values()):
-                self._alive -= self._sizes[storage]
-                self._sizes[storage] = 0
-            self._release(storage)
-
-    def _new(self, size: int) -> int:
-        self._sizes.append(size)
-        return len(self._sizes) - 1
-
-    def _hold(self, storage: int) -> int:
-        self._alive += 0 if self._holders[storage] else self._sizes[storage]
-        self._holders[storage] += 1
-        return storage
-
-    def _release(self, storage: int) -> None:
-        self._holders[storage] -= 1
-        self._alive -= 0 if self._holders[storage] else self._sizes[storage]
+def _pass_on(node: Any, waiting: dict[tuple[Any, int], _Gradient], arrived: Sequence[_Gradient]) -> int:
+    """Let the gradients that an operation makes wait; return the bytes of those that do not wait themselves."""
+    added, is_view = 0, node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS
+    for following, number in node.next_functions:
+        if following is None:
+            continue
+        size = _bytes_of([_torch.outputs_of(following)[number]])
+        same = is_view and size == arrived[0].size
+        if _torch.leaf_of(following) is not None:
+            added += 0 if is_view else size
+            continue
+        there = waiting.get((following, number))
+        if there is None:
+            waiting[following, number] = arrived[0] if same else _Gradient(size)
+            continue
+        # What comes is added in place where nobody else holds what is there.
+        added += 0 if same else size
+        if not there.size or sum(gradient is there for gradient in (*waiting.values(), *arrived)) > 1:
+            waiting[following, number] = _Gradient(size)
+    return added
 
 
 def nodes_in_order(start: Any) -> list[Any]:
@@ -197,6 +171,7 @@ class UseMemory(NamedTuple):
     work: float = 0.0  # FLOPs of the product in its forward; 0 where it is no product
     matrix: tuple[str, Shape] | None = None  # parameter and sizes of a product with a matrix that is used once
     forming: int = 0  # temporary bytes of forming per-sample gradients, those of a convolution's windows
+    widened: int = 0  # temporary bytes of what is stored in 16 bits, in 32
 
 
 NOTHING: Final = UseMemory(0, with_inputs=False)

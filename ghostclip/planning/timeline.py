@@ -8,7 +8,7 @@ a measurement and without running anything.
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -44,9 +44,25 @@ class Step:
     memory: UseMemory = NOTHING  # what book-keeping stores of its use
 
     @property
+    def stored(self) -> Sizes:
+        """Memory of inputs from the gradient's arrival on, one copy for all that read them."""
+        return self.inputs if self.memory.with_inputs else {}
+
+    @property
     def holdable(self) -> tuple[str, Shape] | None:
         """Parameter and sizes of a use whose factors can be stored in 16 bits."""
-        return None if self.arriving < _SMALL else self.memory.matrix
+        if self.arriving < _SMALL or self.memory.matrix is None:
+            return None
+        name, shape = self.memory.matrix
+        return self.names[name], shape
+
+    def in_16_bits(self) -> "Step":
+        """Return the operation with half of the bytes that are stored of its use."""
+        # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
+        memory, inputs = self.memory, sum(self.stored.values())
+        widest = 4 * runtime.ON_CPU if memory.with_inputs else memory.gradient
+        half = memory._replace(gradient=memory.gradient // _HALF, widened=min(widest, memory.gradient + inputs))
+        return replace(self, memory=half, inputs={("rounded", key): size // _HALF for key, size in self.inputs.items()})
 
 
 @dataclass
@@ -55,15 +71,6 @@ class Stretch:
 
     call: int | None  # number of the block's call; None between blocks
     steps: list[Step] = field(default_factory=list)
-
-
-class _Contracted(NamedTuple):
-    """A sum that is formed when all norms are known."""
-
-    size: int
-    stays: int  # bytes stored for it until then, without its inputs
-    inputs: Sizes  # its stored inputs
-    widened: int  # bytes of its operands in another dtype
 
 
 class Timeline:
@@ -82,8 +89,7 @@ class Timeline:
         for step in self.steps:
             if step.holdable is not None:
                 name, shape = step.holdable
-                inputs = sum(step.inputs.values()) * step.memory.with_inputs
-                found[step.names[name]] = step.memory.gradient + inputs, shape
+                found[name] = step.memory.gradient + sum(step.stored.values()), shape
         return found
 
     def price(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str]) -> float:
@@ -106,51 +112,45 @@ class Timeline:
 
     def ordinary_peak(self) -> int:
         """Return the peak of the same backward of ordinary training, its gradients included."""
-        built, increments = 0, []
-        for size in self._new_gradients():
-            increments.append(built)
-            built += size
-        live, passing = self._live(frozenset(), None, None)
-        return max(int((live + passing + np.array(increments)).max()), built)
+        sizes, (live, passing) = self._new_gradients(), self._live(frozenset(), None, ())
+        return int(max((live + passing + sizes.cumsum() - sizes).max(), sizes.sum()))
 
-    def _new_gradients(self) -> list[int]:
+    def _new_gradients(self) -> np.ndarray:
         """Return the bytes of the parameters' gradients that each operation is the first to add to."""
         seen, sizes = set[str](), list[int]()
         for step in self.steps:
             new = {own: name for own, name in step.names.items() if name not in seen}
             seen.update(new.values())
             sizes.append(0 if step.use is None else footprint.parameter_bytes(step.use, new))
-        return sizes
+        return np.array(sizes)
 
     def held(self) -> np.ndarray:
         """Return the bytes in memory as each operation begins, with what book-keeping stores of those before it."""
-        live, passing = self._live(frozenset(), None, frozenset())
-        return live + passing + np.cumsum([0, *(step.memory.gradient for step in self.steps)])[:-1]
+        live, passing = self._live(frozenset(), None, [step.stored for step in self.steps])
+        gradients = np.array([step.memory.gradient for step in self.steps])
+        return live + passing + gradients.cumsum() - gradients
 
     def peak(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] = ()) -> int:
         """Return the peak bytes of a private backward."""
         # recomputed: calls of which only inputs are stored. cut: the call at whose end the part with a second backward
         # begins. Of what norms are formed in, only a convolution's windows are counted.
-        live, passing = self._live(recomputed, cut, rounded)
-        begin = self._begin(cut)
-        gathered, forming = np.zeros(len(live)), np.zeros(len(live))
-        held, kept, again = self._unplanned, list[_Contracted](), np.zeros(len(live))
-        for number, (step, size) in enumerate(zip(self.steps, self._new_gradients(), strict=True)):
-            copied = 0
-            if number >= begin:
-                again[number + 1 :] += size
-            else:
-                stays, copied = self._held_of(step, rounded)
-                held += stays
-                kept.append(_Contracted(size, stays, self._inputs_held(step, rounded), copied))
-            gathered[number] = held
-            forming[number] = step.before + step.memory.forming + copied
+        steps = [
+            step.in_16_bits() if step.holdable is not None and step.holdable[0] in rounded else step
+            for step in self.steps
+        ]
+        begin, sizes = self._begin(cut), self._new_gradients()
+        live, passing = self._live(recomputed, cut, [step.stored for step in steps])
+        before = np.arange(len(steps)) < begin
+        gathered = self._unplanned + np.cumsum([step.memory.gradient for step in steps] * before)
+        widened = [step.memory.widened for step in steps] * before
         # What is kept of a use is formed before the operation itself runs.
-        first = int((live + np.maximum(passing, forming) + gathered).max())
-        first = max(first, self._most_contracting(kept, int(live[-1]) + held, self._read_behind(begin, cut)))
-        built = sum(one.size for one in kept)
-        second = int((live + passing + again)[begin:].max()) + built if begin < len(live) else 0
-        return max(first, second)
+        forming = [step.before + step.memory.forming for step in steps] + widened
+        first = (live + np.maximum(passing, forming) + gathered).max()
+        contracted = list(zip(steps[:begin], sizes[:begin], strict=True))
+        first = max(first, self._most_contracting(contracted, live[-1] + gathered[-1], self._read_behind(begin, cut)))
+        again = np.where(before, 0, sizes)
+        second = (live + passing + again.cumsum() - again)[begin:].max(initial=0) + sizes[:begin].sum()
+        return int(first if cut is None else max(first, second))
 
     def _read_behind(self, begin: int, cut: int | None) -> set[Hashable]:
         """Return the memory that is read behind a cut, by the second backward."""
@@ -158,29 +158,18 @@ class Timeline:
         read = {address for call in calls for address, _ in call.inputs}
         return read.union(*(step.saved for step in self.steps[begin:]))
 
-    def _most_contracting(self, kept: Sequence[_Contracted], held: int, read_again: Collection[Hashable]) -> int:
+    def _most_contracting(
+        self, contracted: Sequence[tuple[Step, int]], held: int, read_again: Collection[Hashable]
+    ) -> int:
         """Return the peak while sums are formed one by one and their operands freed, unless they are read again."""
-        most, holders = 0, Counter(key for one in kept for key in one.inputs)
-        for one in kept:
-            held += one.size
-            most = max(most, held + one.widened)
-            holders.subtract(one.inputs.keys())
-            gone = [size for key, size in one.inputs.items() if not holders[key] and key not in read_again]
-            held -= one.stays + sum(gone)
+        most, holders = 0, Counter(key for step, _ in contracted for key in step.stored)
+        for step, size in contracted:
+            held += size
+            most = max(most, held + step.memory.widened)
+            holders.subtract(step.stored.keys())
+            gone = [size for key, size in step.stored.items() if not holders[key] and key not in read_again]
+            held -= step.memory.gradient + sum(gone)
         return most
-
-    def _held_of(self, step: Step, rounded: Collection[str]) -> tuple[int, int]:
-        """Return bytes of a use: stored besides its inputs, and temporary in another dtype."""
-        held = step.memory
-        if not self._is_rounded(step, rounded):
-            return held.gradient, 0
-        # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
-        widest = 4 * runtime.ON_CPU if held.with_inputs else held.gradient
-        inputs = sum(step.inputs.values()) * held.with_inputs
-        return held.gradient // _HALF, min(widest, held.gradient + inputs)
-
-    def _is_rounded(self, step: Step, rounded: Collection[str]) -> bool:
-        return step.holdable is not None and step.names[step.holdable[0]] in rounded
 
     def _begin(self, cut: int | None) -> int:
         """Return the number of the first operation behind a cut; that of all operations where there is none."""
@@ -189,10 +178,10 @@ class Timeline:
         return next(number for number, step in enumerate(self.steps) if step.ends == cut)
 
     def _live(
-        self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] | None
+        self, recomputed: Collection[int], cut: int | None, stored: Sequence[Sizes]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of saved memory, and of passing gradients, at every operation."""
-        # rounded: None in ordinary training, which holds no factors.
+        # stored: inputs that are held for each operation's use; empty in ordinary training.
         begin, total = self._begin(cut), len(self.steps)
         spans: dict[Hashable, tuple[int, int, int]] = {}
 
@@ -211,24 +200,13 @@ class Timeline:
             for step in part.steps:
                 stays = number >= begin and not recomputes
                 hold(step.saved, start if recomputes else 0, total if stays else number)
-                if rounded is not None and number < begin:
-                    hold(self._inputs_held(step, rounded), number, total)
+                if stored and number < begin:
+                    hold(stored[number], number, total)
                 number += 1
-        change = np.zeros(total + 1)
+        live = np.zeros(total)
         for start, end, size in spans.values():
-            change[start] += size
-            if end < total:
-                change[end + 1] -= size
-        passing = [step.passing for step in self.steps]
-        return change.cumsum()[:total], np.array(passing, dtype=float)
-
-    def _inputs_held(self, step: Step, rounded: Collection[str]) -> Sizes:
-        """Return bytes of a use's inputs from its gradient's arrival on, one copy for all that read them."""
-        if not step.memory.with_inputs:
-            return {}
-        if not self._is_rounded(step, rounded):
-            return step.inputs
-        return {("rounded", key): size // _HALF for key, size in step.inputs.items()}
+            live[start : end + 1] += size
+        return live, np.array([step.passing for step in self.steps], dtype=float)
 
 
 def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:
@@ -252,8 +230,7 @@ def read(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) ->
             like = measured.get(calls[part.call].kind)
             if like is None or like.call is None:
                 return None
-            renaming = _Renaming(part.call, calls[like.call], calls[part.call], shared)
-            part.steps = [renaming.of(step) for step in like.steps]
+            part.steps = _translated(like.steps, part.call, calls[like.call], calls[part.call], shared)
     return Timeline(calls, parts, forward)
 
 
@@ -286,31 +263,26 @@ def _step_of(node: Any, waiting: tuple[int, int], constant: set[int], forward: F
     return replace(step, names=_names(use), memory=footprint.memory_of(use, arriving, forward))
 
 
-def _addresses(call: BlockCall) -> list[int]:
-    return [address for address, _ in call.inputs]
+def _translated(
+    steps: Sequence[Step], number: int, like: BlockCall, call: BlockCall, shared: Collection[int]
+) -> list[Step]:
+    """Return the operations of one block as those of another call of its kind."""
+    addresses = {there: here for (there, _), (here, _) in zip(like.inputs, call.inputs, strict=True)}
 
+    def sizes(found: Sizes) -> Sizes:
+        # What is neither an input nor shared is the block's own.
+        return {addresses.get(key, key if key in shared else (number, key)): size for key, size in found.items()}
 
-class _Renaming:
-    """Operations of one block translated to another of its kind."""
+    def named(name: str) -> str:
+        return call.name + name.removeprefix(like.name) if name.startswith(f"{like.name}.") else name
 
-    def __init__(self, number: int, like: BlockCall, call: BlockCall, shared: Collection[int]) -> None:
-        self._number, self._like, self._own, self._shared = number, like.name, call.name, shared
-        self._addresses = dict(zip(_addresses(like), _addresses(call), strict=True))
-
-    def of(self, step: Step) -> Step:
-        names = {name: self._name(other) for name, other in step.names.items()}
-        return replace(step, saved=self._sizes(step.saved), inputs=self._sizes(step.inputs), names=names)
-
-    def _sizes(self, sizes: Sizes) -> Sizes:
-        found: Sizes = {}
-        for key, size in sizes.items():
-            known = key in self._addresses or key in self._shared
-            found[self._addresses.get(key, key) if known else (self._number, key)] = size
-        return found
-
-    def _name(self, name: str) -> str:
-        inside = name.startswith(f"{self._like}.")
-        return self._own + name.removeprefix(self._like) if inside else name
+    return [
+        replace(
+            step, saved=sizes(step.saved), inputs=sizes(step.inputs),
+            names={own: named(name) for own, name in step.names.items()},
+        )
+        for step in steps
+    ]  # fmt: skip
 
 
 def _names(use: ParamUse) -> dict[str, str]:

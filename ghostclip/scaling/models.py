@@ -127,11 +127,16 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     new: dict[nn.Parameter, nn.Parameter] = {}
     shards = []
     for path, module in model.named_modules():
-        style = plan.get(re.sub(r"\d+", "*", path))
+        style = plan.get(pattern_of(path))
         if style is not None and isinstance(getattr(module, "weight", None), nn.Parameter):
             _replace(path, module, style, ways, new)
             shards.append(Shard(path, cast(nn.Parameter, module.weight), style))
     return shards
+
+
+def pattern_of(path: str) -> str:
+    """Return a path as plans write it, with ``*`` for the numbers of blocks."""
+    return re.sub(r"\d+", "*", path)
 
 
 def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
