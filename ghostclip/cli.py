@@ -23,7 +23,7 @@ import ghostclip
 from ghostclip import errors
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, nearest
-from ghostclip.commands import audit, planning, privacy
+from ghostclip.commands import planning, privacy
 from ghostclip.commands.options import Options
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import options as finetuning
@@ -182,8 +182,8 @@ _COMMANDS: Final[dict[str, tuple[Callable[[dict[str, Any]], int], Options | None
     "plan-privacy": (planning.run_plan_privacy, planning.PLAN_PRIVACY),
     "epsilon": (privacy.run_epsilon, privacy.EPSILON),
     "calibrate": (privacy.run_calibrate, privacy.CALIBRATE),
-    "ledger": (audit.run_ledger, audit.LEDGER),
-    "audit": (audit.run_audit, audit.AUDIT),
+    "ledger": (privacy.run_ledger, privacy.LEDGER),
+    "audit": (privacy.run_audit, privacy.AUDIT),
     "help": (_help, _HELP),
 }
 """What runs a command, and the table of its options; fine-tuning declares its own."""

@@ -22,8 +22,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import planner
-from ghostclip.planning.footprint import Shape
-from ghostclip.planning.timeline import Timeline, read_from, read_whole
+from ghostclip.planning.timeline import Shape, Timeline, read_from, read_whole
 
 MEMORY_BUDGET: Final = 1.05
 """The most that book-keeping holds by default, over what an ordinary backward holds."""

@@ -107,12 +107,8 @@ def compute_rdp(
     Raises:
         InvalidOptionError: If a value is out of range.
     """
-    count, sigma, rate = (
-        positive_int(steps, "steps"),
-        checked_noise_multiplier(noise_multiplier),
-        checked_sample_rate(q),
-    )
-    rdp_A = count * rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=_checked(orders))
+    count, sigma = positive_int(steps, "steps"), checked_noise_multiplier(noise_multiplier)
+    rdp_A = count * rdp_curve(noise_multiplier=sigma, sample_rate=checked_sample_rate(q), orders=_checked(orders))
     return [float(value) for value in rdp_A] if isinstance(orders, Sequence) else float(rdp_A[0])
 
 
