@@ -17,7 +17,6 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
-from ghostclip.clipping.held_factors import Keeper
 from ghostclip.clipping.loss import LossesOf, back_propagate, check_shape, in_chunks, plain_losses, refuse_lost_gradient
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
@@ -26,7 +25,8 @@ from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.state import ClippingState
 from ghostclip.clipping.store import Savepoint, Sharded
-from ghostclip.clipping.strategies import Held, OnePass, Parts, TwoPasses
+from ghostclip.clipping.stored_factors import Keeper
+from ghostclip.clipping.strategies import OnePass, Parts, PendingBackward, TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.criterion import KnownLoss
@@ -373,7 +373,7 @@ class GhostClipper:
     @property
     def completes_alone(self) -> bool:
         """Whether a backward here completes norms and sums: no sequence is split over ranks, no other stage follows."""
-        return self._sequences is None and not self._one_pass.is_held
+        return self._sequences is None and not self._one_pass.is_pending
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards of the model run as without a clipper: they are only written down."""
@@ -438,7 +438,7 @@ class GhostClipper:
     # -- a part of a model ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[PendingBackward]]:
         """Hold back the sums of plain backwards: the model is a part of another, whose norms are not known yet.
 
         Privacy:
@@ -459,7 +459,7 @@ class GhostClipper:
         finally:
             self._evidence.hands_on = False
 
-    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
+    def conclude(self, held: Sequence[PendingBackward], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of backwards that were held back, as one backward over samples of each.
 
         Args:

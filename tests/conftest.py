@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ghostclip import GhostClipper
-from ghostclip.clipping.held_factors import Keeper
+from ghostclip.clipping.stored_factors import Keeper
 from ghostclip.evidence import unchecked
 from ghostclip.kernels.products import full_convolutions, full_precision
 from tests.exactness.runs import STRATEGIES

@@ -53,8 +53,8 @@ class Expanded:
         # `dims`: number of axes of the operation's result.
         self.shape, self.rows, self.row_axis = value.shape, rows, rows.axis
         aligned = value.reshape([1] * (dims - value.dim()) + list(value.shape))
-        self.own_rows = not rows.whole and aligned.shape[rows.axis] != 1
-        if self.own_rows or rows.whole:
+        self.per_sample_rows = not rows.whole and aligned.shape[rows.axis] != 1
+        if self.per_sample_rows or rows.whole:
             self.row_axis -= dims - value.dim()
             self.tensor = value  # replaces it in the operation, before it enters the graph
         else:
@@ -68,7 +68,7 @@ class Expanded:
         if row_map.kind == "whole":
             return Dense(grad.reshape(1, *self.shape))
         moved = to_accumulation(grad).movedim(self.row_axis, 0)
-        if not self.own_rows:
+        if not self.per_sample_rows:
             rows_BT = (
                 moved.unsqueeze(1)
                 if row_map.kind == "axis"
@@ -77,10 +77,10 @@ class Expanded:
             return Dense(rows_BT.sum(1).reshape(batch_size, *self.shape))
         if row_map.kind == "axis":
             return Diagonal(moved, axis=self.row_axis)
-        return Dense(own_rows(moved, row_map, batch_size).movedim(1, self.row_axis + 1))
+        return Dense(per_sample_rows(moved, row_map, batch_size).movedim(1, self.row_axis + 1))
 
 
-def own_rows(moved: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
+def per_sample_rows(moved: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
     """Return a gradient ``(rows, ...)`` as ``(B, rows, ...)``, with zeros for rows of other samples."""
     sample = row_map.samples_of(moved.shape[0], batch_size).to(moved.device)
     full = moved.new_zeros(batch_size, *moved.shape)

@@ -21,10 +21,10 @@ from ghostclip.capture import broadcast
 from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, OperationForm, Visits, counted_as, key_of
 from ghostclip.capture.derive import refuse_data, reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
-from ghostclip.capture.layouts import ArgumentLayout, is_data, own_axis
-from ghostclip.capture.nodes import KeptForm, keep
-from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_keep
-from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, OwnCopies, Plan, Write
+from ghostclip.capture.layouts import ArgumentLayout, is_data, per_sample_axis
+from ghostclip.capture.nodes import SavedForm, save_tensors
+from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_save
+from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
@@ -90,11 +90,11 @@ def _consuming(
 ) -> tuple[Plan, list[RowOrder]]:
     """Decide how parameters and data meet; return the orders of the inspected rows as well."""
     bound = _bound(operation, forward)
-    own = _own_axes(operation, layout, forward)
+    own = _per_sample_axes(operation, layout, forward)
     orders: list[RowOrder] = []
     if own and all(tracked.origin.value.dim() > 2 for tracked in operation.tracked):
         # One matrix for every sample is no product over letters that all samples share.
-        return OwnCopies(operation, own), orders
+        return PerSampleCopies(operation, own), orders
     if bound is not None:
         targets, captured = bound
         known = _axis_of_rows(operation, captured, layout, forward)
@@ -113,14 +113,14 @@ def _consuming(
         plan = _broadcast(operation, layout, data, forward, orders)
         if plan is not None:
             return plan, orders
-    return OwnCopies(operation, own) if own else General(operation, layout), orders
+    return PerSampleCopies(operation, own) if own else General(operation, layout), orders
 
 
-def _own_axes(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> dict[int, int]:
+def _per_sample_axes(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> dict[int, int]:
     """Return the axis along which each tracked tensor has one copy per sample; empty where one has not."""
     if forward.batch_size < 2 or operation.is_in_place:
         return {}
-    axes = {id(tracked): own_axis(tracked, layout, forward) for tracked in operation.tracked}
+    axes = {id(tracked): per_sample_axis(tracked, layout, forward) for tracked in operation.tracked}
     return {} if CONSTANT in axes.values() else axes
 
 
@@ -223,14 +223,14 @@ class _Reading(NamedTuple):
     samples: tuple[int, int]  # the number of samples, and the batch axis
     sizes: tuple[int, ...]  # sizes of its leading axes
     maps: list[RowMap]  # how its rows may map to samples
-    kept: KeptForm  # the form that `Kept` notes of it
+    kept: SavedForm  # the form that `SavedTensors` notes of it
 
 
 @lru_cache(maxsize=4096)
 def _reading(shape: torch.Size, samples: tuple[int, int], known: int, dims: int) -> _Reading:
     """Return how data in the graph is read, along a known axis, whose rows were not gathered."""
     sizes = tuple(shape[:dims])
-    return _Reading(shape, samples, sizes, candidates_along(known, sizes, *samples), KeptForm.of_shape(shape))
+    return _Reading(shape, samples, sizes, candidates_along(known, sizes, *samples), SavedForm.of_shape(shape))
 
 
 @dataclass(eq=False, slots=True)
@@ -244,7 +244,7 @@ class _KnownCall:
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
+class _CachedDecision:
     """The decision for one form of an operation on its parameters: all that a forward asks, in few objects."""
 
     name: str
@@ -330,7 +330,7 @@ class _Kept:
         output = self._output(func, rows, use, form)
         return attached_again(use, output, anchored=anchored, counted=counted)
 
-    def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: KeptForm | None) -> Tensor:
+    def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: SavedForm | None) -> Tensor:
         """Run the operation, with the tensors that its backward needs stored for a use."""
         place, values, keywords = self.rows, self.values, self.keywords
         if type(place) is int:
@@ -340,12 +340,12 @@ class _Kept:
             keywords = {**keywords, place: rows}
         if self.product and _torch.any_autocast():
             run = partial(_shielded, func, values, keywords)
-            return run_and_keep(use, run, (rows,) if self.saves else (), product=True)
+            return run_and_save(use, run, (rows,) if self.saves else (), product=True)
         if self.name == "embedding":
             look_up(use, rows)
         if self.saves:
             # Before the operation runs, which may change its input in place (then reading it back is an error).
-            use.node = keep((rows,), form)
+            use.node = save_tensors((rows,), form)
         return func(*values, **keywords) if self.plain else _shielded(func, values, keywords)
 
 
@@ -355,12 +355,12 @@ class DecisionCache:
     # A rule's decision holds for every number of samples. Checked again is what may change from forward to forward: the
     # axis of the samples, whether rows were put into another order, whether data outside the graph is data at all.
     def __init__(self) -> None:
-        self._kept: defaultdict[Any, list[_Kept]] = defaultdict(list)
+        self._cached: defaultdict[Any, list[_CachedDecision]] = defaultdict(list)
         self._size = 0
 
     def forget(self) -> None:
         """Drop all decisions: evidence contradicts one, or parameters were exchanged."""
-        self._kept.clear()
+        self._cached.clear()
         self._size = 0
 
     def run(
@@ -368,7 +368,7 @@ class DecisionCache:
     ) -> Tensor | None:
         """Run an operation by its cached decision; None, with nothing done, where there is none."""
         # The key is the torch function, and the `id` of its first tracked argument.
-        for kept in self._kept.get(key, ()):
+        for kept in self._cached.get(key, ()):
             rows = kept.data_of(args, kwargs)
             if rows is not None:
                 if not torch.is_grad_enabled() or forward.resized is not None or _torch.in_backward():
@@ -387,12 +387,12 @@ class DecisionCache:
         forms = [_form_of(item) for item in (*args, *kwargs.values())]
         if entry is None or any(form is NotImplemented for form in forms):
             return
-        kept = next((kept for kept in self._kept.get(key, ()) if kept.data_of(args, kwargs) is not None), None)
+        kept = next((kept for kept in self._cached.get(key, ()) if kept.data_of(args, kwargs) is not None), None)
         if kept is None or kept.rule is not entry[0]:
             if self._size >= _MOST:
                 self.forget()
-            kept = _kept(operation, plan, entry[0], forms)
-            found = self._kept[key]
+            kept = _cached_decision(operation, plan, entry[0], forms)
+            found = self._cached[key]
             found[:] = [kept, *(other for other in found if other.data_of(args, kwargs) is None)]
             self._size += 1
         call, visits = _KnownCall(use.site, plan.known), forward.visits[kept.visits]
@@ -402,12 +402,12 @@ class DecisionCache:
             kept.calls[visits] = call
 
 
-def _kept(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) -> _Kept:
+def _cached_decision(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) -> _CachedDecision:
     """Return the cache entry of a decision: of its data the form alone."""
     args, kwargs, data = operation.args, operation.kwargs, plan.rows
     place = next(number for number, item in enumerate((*args, *kwargs.values())) if item is data)
     captured = plan.captured
-    return _Kept(
+    return _CachedDecision(
         name=plan.name,
         rule=rule,
         visits=counted_as(key_of(operation.tracked, operation.name)),

@@ -163,7 +163,7 @@ class ForwardContext:
             proved.add(way)
         self.met.clear()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Count hooks from now on: those that were set before are a rehearsal's."""
         self.hooks_before = hooks_of_others()
 

@@ -305,7 +305,7 @@ def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size
         if row_map.kind == "whole":
             masked_B = item.grad.unsqueeze(0)
         else:
-            moved = broadcast.own_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
+            moved = broadcast.per_sample_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
             masked_B = moved.movedim(1, row_map.axis + 1)
         for number, found in enumerate(batched_grad(item.output, inputs, masked_B)):
             if found is not None:

@@ -100,7 +100,7 @@ def is_data(tensor: Tensor, layout: ArgumentLayout, name: str, forward: ForwardC
     )
 
 
-def own_axis(tracked: TrackedTensor, layout: ArgumentLayout, forward: ForwardContext) -> int:
+def per_sample_axis(tracked: TrackedTensor, layout: ArgumentLayout, forward: ForwardContext) -> int:
     """Return the axis along which a tracked tensor has copies of a parameter for each sample; `CONSTANT` if none."""
     known = layout.axis(tracked)
     if known >= 0:

@@ -72,7 +72,7 @@ def may_cast(tensor: Tensor) -> bool:
     return _torch.autocast_is_on(kind) and tensor.dtype == torch.float32 and not tensor.is_inference()
 
 
-class _Keep(torch.autograd.Function):
+class _Save(torch.autograd.Function):
     """A side node whose context stores tensors, so that checkpointing and saved-tensor hooks treat them as usual."""
 
     @staticmethod
@@ -156,7 +156,7 @@ class Region(torch.autograd.Function):
         return None, None, None, *(next(found) if tensor.requires_grad else None for tensor in ctx.local)
 
 
-class KeptForm(NamedTuple):
+class SavedForm(NamedTuple):
     """Form of a stored tensor: its shape, elements, and whether it may have many positions of each sample."""
 
     shape: torch.Size
@@ -164,24 +164,24 @@ class KeptForm(NamedTuple):
     many: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "KeptForm":
+    def of(cls, tensor: Tensor) -> "SavedForm":
         """Return the form of a tensor."""
         if type(tensor) is Tensor and tensor.layout is torch.strided:
             return cls.of_shape(tensor.shape)
         return cls(tensor.shape, tensor.numel(), many=False)
 
     @classmethod
-    def of_shape(cls, shape: torch.Size) -> "KeptForm":
+    def of_shape(cls, shape: torch.Size) -> "SavedForm":
         """Return the form of a plain tensor of some shape."""
         return cls(shape, shape.numel(), len(shape) > 2)
 
 
-class Kept:
+class SavedTensors:
     """Tensors with their versions when they were saved; what a node of the graph stores, at a tenth of its cost."""
 
     __slots__ = ("_tensors", "_versions", "address", "form")
 
-    def __init__(self, tensors: Sequence[Tensor], form: KeptForm | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], form: SavedForm | None = None) -> None:
         # Aliases outside the graph are stored, lest a graph that refers to this refer to itself. `form` is that of the
         # first.
         first = tensors[0]
@@ -191,7 +191,7 @@ class Kept:
         else:
             self._tensors = tuple([tensor.detach() for tensor in tensors])
             self._versions = _torch.versions(tensors)
-        self.form = form = KeptForm.of(first) if form is None else form
+        self.form = form = SavedForm.of(first) if form is None else form
         """What is known of the first tensor."""
         self.address: int = first.data_ptr() if form.many else 0
         """Where it begins, if it may hold many positions of each sample; else 0."""
@@ -204,8 +204,8 @@ class Kept:
         return self._tensors
 
 
-def first_saved(kept: Sequence[Kept]) -> list[Tensor]:
-    """Return the one tensor of each, as `Kept.saved_tensors` does, all compared at once."""
+def first_saved(kept: Sequence[SavedTensors]) -> list[Tensor]:
+    """Return the one tensor of each, as `SavedTensors.saved_tensors` does, all compared at once."""
     tensors = [one._tensors[0] for one in kept]
     if _torch.versions(tensors) != [one._versions[0] for one in kept]:
         raise RuntimeError(_CHANGED)
@@ -228,17 +228,17 @@ class _Saved:
         return node.saved_tensors
 
 
-def keep(tensors: Sequence[Tensor], form: KeptForm | None = None) -> Any:
+def save_tensors(tensors: Sequence[Tensor], form: SavedForm | None = None) -> Any:
     """Save tensors, through autograd where hooks on saved tensors are active; read them as its ``saved_tensors``."""
     if _torch.saving_hooks() is None:
         for tensor in tensors:
             if tensor.is_inference():
                 break
         else:
-            return Kept(tensors, form)
+            return SavedTensors(tensors, form)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)
-        return _Saved(_Keep.apply(anchor, *tensors))
+        return _Saved(_Save.apply(anchor, *tensors))
 
 
 def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:

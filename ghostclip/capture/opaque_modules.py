@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from ghostclip import _torch
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.nodes import keep
+from ghostclip.capture.nodes import save_tensors
 from ghostclip.capture.param_use import ParamUse, attached, no_axis, site_of, versions_of
 from ghostclip.capture.row_maps import row_maps
 from ghostclip.capture.sizes import UNKNOWN
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Sampled
-from ghostclip.factors.base import to_accumulation, where_kept
+from ghostclip.factors.base import to_accumulation, zero_dropped
 from ghostclip.rules.registry import Sampler, Samplers, samplers_of
 
 _log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class OpaqueModules:
         place = f"{describe(next(iter(tracked.values())).origin.names[0])} with a registered sampler"
         if any(isinstance(leaf, TrackedTensor) for leaf in given):
             raise UnsupportedModelError(f"{place} is called on a parameter of another module. Give it data.")
-        node = keep([leaf for leaf in given if isinstance(leaf, Tensor)])
+        node = save_tensors([leaf for leaf in given if isinstance(leaf, Tensor)])
         leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
         self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, place))
         _put(module, {name: one.origin.value for name, one in tracked.items()})
@@ -243,12 +243,12 @@ class _CallRows:
         """Return the same with the excluded rows zeroed, in the inputs as well."""
         axis, rows = self.axis, self.grad_n.shape[0]
         inputs = [
-            where_kept(keep_n, x.movedim(axis, 0)).movedim(0, axis)
+            zero_dropped(keep_n, x.movedim(axis, 0)).movedim(0, axis)
             if axis < x.dim() and x.shape[axis] == rows and x.is_floating_point()
             else x
             for x in self.inputs
         ]
-        return replace(self, inputs=inputs, grad_n=where_kept(keep_n, self.grad_n))
+        return replace(self, inputs=inputs, grad_n=zero_dropped(keep_n, self.grad_n))
 
     def one_each(self) -> bool:
         """Return whether row b is all of sample b."""

@@ -27,7 +27,7 @@ from ghostclip.capture.call_sites import (
 )
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
-from ghostclip.capture.nodes import Kept, enter_graph, keep, may_cast, own, under_checkpoint
+from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, own, save_tensors, under_checkpoint
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.row_origin import METADATA_KEY, leads_to, note
 from ghostclip.capture.tracked import TrackedTensor
@@ -225,7 +225,7 @@ def _product(outer: Outer | Head) -> MatrixProduct:
     if not isinstance(outer, Windows) and min(outer.a_NTI.element_size(), outer.g_NTO.element_size()) >= 4:
         return MatrixProduct(count, *outer.sizes)
     plan, flops = outer.norm_plan()
-    return MatrixProduct(count, *outer.sizes, kept=outer.keeps_gradient(), norm=flops, plan=plan)
+    return MatrixProduct(count, *outer.sizes, kept=outer.stores_gradient(), norm=flops, plan=plan)
 
 
 def _added_elements(part: Factor) -> int:
@@ -283,7 +283,7 @@ def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None)
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
     kept = use.node
-    if type(kept) is Kept and kept.address:
+    if type(kept) is SavedTensors and kept.address:
         forward.addresses.append(kept.address)
     if node is not None and forward.batch_size > 1:
         rows, latest = forward.around.rows, forward.latest
@@ -308,23 +308,23 @@ def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Co
         output = own(output, forward.around.anchor, anchored=anchored)
     node = _torch.hear_gradient(output, delivery(use) if use.order else use.arrive)
     count(use, node, use.behind, counted)
-    if type(use.node) is not Kept and under_checkpoint():
+    if type(use.node) is not SavedTensors and under_checkpoint():
         forward.note_checkpointing(again=False)
     note(node, METADATA_KEY, use)
     return output
 
 
-def run_and_keep(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
+def run_and_save(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
     """Run an operation, store what its backward needs in the use, and return the output as it is."""
     # product: a product of matrices, which autocast forms in 16 bits and which changes no input.
     if use.site.operation == "embedding":
         look_up(use, saved[0])
     if product and saved and may_cast(saved[0]):
         output, casts = run(), use.forward.casts
-        use.node = keep([casts.of(tensor, output.dtype) for tensor in saved])
+        use.node = save_tensors([casts.of(tensor, output.dtype) for tensor in saved])
         return output
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
-    use.node = keep(saved) if saved else None
+    use.node = save_tensors(saved) if saved else None
     return run()
 
 

@@ -16,7 +16,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.general import in_general
 from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
-from ghostclip.capture.param_use import ParamUse, attached, delivery, register, run_and_keep, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, attached, delivery, register, run_and_save, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, wants_gradient
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -89,7 +89,7 @@ class ByRule(Plan):
 
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters; the result is in the graph."""
-        output = run_and_keep(use, self.call, self.saved, product=self.is_product)
+        output = run_and_save(use, self.call, self.saved, product=self.is_product)
         return attached(use, output, rows=self.rows, hook=delivery(use) if use.order else use.arrive)
 
     @property
@@ -121,7 +121,7 @@ class Broadcast(Plan):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnCopies(Plan):
+class PerSampleCopies(Plan):
     """Tensors that already have a copy of a parameter for each sample: they enter any operation as they are."""
 
     operation: Operation

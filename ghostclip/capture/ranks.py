@@ -74,7 +74,7 @@ class Gathering(Protocol):
     def divides(self) -> bool:
         """Whether ranks share samples, and compute with parts of parameters."""
 
-    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
+    def agree_to_ask(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it."""
 
     def may_ask(self) -> bool:

@@ -135,17 +135,17 @@ class Snapshot:
         self._trained = list(parameters)
         self._plain = [parameter for parameter in parameters if type(parameter) is nn.Parameter]
         self._aliases = [alias for p, alias in zip(parameters, aliases, strict=True) if type(p) is nn.Parameter]
-        self._places = _places_of(self._plain)
+        self._places = _layouts_of(self._plain)
         self._others = [(p, _torch.memory_of(p)) for p in parameters if type(p) is not nn.Parameter]
 
     def holds(self) -> bool:
         """Return whether modules, parameters, their memory and what is trained of them are as they were."""
         # False also where a batch norm is in training mode.
-        if not (self._holds_modules() and all(map(_is_trained, self._trained)) and self._holds_memory()):
+        if not (self._same_modules() and all(map(_is_trained, self._trained)) and self._same_memory()):
             return False
         return not any(map(_is_trained, self._frozen)) and not any(map(_is_training, self._norms))
 
-    def _holds_modules(self) -> bool:
+    def _same_modules(self) -> bool:
         """Return whether modules are of the same classes and have the same objects under the same names."""
         return (
             list(map(type, self.modules)) == self._kinds
@@ -157,10 +157,10 @@ class Snapshot:
             and all(map(is_, chain.from_iterable(self._views), self._held))
         )
 
-    def _holds_memory(self) -> bool:
+    def _same_memory(self) -> bool:
         """Return whether parameters lie where their aliases do, of the same sizes and dtypes."""
         # Both are alive, so that one address is one memory, also where content was exchanged meanwhile.
-        places = _places_of(self._plain)
+        places = _layouts_of(self._plain)
         return (
             places == self._places
             and list(map(Tensor.data_ptr, self._aliases)) == places[0]
@@ -168,6 +168,6 @@ class Snapshot:
         )
 
 
-def _places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
+def _layouts_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Return addresses, types, shapes and strides of tensors, in a list each."""
     return [list(map(form, tensors)) for form in _FORMS]

@@ -15,10 +15,10 @@ from torch.nn import functional
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.clipping.bounds import Grouping
+from ghostclip.clipping.joint import Joint
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples, relation_factor
 from ghostclip.clipping.store import GradientStore
-from ghostclip.clipping.together import Joint
 from ghostclip.factors import Factor
 
 
@@ -65,7 +65,7 @@ class ClipWeights:
         coef_D = self.coef_GB[group].index_select(0, index_D.to(self.coef_GB[group].device))
         kept.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), apart)
         if not more:
-            self._add_apart(sums, name)
+            self._add_waiting(sums, name)
 
     def into_several(self, sums: GradientStore, joint: Joint) -> None:
         """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned."""
@@ -75,9 +75,9 @@ class ClipWeights:
     def finish(self, sums: GradientStore) -> None:
         """Add what waited for all uses of a parameter."""
         for name in list(self._apart):
-            self._add_apart(sums, name)
+            self._add_waiting(sums, name)
 
-    def _add_apart(self, sums: GradientStore, name: str) -> None:
+    def _add_waiting(self, sums: GradientStore, name: str) -> None:
         buffer, _ = sums.buffer(name)
         buffer += self._apart.pop(name)
 

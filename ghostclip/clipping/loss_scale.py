@@ -193,7 +193,7 @@ def remedy(reduction: str) -> str:
     )
 
 
-def ways_of(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
+def loss_paths(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
     """Return the paths through losses of samples ``(B,)``, by a key that is the same in the next step."""
     found: list[Path] = []
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
@@ -207,10 +207,10 @@ def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int, counts: Cou
     """Return the constant factor of paths to the same values of losses, without sizes of one sample."""
     # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
     # like a count of the batch. It may follow other samples, and clipping cannot undo it.
-    return sum(_of_way(path, batch_size, axis, counts) if path.numbers else 1.0 for path in ways)
+    return sum(_path_constant(path, batch_size, axis, counts) if path.numbers else 1.0 for path in ways)
 
 
-def _of_way(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
+def _path_constant(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
     given = [number for number in path.numbers if not number.per_feature]
     plain = [number for number in given if number.plain]
     # Of one sample alone a tensor may be the sample's own weight.

@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.held_factors import HeldFactor, restored
+from ghostclip.clipping.stored_factors import StoredFactor, restored
 from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, Windows, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.wrapped import sum_tensors
@@ -277,7 +277,7 @@ class GroupNorms:
             if isinstance(norm, (Unfinished, Reduced)) and len(numbers) == layers:
                 total.add(norm, layers=layers)
             elif norm is not None:
-                parts = _layers_apart(norm, layers)
+                parts = _split_norm(norm, layers)
                 for number in numbers:
                     total.add(parts[number])
             elif blocks is not None:
@@ -285,7 +285,7 @@ class GroupNorms:
                 own = apart if len(numbers) == layers else [norm_LBK[numbers] for norm_LBK in apart]
                 total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in own])
             elif square is not None:
-                error, terms = _rest_apart(square, layers)
+                error, terms = _split_errors(square, layers)
                 value = square.value_B.chunk(layers)
                 for number in numbers:
                     total.add(SquaredNorm(value[number], error[number], terms[number]))
@@ -303,7 +303,7 @@ class GroupNorms:
         """Return whether several ranks measure a parameter that each of them has whole."""
         return self._ranks is not None and not self._ranks.is_divided(name)
 
-    def anew(self) -> "GroupNorms":
+    def empty_like(self) -> "GroupNorms":
         """Return empty sums of the same groups and ranks."""
         return GroupNorms(self.group_of, self._ranks)
 
@@ -448,7 +448,7 @@ def _read_rows(rows_RN: Tensor, dtype: torch.dtype) -> SquaredNorm:
     return SquaredNorm(value_B.to(dtype), error_B.to(dtype), terms)
 
 
-def _layers_apart(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[Unfinished | Reduced | Product]:
+def _split_norm(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[Unfinished | Reduced | Product]:
     """Return the squared norms of several layers from those of all their samples, of one layer side by side."""
     if isinstance(norm, Reduced):
         return [norm._replace(part_NPK=part_NPK) for part_NPK in norm.part_NPK.chunk(layers)]
@@ -465,7 +465,7 @@ def _layers_apart(norm: Unfinished | Reduced | Product, layers: int) -> Sequence
     return [norm._replace(**{name: part[number] for name, part in parts.items()}) for number in range(layers)]
 
 
-def _rest_apart(norm: SquaredNorm, layers: int) -> tuple[Sequence[Tensor | None], Sequence[Terms | None]]:
+def _split_errors(norm: SquaredNorm, layers: int) -> tuple[Sequence[Tensor | None], Sequence[Terms | None]]:
     """Return the errors and the terms of several layers from those of all their samples."""
     nothing = [None] * layers
     error = nothing if norm.error_B is None else norm.error_B.chunk(layers)
@@ -615,9 +615,9 @@ def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredN
     return SquaredNorm(torch.cat(formed), None, terms_of_uses(few))
 
 
-def exact_norms(by_parameter: Mapping[str, Sequence[HeldFactor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
+def exact_norms(by_parameter: Mapping[str, Sequence[StoredFactor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
     """Return the norms of a few samples in float64; shared parameters are summed before squaring."""
-    total = like.anew()
+    total = like.empty_like()
     for name, held in by_parameter.items():
         factors = [restored(one) for one in held]
         if len(factors) == 1:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from ghostclip import _torch, _validate
-from ghostclip.clipping.held_factors import ROUNDED
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.store import Sharded
+from ghostclip.clipping.stored_factors import ROUNDED
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 TWO_PASS: Final = ("ghost", "fast")

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.nodes import Kept
+from ghostclip.capture.nodes import SavedTensors
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.decisions import ClipWeights
-from ghostclip.clipping.held_factors import HeldFactor, Keeper, Repeats, changed_in_place, formed, restored, versions
+from ghostclip.clipping.joint import Joint, SharedInputNorms, SmallLayers, most_waiting
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -34,7 +34,15 @@ from ghostclip.clipping.norms import (
     terms_of_uses,
 )
 from ghostclip.clipping.store import GradientStore
-from ghostclip.clipping.together import Alike, Joint, Together, most_waiting
+from ghostclip.clipping.stored_factors import (
+    Keeper,
+    Repeats,
+    StoredFactor,
+    formed,
+    restored,
+    tampered_message,
+    versions,
+)
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors
@@ -99,7 +107,7 @@ class Pass(ABC):
     final = True  # whether no other backward follows, so that what uses have saved may go
     only: Collection[str] | None = None  # parameters whose factors are taken; None for all
     _arriving: Tensor | None = None
-    _alike: Alike
+    _alike: SmallLayers
 
     def __init__(self, ranks: SharedSamples | None = None) -> None:
         self.forwards: list[ForwardContext] = []  # the forwards whose uses arrived
@@ -148,14 +156,14 @@ class Pass(ABC):
             and _torch.memory_key(factor.grad_BP) != _torch.memory_key(self._arriving)
         )
 
-    def _holds(self, use: ParamUse, name: str, factor: Factor) -> bool:
+    def _defers(self, use: ParamUse, name: str, factor: Factor) -> bool:
         """Defer a factor that is a part of one, of some of a sample's positions; return whether it is."""
         if not use.forward.spread.get(name, False):
             return False
         self._spread[name].append(formed(factor))
         return True
 
-    def _brought_together(self) -> list[tuple[str, Factor]]:
+    def _whole(self) -> list[tuple[str, Factor]]:
         """Return the deferred factors, whole: the sums of all ranks' parts, in one exchange."""
         if self._ranks is None or not self.forwards:
             return []
@@ -220,7 +228,7 @@ class BookKeeping(Pass):
         self,
         group_of: Mapping[str, int],
         *,
-        kept_layers: KeptLayers = lambda use, grad: frozenset(),
+        stored_layers: KeptLayers = lambda use, grad: frozenset(),
         keeper: Keeper | None = None,
         device_only: bool = False,
         sequences: Sequences | None = None,
@@ -232,16 +240,16 @@ class BookKeeping(Pass):
         super().__init__(ranks)
         self._device_only = device_only
         self._sequences = sequences
-        self._kept_layers = kept_layers
+        self._kept_layers = stored_layers
         self._keep: frozenset[str] | None = None
         self._keeper = keeper
-        self.factors: defaultdict[str, list[HeldFactor]] = defaultdict(list)
+        self.factors: defaultdict[str, list[StoredFactor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
-        self._together = Together(self.total)
+        self._together = SharedInputNorms(self.total)
         self._joints: list[Joint] = []
-        self._alike = Alike(join=self._join, alone=self._take, single=self._add)
+        self._alike = SmallLayers(join=self._join, alone=self._take, single=self._add)
         alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or keeper is not None
         self.puts_together = type(self).puts_together and not alone
 
@@ -260,11 +268,11 @@ class BookKeeping(Pass):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Store a factor and add its squared norm."""
-        if self._ranks is not None and self._holds(use, name, factor):
+        if self._ranks is not None and self._defers(use, name, factor):
             return
         if self._sequences is not None:
             factor = self._sequences.gather(factor)
-        kept = factor if type(factor) is Dense else self._kept_form(name, factor)
+        kept = factor if type(factor) is Dense else self._stored_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(formed(kept))
@@ -272,12 +280,12 @@ class BookKeeping(Pass):
         elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, kept):
             self._add(name, kept, together=use, own=kept is not factor)
 
-    def _kept_form(self, name: str, factor: Factor) -> Factor:
+    def _stored_form(self, name: str, factor: Factor) -> Factor:
         kept = smaller_form(factor, always=name in (self._keep or ()))
         return kept.aligned() if type(kept) is Outer else kept
 
     def _join(self, joint: Joint) -> None:
-        kept = self._kept_form(joint.names[0], joint.factor)
+        kept = self._stored_form(joint.names[0], joint.factor)
         assert isinstance(kept, (Dense, Outer))
         self.total.add_norms_of(joint.names, kept)
         self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
@@ -301,7 +309,7 @@ class BookKeeping(Pass):
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
         self._alike.finish()
         self._alike.finish_gradients()
-        for name, factor in self._brought_together():
+        for name, factor in self._whole():
             self._add(name, factor)
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
@@ -309,7 +317,7 @@ class BookKeeping(Pass):
         self._together.finish()
         if len(self.forwards) > 1:
             # A parameter may have been used in each of them.
-            self._take_apart()
+            self._split_joint()
         if self._keeper is not None:
             self._keeper.complete()
         for name, factors in self.factors.items():
@@ -321,7 +329,7 @@ class BookKeeping(Pass):
             return self.total
         imprecise_B = self.total.imprecise_B()
         if imprecise_B is not None:
-            self._take_apart()
+            self._split_joint()
             index_D = imprecise_B.nonzero().squeeze(1)
             self.ill_conditioned_B = self.total.refine(self.exact(index_D), index_D)
         return self.total
@@ -341,8 +349,8 @@ class BookKeeping(Pass):
         # `scale` turns the arrived gradients into those of each sample's own loss. A factor that was changed in place
         # after its norm had been taken is refused.
         if weights.ill_conditioned_B is not None:
-            self._take_apart()
-        self._take_apart(lambda joint: not sums.takes_at_once(joint.elements))
+            self._split_joint()
+        self._split_joint(lambda joint: not sums.takes_at_once(joint.elements))
         joints, self._joints = self._joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
@@ -353,7 +361,7 @@ class BookKeeping(Pass):
                 if isinstance(factor, Tensor):
                     factor = restored(factor)
                 elif self._versions.get(id(factor)) not in (None, versions(factor)):
-                    raise TamperedGradientError(changed_in_place(name))
+                    raise TamperedGradientError(tampered_message(name))
                 weights.into(sums, factor, name, more=bool(factors))
                 del factor
             sums.complete(name)
@@ -364,7 +372,7 @@ class BookKeeping(Pass):
             self.certain_B = self.total.certain_B(self.forwards[0].batch_size)
         return self._device_only
 
-    def _take_apart(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
+    def _split_joint(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
         """Split joined parameters, all or some, so that each is treated by itself, as some samples must be."""
         joints, self._joints = self._joints, []
         for joint in joints:
@@ -382,7 +390,7 @@ class Hooks(BookKeeping):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients."""
-        if self._ranks is not None and self._holds(use, name, factor):
+        if self._ranks is not None and self._defers(use, name, factor):
             return
         # A gradient may be that of the output itself, which the user must not get to change.
         grad_BP = factor.materialize().contiguous()
@@ -395,7 +403,7 @@ class Hooks(BookKeeping):
 
     def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
-        for name, factor in self._brought_together():
+        for name, factor in self._whole():
             self.factors[name].append(factor)
         for name, (held,) in self.factors.items():
             self.total.add_norm_of(name, restored(held))
@@ -407,7 +415,7 @@ class Hooks(BookKeeping):
         """Leave the per-sample gradients to the user and add the clipped sums."""
         for name, (held,) in self.factors.items():
             grad_BP = restored(held).materialize()
-            sums.keep_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
+            sums.store_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
         super().add_sums(sums, weights, scale)
 
 
@@ -417,7 +425,7 @@ class OneOfTwo(Pass):
     def __init__(self, repeats: Repeats, *, puts_together: bool, ranks: SharedSamples | None) -> None:
         super().__init__(ranks)
         self._repeats, self._puts_together = repeats, puts_together
-        self._alike = Alike(
+        self._alike = SmallLayers(
             join=self._join, alone=self._take_alone, single=self._add, keep=self._keep, final=self.final
         )
 
@@ -433,7 +441,7 @@ class OneOfTwo(Pass):
 
     def _is_noted_whole(self, use: ParamUse) -> bool:
         # What hooks on saved tensors pack can be asked for once.
-        return use.alike is not None and self.only is None and (use.node is None or type(use.node) is Kept)
+        return use.alike is not None and self.only is None and (use.node is None or type(use.node) is SavedTensors)
 
     def _note(self, use: ParamUse, name: str, factor: Factor) -> None:
         if not self._is_noted_whole(use):
@@ -498,7 +506,7 @@ class NormPass(OneOfTwo):
         self.order: list[str] = []
         self._shared = shared
         self._instantiate, self._index_D = instantiate, index_D
-        self._together = Together(self.total)
+        self._together = SharedInputNorms(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self.kept: list[Joint] = []  # small gradients that were measured, for the second backward to add as they are
         self._kept_elements = 0
@@ -525,7 +533,7 @@ class NormPass(OneOfTwo):
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or store it for cross terms; small ones wait for similar ones."""
         self._note(use, name, factor)
-        if self._ranks is not None and self._holds(use, name, factor):
+        if self._ranks is not None and self._defers(use, name, factor):
             return
         if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
             self._waiting[name].append(formed(factor))
@@ -549,7 +557,7 @@ class NormPass(OneOfTwo):
         """Return the norms of all samples, or of those that were asked for."""
         self._finish_waiting()
         self.several = set(self._waiting)
-        for name, factor in self._brought_together():
+        for name, factor in self._whole():
             self._add(name, factor)
         if self._index_D is not None:
             self.total.merge(exact_norms(self._waiting, self.total, self._index_D))
@@ -608,7 +616,7 @@ class SumPass(OneOfTwo):
         self._kept: list[Joint] = []
         self._kept_names: frozenset[str] = frozenset()
 
-    def take_kept(self, kept: Sequence[Joint]) -> None:
+    def take_stored(self, kept: Sequence[Joint]) -> None:
         """Take small gradients of the norm pass, which replace what this backward brings of their parameters."""
         if self._puts_together:
             self._kept = list(kept)
@@ -634,7 +642,7 @@ class SumPass(OneOfTwo):
         """Contract a factor into its parameter's sum."""
         self._expect(use)
         self._note(use, name, factor)
-        if name in self._kept_names or (self._ranks is not None and self._holds(use, name, factor)):
+        if name in self._kept_names or (self._ranks is not None and self._defers(use, name, factor)):
             return
         several = name in self._several
         if several or not self._waits(name, factor):
@@ -653,7 +661,7 @@ class SumPass(OneOfTwo):
             if name not in self._kept_names:
                 self._add(name, factor)
 
-    def _add_kept(self) -> None:
+    def _add_stored(self) -> None:
         """Add what was stored instead of what this backward brought."""
         kept, self._kept, self._kept_names = self._kept, [], frozenset()
         while kept:
@@ -671,8 +679,8 @@ class SumPass(OneOfTwo):
     def finish(self) -> None:
         """Add what waited: for similar ones, for all uses of a parameter, and for other ranks."""
         self._finish_waiting()
-        self._add_kept()
-        for name, factor in self._brought_together():
+        self._add_stored()
+        for name, factor in self._whole():
             self._add(name, factor)
         self._weights.finish(self._sums)
 
@@ -688,7 +696,7 @@ def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
         return Placed(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):
         return Permuted(smaller_form(factor.inner, always=always), factor.order)
-    if not isinstance(factor, Outer) or not (always or factor.keeps_gradient()):
+    if not isinstance(factor, Outer) or not (always or factor.stores_gradient()):
         return factor
     kept = factor.instantiated()
-    return kept if factor.keeps_in_any_batch() or loses_nothing(factor, kept) else factor
+    return kept if factor.stores_in_any_batch() or loses_nothing(factor, kept) else factor

@@ -34,10 +34,10 @@ from ghostclip.clipping.loss_scale import (
     constant_of,
     counted_positions,
     differ,
+    loss_paths,
     picks_samples,
     remedy,
     scale_of,
-    ways_of,
 )
 from ghostclip.errors import LossReductionError
 from ghostclip.evidence.linear_paths import CLASSES, Number, Path, ReducedAxes, grouped, paths
@@ -115,7 +115,7 @@ class LossExaminer:
         """Refuse losses of samples with a common factor that differs from earlier steps or may follow other samples."""
         if losses_B.grad_fn is None or forward.is_dummy:
             return
-        found, size = ways_of(losses_B, frozenset(forward.use_counts)), forward.batch_size
+        found, size = loss_paths(losses_B, frozenset(forward.use_counts)), forward.batch_size
         for key, alike in found.items():
             constant = constant_of(
                 alike, batch_size=size, axis=forward.batch_axis, counts=self._counts(is_new=key not in self._constants)

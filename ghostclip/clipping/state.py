@@ -11,9 +11,9 @@ from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.clipping.bounds import Whole
 from ghostclip.clipping.decisions import Decisions
-from ghostclip.clipping.held_factors import Repeats, Verdict
 from ghostclip.clipping.passes import Pass, Sequences
 from ghostclip.clipping.store import GradientStore, Sharded
+from ghostclip.clipping.stored_factors import Repeats, Verdict
 
 
 class ClippingState:

@@ -300,7 +300,7 @@ class GradientStore:
             parameter.grad = buffer
         return buffer
 
-    def keep_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
+    def store_sample_gradients(self, name: str, grad_BP: Tensor) -> None:
         """Leave per-sample gradients ``(B, *P)`` in ``p.grad_sample``, a list once several backwards accumulate."""
         parameter = self._parameters[name]
         if self.samples_apart:

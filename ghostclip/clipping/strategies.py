@@ -18,17 +18,17 @@ from torch import Tensor
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.decisions import ClipWeights
-from ghostclip.clipping.held_factors import Keeper, Repeats
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, SumPass
 from ghostclip.clipping.state import ClippingState
+from ghostclip.clipping.stored_factors import Keeper, Repeats
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision
 from ghostclip.planning.below import Cut
 from ghostclip.planning.plan import Planner
 
 
-class Held(NamedTuple):
+class PendingBackward(NamedTuple):
     """One backward without clipped sums yet: its listener with the factors, its norms, and its forward."""
 
     listener: BookKeeping
@@ -40,7 +40,7 @@ class OnePass:
     """Runs the strategies "bookkeeping" and "hooks"."""
 
     loss_elsewhere = False  # whether backwards begin at outputs, as the loss is computed in another part of the model
-    _held: list[Held] | None = None
+    _held: list[PendingBackward] | None = None
 
     def __init__(self, state: ClippingState, planner: Planner, *, device_only: bool) -> None:
         self._state = state
@@ -48,7 +48,7 @@ class OnePass:
         self._device_only = device_only
 
     @property
-    def is_held(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether sums are deferred."""
         return self._held is not None
 
@@ -62,12 +62,12 @@ class OnePass:
         parameters = state.capture.substitution.present
         keep = None if loss is None else self._planner.before(loss, state.capture.forward, parameters)
 
-        def kept_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
+        def stored_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
             return self._planner.during(use, grad, parameters) if keep is None else keep
 
         return BookKeeping(
             state.groups(),
-            kept_layers=kept_layers,
+            stored_layers=stored_layers,
             keeper=keeper,
             device_only=self._device_only,
             sequences=state.sequences,
@@ -84,7 +84,7 @@ class OnePass:
         state = self._state
         listener.streams.join()
         with torch.no_grad(), full_precision():
-            held = Held(listener, listener.norms(), state.forward_of(listener))
+            held = PendingBackward(listener, listener.norms(), state.forward_of(listener))
             if self._held is None:
                 self._add_sums(held, held.total, state.scale(state.capture.forward, per_sample=per_sample))
         if self._held is None:
@@ -92,7 +92,7 @@ class OnePass:
         else:
             self._held.append(held)
 
-    def _add_sums(self, held: Held, total: GroupNorms, scale: float, rows: int | None = None) -> None:
+    def _add_sums(self, held: PendingBackward, total: GroupNorms, scale: float, rows: int | None = None) -> None:
         state, listener = self._state, held.listener
         weights = state.decisions.weights(
             total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B, rows=rows
@@ -100,7 +100,7 @@ class OnePass:
         state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
 
     @contextmanager
-    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[Held]]:
+    def holding(self, *, loss_elsewhere: bool) -> Iterator[list[PendingBackward]]:
         """Defer sums and yield the list of ended backwards; see `GhostClipper.holding`."""
         self._held, self.loss_elsewhere = [], loss_elsewhere
         try:
@@ -108,7 +108,7 @@ class OnePass:
         finally:
             self._held, self.loss_elsewhere = None, False
 
-    def conclude(self, held: Sequence[Held], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
+    def conclude(self, held: Sequence[PendingBackward], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of deferred backwards, as one backward over samples of each."""
         # Norms are over all parts of the model; `rows`: how many samples of each have norms.
         state = self._state
@@ -140,7 +140,7 @@ class TwoPasses:
         sums = SumPass(
             state.store, weights, repeats=repeats, expected=expected, several=norms.several, ranks=state.ranks
         )
-        sums.take_kept(norms.kept)
+        sums.take_stored(norms.kept)
 
         def add() -> None:
             state.listen(sums, loss.backward)
@@ -211,7 +211,7 @@ class TwoPasses:
         return imprecise_B
 
 
-class PartlyKept(BookKeeping):
+class PartialBookKeeping(BookKeeping):
     """Book-keeping that drops the factors of some parameters once their norms are known."""
 
     # What is put together is kept, whosever it is.
@@ -263,7 +263,7 @@ class Parts:
         # ``scale`` turns arriving gradients into those of each sample's own loss.
         state = self._state
         state.settle_doubt()
-        listener = PartlyKept(state.groups(), dropped=self._cut.names, keeper=self._keeper)
+        listener = PartialBookKeeping(state.groups(), dropped=self._cut.names, keeper=self._keeper)
         total = self._measure(listener)
         weights = state.decisions.weights(total, state.forward_of(listener), scale, listener.ill_conditioned_B)
 
@@ -274,7 +274,7 @@ class Parts:
         state.all_or_nothing(add)
         state.close(listener)
 
-    def _measure(self, listener: PartlyKept) -> GroupNorms:
+    def _measure(self, listener: PartialBookKeeping) -> GroupNorms:
         """Run the first backwards and return the norms of all samples."""
         self._state.listen(listener, self._before)
         assert self._grad is not None
@@ -292,7 +292,7 @@ class Parts:
         assert self._grad is not None
         self._state.capture.run_backward([self._cut.edge], [self._grad])
 
-    def _again(self, listener: PartlyKept, index_D: Tensor) -> GroupNorms:
+    def _again(self, listener: PartialBookKeeping, index_D: Tensor) -> GroupNorms:
         self.repeats.begin_again()
         norms = NormPass(listener.total.group_of, shared=set(), repeats=self.repeats, index_D=index_D)
         norms.only = self._cut.names
@@ -300,7 +300,7 @@ class Parts:
         norms.streams.join()
         return norms.norms()
 
-    def _add_sums(self, listener: PartlyKept, weights: ClipWeights, scale: float) -> None:
+    def _add_sums(self, listener: PartialBookKeeping, weights: ClipWeights, scale: float) -> None:
         """Contract what was stored, and run the last backward for what was not."""
         with torch.no_grad(), full_precision():
             listener.add_sums(self._state.store, weights, scale)

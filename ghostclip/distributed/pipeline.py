@@ -25,7 +25,7 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.bounds import Whole
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.policies import ClipPolicy, policy_of
-from ghostclip.clipping.strategies import Held
+from ghostclip.clipping.strategies import PendingBackward
 from ghostclip.distributed.agreement import (
     Group,
     Leaving,
@@ -393,10 +393,10 @@ class _Record:
 
     def __init__(self, stage: Stage, clipper: GhostClipper) -> None:
         self.clipper = clipper
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, PendingBackward] = {}
         self._number = stage.stage_index
 
-    def in_order(self) -> list[Held]:
+    def in_order(self) -> list[PendingBackward]:
         return [self.held[number] for number in sorted(self.held)]
 
     def sizes(self) -> list[int]:

@@ -338,7 +338,7 @@ class SplitSequences:
         if isinstance(factor, Rows):
             ids_BT = self._brought(factor.ids_BT.unsqueeze(2), slots=1).squeeze(2)
             return Rows(ids_BT, self._brought(factor.g_BTI, slots=1), shape=factor.shape)
-        if type(factor) is Outer and not planner.keeps_per_sample(*factor.sizes, factor.g_NTO.element_size()):
+        if type(factor) is Outer and not planner.stores_per_sample(*factor.sizes, factor.g_NTO.element_size()):
             a_NTI, g_NTO = (self._brought(part, slots=factor.slots) for part in (factor.a_NTI, factor.g_NTO))
             return Outer(a_NTI, g_NTO, shape=factor.shape, slots=factor.slots)
         return Dense(self._added_up(factor.materialize()))

@@ -373,7 +373,7 @@ class ShardedModel:
 
     # -- proofs of forwards ---------------------------------------------------------------------------------------
 
-    def hold(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
+    def agree_to_ask(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it."""
         # Until every rank has asked once, all say in each forward whether they can (`able`: enough samples to prove
         # anything): one exchange. From then on it is one of a schedule, whose seed all know and nobody else does, and

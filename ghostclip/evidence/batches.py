@@ -93,7 +93,7 @@ class Batch:
         """Return how the rows of each output map to samples, None where it is not known."""
         return self.maps if len(self.maps) == len(outputs) else [None] * len(outputs)
 
-    def own_map(self, output: Tensor) -> RowMap | None:
+    def map_by_shape(self, output: Tensor) -> RowMap | None:
         """Return how the rows of an output map to samples by its shape alone."""
         # None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
         # layers as samples.

@@ -61,7 +61,7 @@ class KnownLoss:
         ends = [tensor for tensor in _tree.tensors(given) if tensor.requires_grad]
         # What is learned beside the outputs, a temperature, has no samples.
         places = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
-        holder = _Holder(self.criterion, ends)
+        holder = _CriterionModule(self.criterion, ends)
         state, own = ModuleState(holder), Unchecked()
 
         def run(inputs: Any) -> list[Tensor]:
@@ -100,7 +100,7 @@ class KnownLoss:
         return getattr(self.criterion, "__name__", type(self.criterion).__name__)
 
 
-class _Holder(nn.Module):
+class _CriterionModule(nn.Module):
     """A module in the place of a criterion: what it holds is put back as a model's buffers are."""
 
     def __init__(self, criterion: Any, outputs: Sequence[Tensor]) -> None:

@@ -241,7 +241,7 @@ def _first_mixed(base: _Events, changed: _Events, *, replaced: _Replaced) -> tup
     return None
 
 
-def first_apart(
+def first_difference(
     model: nn.Module,
     run: Callable[[Any], object],
     batches: tuple[Any, Any],

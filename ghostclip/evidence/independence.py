@@ -90,7 +90,7 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
     def look(before: Randomness, coarsest: torch.dtype) -> str:
         asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
-            asked = replace(batch, by_place=_go_by_place(model, plain, batch, before, coarsest))
+            asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
         if base and not _changed(plain, asked, base, unchecked, before, coarsest):
             return ""
         before.restore()
@@ -321,7 +321,7 @@ def _changed(
     return "half of the samples were left out" if fewer else ""
 
 
-def _go_by_place(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
+def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
     """Return whether a list of as many values as there are samples may hold one for each of them."""
     # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
     # order, with their values. It does not if they do: lists are then what all samples share. False where such values
@@ -406,11 +406,11 @@ class _Outputs:
         if len(base) != len(outputs):
             return None
         pairs = [pair for pair in map(self._rows, base, outputs, self.batch.maps_of(base)) if pair is not None]
-        return any(self._is_apart(*pair) for pair in pairs) if pairs else None
+        return any(self._differs(*pair) for pair in pairs) if pairs else None
 
     def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
         """Return two outputs with their samples first."""
-        size, row_map = self.batch.size, row_map or self.batch.own_map(one)
+        size, row_map = self.batch.size, row_map or self.batch.map_by_shape(one)
         if row_map is None:
             return None
         place = row_map.axis
@@ -424,7 +424,7 @@ class _Outputs:
             return None
         return row_map.split(one, one.dim(), size), row_map.split(two, two.dim(), self.size)
 
-    def _is_apart(self, first: Tensor, second: Tensor) -> bool:
+    def _differs(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
         pieces = partial(_pieces, first, second, self.kept, self.places)
         scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces())

@@ -307,7 +307,7 @@ def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
     return found
 
 
-def keeps_apart(
+def separates_samples(
     begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Sequence[Weights], *, batch_size: int, linear: bool
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows of proved outputs, and move none of these.
@@ -319,15 +319,15 @@ def keeps_apart(
     # one's gradient changes with them; hooks between, and on the outputs, have run.
     company = Company(linear=linear)
     # What leads to no layer, such as a parameter that is used outside the forward, is refused where it arrives.
-    if ends and not all(_keeps_apart(begun, ends, chosen, company, batch_size) for chosen in weights):
+    if ends and not all(_separates_samples(begun, ends, chosen, company, batch_size) for chosen in weights):
         return False
     if company.differing():
         for chosen in repeated(weights, batch_size):
-            _keeps_apart(begun, ends, chosen, company, batch_size)
+            _separates_samples(begun, ends, chosen, company, batch_size)
     return not company.differing()
 
 
-def _keeps_apart(
+def _separates_samples(
     begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Weights, company: Company, batch_size: int
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows; what arrives is compared in company."""

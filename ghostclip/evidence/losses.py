@@ -15,12 +15,12 @@ from ghostclip.capture.nodes import Edge, shape_at
 from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.capture.row_origin import only_sample, samples_at
 from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.evidence.custom_backwards import is_linear, loss_has_custom_backwards
 from ghostclip.evidence.linear_paths import PICKED
-from ghostclip.evidence.loss_graph import MAX_NODES, Unheard, above_outputs, keeps_apart, proved_outputs
-from ghostclip.evidence.own_backwards import is_linear, loss_has_own_backwards
+from ghostclip.evidence.loss_graph import MAX_NODES, Unheard, above_outputs, proved_outputs, separates_samples
 from ghostclip.evidence.probe import GradientSource, Start, Weights, sample_sets, source_at, weightings
 from ghostclip.evidence.prover import Evidence
-from ghostclip.evidence.slopes import apart_at_any_slope
+from ghostclip.evidence.slopes import separates_at_any_slope
 from ghostclip.evidence.unchecked import LOSSES
 
 # How far below a value that mixes samples the operation that does so is looked for.
@@ -52,8 +52,8 @@ def probe_losses(evidence: Evidence, capture: CaptureContext, losses: Tensor) ->
     size = capture.forward.batch_size
     begun = [Start(GradientSource.of(losses), RowMap("axis", 0))]
     # A backward function that follows the batch (g / g.norm()) shows in company alone; torch's own follow no batch.
-    company = [dict.fromkeys(range(size), 1.0)] if loss_has_own_backwards([losses], capture.forward) else []
-    if not _keeps_apart(capture, begun, [{size // 2: 1.0}, *company], size):
+    company = [dict.fromkeys(range(size), 1.0)] if loss_has_custom_backwards([losses], capture.forward) else []
+    if not _separates_samples(capture, begun, [{size // 2: 1.0}, *company], size):
         raise SampleMixingError(MIXED.format(""))
     if capture.forward.proves:
         evidence.unchecked.ran(LOSSES)
@@ -96,16 +96,16 @@ class LossRows:
         first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
         if self._evidence.probes and self._forward.proves:
             self._evidence.unchecked.ran(LOSSES)
-        if all(maps_of) and self._keeps_apart(first):
+        if all(maps_of) and self._separates_samples(first):
             return [(maps[0], None) for maps in maps_of]
         return [self._of_one(end) for end in ends]
 
-    def _keeps_apart(self, begun: list[Start]) -> bool:
+    def _separates_samples(self, begun: list[Start]) -> bool:
         """Return whether no sample's values touch another's rows; taken for granted where no proofs are asked for."""
         gathering = self._capture.gathering
         if not self._evidence.probes or not (gathering is None or gathering.may_ask()):
             return True
-        return _keeps_apart(self._capture, begun, None, self._forward.batch_size)
+        return _separates_samples(self._capture, begun, None, self._forward.batch_size)
 
     def _of_one(self, end: Ends) -> tuple[RowMap, int | None]:
         tried = False
@@ -113,7 +113,7 @@ class LossRows:
         for values, number in [(end, None), *reversed(before)]:
             for row_map in _maps_of(values, self._forward):
                 tried = True
-                if self._keeps_apart(_starts(values, [row_map])):
+                if self._separates_samples(_starts(values, [row_map])):
                     return row_map, number
         if not tried:
             raise LossReductionError(_NO_SUM.format(in_words(end.name), self._advice))
@@ -139,10 +139,10 @@ class LossRows:
     def _any_fits(self, end: Ends) -> bool:
         size = self._forward.batch_size
         maps = _maps_of(end, self._forward)
-        return any(_keeps_apart(self._capture, _starts(end, [row_map]), None, size) for row_map in maps)
+        return any(_separates_samples(self._capture, _starts(end, [row_map]), None, size) for row_map in maps)
 
 
-def _keeps_apart(
+def _separates_samples(
     capture: CaptureContext, begun: list[Start], weights: Sequence[Weights] | None, batch_size: int
 ) -> bool:
     """Return whether gradients from samples leave zeros in all other samples' rows, and move none."""
@@ -151,9 +151,9 @@ def _keeps_apart(
     linear = weights is None and is_linear([start.edge.source for start in begun], capture, forward)
     asked = weightings(batch_size, linear=linear) if weights is None else weights
     with capture.listening(Unheard()):
-        apart = keeps_apart(begun, proved_outputs(begun), asked, batch_size=batch_size, linear=linear)
+        apart = separates_samples(begun, proved_outputs(begun), asked, batch_size=batch_size, linear=linear)
     sets = sample_sets(batch_size) if weights is None else [set(one) for one in weights]
-    return apart and apart_at_any_slope(begun, sets, batch_size=batch_size, axis=forward.batch_axis)
+    return apart and separates_at_any_slope(begun, sets, batch_size=batch_size, axis=forward.batch_axis)
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:

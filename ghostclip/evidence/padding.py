@@ -30,7 +30,7 @@ from ghostclip.capture.nodes import Edge
 from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.dependence import batch_axis_of, first_apart
+from ghostclip.evidence.dependence import batch_axis_of, first_difference
 from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
 from ghostclip.evidence.linear_paths import Path, ReducedAxes, looks_plain
 from ghostclip.evidence.loss_graph import outputs_at
@@ -89,7 +89,7 @@ class Padded:
     is_float: bool  # whether it holds floating-point numbers
 
 
-class _Place(NamedTuple):
+class _InputAxis(NamedTuple):
     """An axis of one of the inputs."""
 
     leaf: int
@@ -101,7 +101,7 @@ class _Place(NamedTuple):
 class _Ends:
     """Padding at one end of the records, along inputs of one length."""
 
-    places: tuple[_Place, ...]  # the axes
+    places: tuple[_InputAxis, ...]  # the axes
     length: int  # L
     leading: bool  # whether records begin with it
     run_B: list[int]  # padded positions of each record
@@ -135,9 +135,9 @@ class Padding:
         """Know of none."""
         self.declared: Sequence[Padded] = ()
         self._shapes: dict[tuple[int, int], torch.Size] = {}
-        self._following: set[_Place] = set()
-        self._proofs: Counter[_Place] = Counter()
-        self._values: dict[tuple[_Place, bool], set[float]] = {}
+        self._following: set[_InputAxis] = set()
+        self._proofs: Counter[_InputAxis] = Counter()
+        self._values: dict[tuple[_InputAxis, bool], set[float]] = {}
         self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._lengths: tuple[int, ...] = ()
         self._inputs: list[weakref.ref[Tensor]] = []
@@ -163,7 +163,7 @@ class Padding:
                     continue
                 lengths.append(length)
                 if length != before[axis]:
-                    self._following.add(_Place(number, len(shape), axis))
+                    self._following.add(_InputAxis(number, len(shape), axis))
         self._lengths = tuple(lengths)
 
     def counts(self) -> Iterator[int]:
@@ -187,7 +187,7 @@ class Padding:
 
     def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
         """Refuse a model whose outputs for a record change when its padding is cut off."""
-        places = self._places(batch)
+        places = self._input_axes(batch)
         if not places or next(iter(packed_inputs(batch.inputs)), None) is not None:
             return
         self._waited += 1
@@ -199,13 +199,13 @@ class Padding:
                 if ends is not None:
                     self._refuse_one(model, plainly(run), batch, ends, forward, unchecked)
 
-    def _places(self, batch: Batch) -> list[tuple[_Place, int]]:
+    def _input_axes(self, batch: Batch) -> list[tuple[_InputAxis, int]]:
         """Return the axes of the inputs that follow the batch, with their lengths."""
         found = []
         for number, (name, tensor) in enumerate(_named(batch.inputs)):
             samples = None if tensor.is_nested else batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             for axis, length in enumerate(tensor.shape):
-                place = _Place(number, tensor.dim(), axis)
+                place = _InputAxis(number, tensor.dim(), axis)
                 follows = place in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
                 if samples is not None and axis != samples and follows:
                     found.append((place, length))
@@ -219,10 +219,10 @@ class Padding:
         named = [one for one in alike if one.name == name]
         return named or alike
 
-    def _ends(self, batch: Batch, places: tuple[_Place, ...], length: int, *, leading: bool) -> _Ends | None:
+    def _ends(self, batch: Batch, places: tuple[_InputAxis, ...], length: int, *, leading: bool) -> _Ends | None:
         """Return the padding at one end of the records; None where there is none."""
         tensors = list(_named(batch.inputs))
-        columns: dict[_Place, _Column] = {}
+        columns: dict[_InputAxis, _Column] = {}
         for place in places:
             name, tensor = tensors[place.leaf]
             if sum(other.leaf == place.leaf for other in places) > 1:
@@ -245,7 +245,7 @@ class Padding:
             self._values.setdefault((place, leading), set()).update(column.values)
         return _Ends(places, length, leading, run_B)
 
-    def _known(self, name: str, tensor: Tensor, place: _Place, *, leading: bool) -> set[float]:
+    def _known(self, name: str, tensor: Tensor, place: _InputAxis, *, leading: bool) -> set[float]:
         """Return the values that are known to be padding at one end of an input."""
         declared = (one for one in self._declared_of(name, tensor) if one.leading is leading)
         return {one.value for one in declared if one.value is not None} | self._values.get((place, leading), set())
@@ -259,7 +259,7 @@ class Padding:
             order = [samples[number % len(samples)] for number in range(batch.size)]
             # One that is longer keeps the others' company, in the first place.
             runs = batch.with_lists([longest, *order[1:]]), self._cut(batch.with_lists(order), ends, count, batch)
-            found, raised = tried(model, batch, partial(_found, run, runs, batch, ends))
+            found, raised = tried(model, batch, partial(_compare_cut, run, runs, batch, ends))
             if found is None:
                 continue
             if found.drew:
@@ -270,7 +270,7 @@ class Padding:
             proved = proved or bool(found.lost)
             maps = batch.maps_of(batch.outputs)
             for number, (output, lost, row_map) in enumerate(zip(batch.outputs, found.lost, maps, strict=False)):
-                own = row_map or batch.own_map(output)
+                own = row_map or batch.map_by_shape(output)
                 if lost is not None and own is not None:
                     forward.padded.append(_Beyond(number, own, *lost, ends.leading, samples))
         if proved:
@@ -306,13 +306,13 @@ class Padding:
 
         def look(before: Randomness, coarsest: torch.dtype) -> str:
             def apart(one: Tensor, two: Tensor) -> bool:
-                known = batch.own_map(one)
+                known = batch.map_by_shape(one)
                 folded = RowMap("major") if one.dim() and one.shape[0] % batch.size == 0 else None
                 pair = _remaining(one, two, known or folded, batch.size, ends.leading)
-                return pair is not None and _is_apart(pair, coarsest)
+                return pair is not None and _differs(pair, coarsest)
 
             before.restore()
-            return first_apart(model, run, runs, apart)
+            return first_difference(model, run, runs, apart)
 
         place, _ = tried(model, batch, look)
         tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
@@ -382,7 +382,7 @@ def _taken(padded: Sequence[_Beyond], begun: Sequence[Edge]) -> list[_Beyond]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _CutResult:
     """What cutting padding off changed."""
 
     drew: bool = False  # random numbers were drawn: nothing can be told
@@ -427,13 +427,13 @@ class _Column:
     def runs(self, *, masked: bool) -> list[int] | None:
         """Return how many positions at the end of each record may be padding; None where this input says nothing."""
         # `masked`: a mask decides which are.
-        if not (self.values or self._known or self.is_flags) and self._counts_places():
+        if not (self.values or self._known or self.is_flags) and self._counts_positions():
             return None
         lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
         found: list[int] = (self._same_B if lenient else self._run_B).tolist()
         return found
 
-    def _counts_places(self) -> bool:
+    def _counts_positions(self) -> bool:
         """Return whether an input counts positions, says which segment they are of, or holds one value per record."""
         rows = self._rows_BLF
         if rows.shape[1] < 2 or bool((self._same_B == rows.shape[1]).all()):
@@ -451,24 +451,24 @@ def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
                 yield str(own), tensor
 
 
-def _found(
+def _compare_cut(
     run: Run, runs: tuple[Any, Any], batch: Batch, ends: _Ends, before: Randomness, coarsest: torch.dtype
-) -> _Found:
+) -> _CutResult:
     """Run records with their padding and without it, and hold the outputs against each other."""
     before.restore()
     long = run(runs[0])
     if before.drawn():
-        return _Found(drew=True)
+        return _CutResult(drew=True)
     short, lost, compared = run(runs[1]), list[Any](), False
     if len(long) != len(short):
-        return _Found()
+        return _CutResult()
     for one, two, known in zip(long, short, batch.maps_of(long), strict=True):
-        pair = _remaining(one, two, known or batch.own_map(one), batch.size, ends.leading)
-        if pair is not None and _is_apart(pair, coarsest):
-            return _Found(differ=True)
+        pair = _remaining(one, two, known or batch.map_by_shape(one), batch.size, ends.leading)
+        if pair is not None and _differs(pair, coarsest):
+            return _CutResult(differ=True)
         compared |= pair is not None
         lost.append(None if pair is None else pair.lost)
-    return _Found(lost=lost if compared else ())
+    return _CutResult(lost=lost if compared else ())
 
 
 class _Pair(NamedTuple):
@@ -509,7 +509,7 @@ def _by_sample(value: Tensor, row_map: RowMap, batch_size: int) -> Tensor | None
     return value.unflatten(axis, (-1, batch_size)).movedim(axis + 1, 0)
 
 
-def _is_apart(pair: _Pair, coarsest: torch.dtype) -> bool:
+def _differs(pair: _Pair, coarsest: torch.dtype) -> bool:
     one, two, _ = pair
     if not one.numel():
         return False

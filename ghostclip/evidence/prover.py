@@ -30,6 +30,13 @@ from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.evidence.batches import Batch, resized
+from ghostclip.evidence.custom_backwards import (
+    has_custom_backwards,
+    is_linear,
+    refuse_backwards_of_the_batch,
+    refuse_means_without_scale,
+    without_scale,
+)
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.independence import (
     Run,
@@ -50,13 +57,6 @@ from ghostclip.evidence.loss_graph import (
     refuse_hooks_of_layers,
 )
 from ghostclip.evidence.module_state import ModuleState, restored
-from ghostclip.evidence.own_backwards import (
-    has_own_backwards,
-    is_linear,
-    refuse_backwards_of_the_batch,
-    refuse_means_without_scale,
-    without_scale,
-)
 from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
@@ -203,7 +203,7 @@ class Evidence:
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes, records=records)
         self._given = [(tensor, _torch.version(tensor)) for tensor in inputs]
         if self.probes and capture.gathering is not None:
-            forward.unproven = capture.gathering.hold(able=min(forward.batch_size, records) > 1, inputs=inputs)
+            forward.unproven = capture.gathering.agree_to_ask(able=min(forward.batch_size, records) > 1, inputs=inputs)
         if self.probes and not forward.is_dummy:
             self.padding.begin(inputs, forward)
         asks = self.asks(capture)
@@ -258,7 +258,7 @@ class Evidence:
             return
         finally:
             capture.forward = forward
-            forward.begin_anew()
+            forward.restart()
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Weigh the evidence on a forward, unless a rehearsal has; return the output of the last reading."""
@@ -324,7 +324,7 @@ class Evidence:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
             forward.resized = self._resized(capture, call)
             if forward.resized is not None:
-                _begin_anew(state)
+                _restore_state(state)
                 output = capture.again(ModuleCall(*capture.bags.as_rows(*again())))
                 forward, begun = capture.forward, _torch.next_order()
                 parts, own = self._parts(capture, output), tracked_among(output)
@@ -341,7 +341,7 @@ class Evidence:
             self._refuse_data(capture, call, writes, state)
         if asks:
             self._refuse_dependence(capture, seen)
-            self._refuse_own_backwards(capture, seen, own=backs)
+            self._refuse_custom_backwards(capture, seen, own=backs)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
         if self.asks(capture):
@@ -395,7 +395,7 @@ class Evidence:
         runs = Runs(
             Batch(call.inputs, forward.batch_size, forward.batch_axis),
             run=lambda given: capture.run(call.module, *_copied(given, of=call.inputs)),
-            begin=lambda: _begin_anew(state),
+            begin=lambda: _restore_state(state),
             drew=self._drew,
             proves=forward.proves,
         )
@@ -464,10 +464,10 @@ class Evidence:
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             # Copies of one sample may be refused, and show nothing for others.
             unchecked = self.unchecked if forward.proves else Unchecked()
-            refuse_dependence(capture.model, seen.run_anew(capture), batch, unchecked)
+            refuse_dependence(capture.model, seen.rerun(capture), batch, unchecked)
             if self._remembers or seen.state is None or seen.state.changed():
                 # What was met in a forward that nobody was to ask about may begin to remember there.
-                run, state = replace(seen, state=None).run_anew(capture), seen.state or _state_of(capture, seen.call)
+                run, state = replace(seen, state=None).rerun(capture), seen.state or _state_of(capture, seen.call)
                 refuse_memory(capture.model, state, run, batch, unchecked)
         self._look_at_scalars(capture, seen)
 
@@ -483,7 +483,7 @@ class Evidence:
                 # What followed one batch need not show in the next.
                 self._following |= scalars_that_follow(
                     capture.model,
-                    seen.run_anew(capture),
+                    seen.rerun(capture),
                     batch,
                     self.unchecked,
                     parameters=list(leaves.values()),
@@ -492,12 +492,12 @@ class Evidence:
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
         """Return whether outputs have backwards that are not torch's; note_proved whether these follow their scale."""
         trained, self._without_scale = [part for part in parts if part.requires_grad], ""
-        own = capture.forward.proves and bool(trained) and has_own_backwards(trained, capture.forward)
+        own = capture.forward.proves and bool(trained) and has_custom_backwards(trained, capture.forward)
         if own and starts:
             self._without_scale = without_scale(capture, starts)
         return own
 
-    def _refuse_own_backwards(self, capture: CaptureContext, seen: "_ReadForward", *, own: bool) -> None:
+    def _refuse_custom_backwards(self, capture: CaptureContext, seen: "_ReadForward", *, own: bool) -> None:
         """Refuse a model whose own backward functions, hooks or detached values make gradients follow the batch."""
         if not capture.forward.proves or not (own or capture.forward.around.rows.detaches):
             return
@@ -506,7 +506,7 @@ class Evidence:
             return
         batch = self._batch(capture, seen)
         with capture.substitution.unwatched():
-            refuse_backwards_of_the_batch(capture, seen.run_anew(capture), batch, self.unchecked, alone=own)
+            refuse_backwards_of_the_batch(capture, seen.rerun(capture), batch, self.unchecked, alone=own)
 
     def _refuse_padding(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
@@ -520,7 +520,7 @@ class Evidence:
         if seen.rows is None and len(axes) == len(seen.parts):
             batch = replace(batch, maps=[RowMap("axis", axis) if axis >= 0 else None for axis in axes])
         with capture.substitution.unwatched():
-            self.padding.refuse(capture.model, seen.run_anew(capture), batch, forward, self.unchecked)
+            self.padding.refuse(capture.model, seen.rerun(capture), batch, forward, self.unchecked)
 
     def _batch(self, capture: CaptureContext, seen: "_ReadForward", outputs: Sequence[Tensor] = ()) -> Batch:
         """Return what the latest forward was called with, for runs on other batches."""
@@ -618,11 +618,11 @@ class _ReadForward:
         """Return the same without the graph behind the output."""
         return replace(self, parts=[part.detach().requires_grad_(part.requires_grad) for part in self.parts])
 
-    def run_anew(self, capture: CaptureContext) -> Run:
+    def rerun(self, capture: CaptureContext) -> Run:
         """Return what runs it on other inputs, from what the model held before it."""
 
         def run(given: Any) -> list[Tensor]:
-            _begin_anew(self.state)
+            _restore_state(self.state)
             found = _parts_of(capture.run(self.call.module, *_copied(given, of=self.call.inputs)))
             return [part for number, part in enumerate(found) if number not in self.own]
 
@@ -648,7 +648,7 @@ class _Rehearsed:
         forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
 
 
-def _begin_anew(state: ModuleState | None) -> None:
+def _restore_state(state: ModuleState | None) -> None:
     """Put back what modules held when the forward began that is asked about."""
     if state is not None:
         state.restore()

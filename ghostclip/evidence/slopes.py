@@ -55,16 +55,16 @@ def _kind(node: Any) -> str:
     return re.sub(r"Backward\d*$", "", node.name())
 
 
-def apart_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
+def separates_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
     """Return whether gradients of some samples' values leave zeros in all others' outputs, whatever slopes are."""
     # True also where that cannot be told, and where they do not even with slopes as they are.
     if not any(_is_steep(node) for node, _ in above_outputs(edge_of(start.edge.source) for start in begun)):
         return True
     with torch.no_grad():
-        return _apart(begun, sets, batch_size=batch_size, axis=axis)
+        return _is_separated(begun, sets, batch_size=batch_size, axis=axis)
 
 
-def _apart(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
+def _is_separated(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
     maps = dict[Edge, list[RowMap]]()
     for steep in (False, True):
         for samples in sets:

@@ -107,7 +107,7 @@ class _Tables:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Let a copy of the model be looked at anew."""
 
-    def hold(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
         if any(self._empty) or sum(map(len, self._views)) != len(self._held):
             return False
@@ -139,7 +139,7 @@ class StateWatch:
         self._proved = {_NO_WRITES}
 
     def _current(self) -> _Tables:
-        if self._tables is None or not self._tables.hold():
+        if self._tables is None or not self._tables.is_current():
             self._tables = _Tables(self._model, parameters=self._parameters)
         return self._tables
 
@@ -200,7 +200,7 @@ class StateWatch:
     def _since(self, before: _StateMarks) -> frozenset[StateWrite]:
         now = self._marks()
         same = now.entries is before.entries and now.versions == before.versions and now.places == before.places
-        if same and now.extra == before.extra and (not self._copies or self._hold_their_copies(now)):
+        if same and now.extra == before.extra and (not self._copies or self._match_copies(now)):
             return _NO_WRITES
         then = {
             name: (entry, version, before.places.get(name, 0))
@@ -222,7 +222,7 @@ class StateWatch:
         ]
         return frozenset(found)
 
-    def _hold_their_copies(self, now: _StateMarks) -> bool:
+    def _match_copies(self, now: _StateMarks) -> bool:
         held = {**now.entries, **self._current().hidden}
         return all(_equal(held[name], own) for name, own in self._copies.items())
 

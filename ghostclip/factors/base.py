@@ -175,7 +175,7 @@ def sum_over_positions(x_BTF: Tensor) -> Tensor:
     return x_BTF.sum(1, dtype=torch.float32)
 
 
-def where_kept(keep_B: Tensor, tensor: Tensor) -> Tensor:
+def zero_dropped(keep_B: Tensor, tensor: Tensor) -> Tensor:
     """Return ``tensor`` with dropped samples set to zero; unlike a product, this removes NaN.
 
     Args:

@@ -30,7 +30,7 @@ from ghostclip.factors.base import (
     rows_of,
     square_sums,
     to_accumulation,
-    where_kept,
+    zero_dropped,
 )
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import INSTANTIATE, Outer
@@ -231,13 +231,13 @@ class KernelGradients:
         # gradients are (S·O, *kernel, C) then: permuting one sum is cheaper than permuting every sample's gradient
         self.channels_last = self._layout is unfolded_channels_last
 
-    def together(self) -> Tensor:
+    def all_gradients(self) -> Tensor:
         """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O per sample."""
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
             return self._form(self, slice(0, samples), None).reshape(samples, -1)
         wide = torch.promote_types(self._x_BKC.dtype, torch.float32)
-        full_BP = products.apart(self._x_BKC.new_empty(0, dtype=wide), samples, self._geometry.shape.numel())
+        full_BP = products.empty_rows(self._x_BKC.new_empty(0, dtype=wide), samples, self._geometry.shape.numel())
         for start in range(0, samples, chunk):
             piece = slice(start, start + chunk)
             self._form(self, piece, full_BP[piece])
@@ -384,15 +384,15 @@ class Windows(Outer):
         """Return the same gradients over unfolded windows."""
         return Outer(self.a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
 
-    def keeps_gradient(self) -> bool:
+    def stores_gradient(self) -> bool:
         """Return whether book-keeping stores the per-sample gradient instead of input and output gradient."""
         # It does where it is no larger than they are, and where it is small, or no larger than unfolded windows and
         # output gradients would be, if a Gram would cost more than half of what forming the gradients costs.
         small = 0 < self.slots * prod(self.sizes[1:]) * self.batch_size <= SMALL
-        return self.keeps_in_any_batch() or (small and self._is_formed_for_norm())
+        return self.stores_in_any_batch() or (small and self._is_formed_for_norm())
 
-    def keeps_in_any_batch(self) -> bool:
-        """Return whether `keeps_gradient` holds for any number of samples."""
+    def stores_in_any_batch(self) -> bool:
+        """Return whether `stores_gradient` holds for any number of samples."""
         positions, inputs, outputs = self.sizes
         if positions == 0 or self.batch_size == 0:
             return False
@@ -401,7 +401,7 @@ class Windows(Outer):
         if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
         itemsize = min(side.element_size() for side in sides)
-        return planner.keeps_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
+        return planner.stores_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
 
     def _is_formed_for_norm(self) -> bool:
         """Return whether a Gram would cost more than half of what forming the gradients costs."""
@@ -558,7 +558,7 @@ class Windows(Outer):
         if formed is None:
             return to_accumulation(self.x_BKC).new_zeros(self.batch_size, *self.shape)
         if not formed.channels_last:
-            return formed.together().view(self.batch_size, *self.shape)
+            return formed.all_gradients().view(self.batch_size, *self.shape)
         full_BP = self.x_BKC.new_empty(
             self.batch_size, *self.geometry.shape, dtype=accumulation_dtype(self.x_BKC.dtype)
         )
@@ -570,11 +570,11 @@ class Windows(Outer):
         """Return the factor of the materialised gradients, their axes in the order in which they are formed."""
         formed = self._formed()
         if formed is not None and not formed.channels_last:
-            return Dense(formed.together().view(self.batch_size, *self.shape))
+            return Dense(formed.all_gradients().view(self.batch_size, *self.shape))
         if formed is None or self.shape != self.geometry.shape:
             return super().instantiated()
         shape = self.geometry.shape
-        inner = Dense(formed.together().view(-1, shape[0], *shape[2:], shape[1]))
+        inner = Dense(formed.all_gradients().view(-1, shape[0], *shape[2:], shape[1]))
         return Permuted(inner, (0, len(shape) - 1, *range(1, len(shape) - 1)))
 
     def _formed(self) -> KernelGradients | None:
@@ -602,7 +602,7 @@ class Windows(Outer):
         # times its gradient.
         if self._by_units():
             return out.dtype == torch.float32
-        return out.device.type == "cpu" and self.sizes[0] > 1 and self.keeps_in_any_batch()
+        return out.device.type == "cpu" and self.sizes[0] > 1 and self.stores_in_any_batch()
 
     def _add_formed(self, coef_B: Tensor, out: Tensor) -> bool:
         """Add per-sample gradients in pieces, weighted in the dtype of the sum; return whether that was possible."""
@@ -621,7 +621,7 @@ class Windows(Outer):
         return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)
 
     def masked(self, keep_B: Tensor) -> "Windows":
-        x_BKC, g_BKO = where_kept(keep_B, self.x_BKC), where_kept(keep_B, self.g_BKO)
+        x_BKC, g_BKO = zero_dropped(keep_B, self.x_BKC), zero_dropped(keep_B, self.g_BKO)
         return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
 
     def selected(self, index_D: Tensor) -> "Windows":

@@ -17,7 +17,7 @@ from ghostclip.factors.base import (
     rows_of,
     square_sums,
     to_accumulation,
-    where_kept,
+    zero_dropped,
 )
 from ghostclip.kernels.bounds import block_norms
 from ghostclip.kernels.sums import PositionSum
@@ -72,7 +72,7 @@ class Dense(Factor):
         torch.mm(coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=out.view(1, -1))
 
     def masked(self, keep_B: Tensor) -> "Dense":
-        return Dense(where_kept(keep_B, self.grad_BP))
+        return Dense(zero_dropped(keep_B, self.grad_BP))
 
     def selected(self, index_D: Tensor) -> "Dense":
         return Dense(rows_of(self.grad_BP, index_D))
@@ -119,7 +119,7 @@ class Diagonal(Factor):
         out.movedim(self.axis, 0).add_(self.grad_BR.to(out.dtype) * coef)
 
     def masked(self, keep_B: Tensor) -> "Diagonal":
-        return Diagonal(where_kept(keep_B, self.grad_BR), axis=self.axis)
+        return Diagonal(zero_dropped(keep_B, self.grad_BR), axis=self.axis)
 
     def selected(self, index_D: Tensor) -> Dense:
         """Return the factor of a few samples, materialised: the tensor's batch axis stays that of all."""

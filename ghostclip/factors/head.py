@@ -21,7 +21,7 @@ from ghostclip.factors.base import (
     Terms,
     accumulation_dtype,
     no_error,
-    where_kept,
+    zero_dropped,
 )
 from ghostclip.factors.dense import Dense
 from ghostclip.kernels.bounds import Bounded
@@ -308,7 +308,7 @@ class Head(Factor):
             keep_B = torch.ones(len(self.x_BTI), dtype=torch.bool, device=keep_B.device).index_copy(
                 0, self.index_D.to(keep_B.device), keep_B
             )
-        tokens = Tokens(*(where_kept(keep_B, part) for part in self.tokens))
+        tokens = Tokens(*(zero_dropped(keep_B, part) for part in self.tokens))
         # The hidden states' gradient is asked of the factor that was not masked.
         self._shared.summed = True
         shared = Shared(wants_input=False, wants_bias=False)

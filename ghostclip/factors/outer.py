@@ -20,7 +20,7 @@ from ghostclip.factors.base import (
     no_error,
     rows_of,
     to_accumulation,
-    where_kept,
+    zero_dropped,
 )
 from ghostclip.factors.dense import Dense
 from ghostclip.factors.planner import contraction
@@ -62,15 +62,15 @@ class Outer(Factor):
         """T, I and O."""
         return self.a_NTI.shape[1], self.a_NTI.shape[2], self.g_NTO.shape[2]
 
-    def keeps_gradient(self) -> bool:
+    def stores_gradient(self) -> bool:
         """Return whether the per-sample gradient is no larger than the two factors, so that it replaces them."""
         itemsize = min(self.a_NTI.element_size(), self.g_NTO.element_size())
         positions, inputs, outputs = self.sizes
-        return self.batch_size > 0 < positions and planner.keeps_per_sample(positions, inputs, outputs, itemsize)
+        return self.batch_size > 0 < positions and planner.stores_per_sample(positions, inputs, outputs, itemsize)
 
-    def keeps_in_any_batch(self) -> bool:
-        """Return whether `keeps_gradient` holds for any number of samples."""
-        return self.keeps_gradient()
+    def stores_in_any_batch(self) -> bool:
+        """Return whether `stores_gradient` holds for any number of samples."""
+        return self.stores_gradient()
 
     def norm_plan(self) -> tuple[str, int]:
         """Return how the squared norm of one sample and slot is formed, in a few words, and its FLOPs."""
@@ -220,7 +220,7 @@ class Outer(Factor):
 
     def masked(self, keep_B: Tensor) -> "Outer":
         keep_N = keep_B.repeat_interleave(self.slots)
-        a_NTI, g_NTO = where_kept(keep_N, self.a_NTI), where_kept(keep_N, self.g_NTO)
+        a_NTI, g_NTO = zero_dropped(keep_N, self.a_NTI), zero_dropped(keep_N, self.g_NTO)
         return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
 
     def selected(self, index_D: Tensor) -> "Outer":

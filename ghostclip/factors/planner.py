@@ -45,7 +45,7 @@ def workspace(device: torch.device) -> int:
     return runtime.elements(device) if device.type == "cuda" else WORKSPACE_ELEMENTS
 
 
-def keeps_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 4) -> bool:
+def stores_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 4) -> bool:
     """Return whether the per-sample gradient is no larger than the two tensors it replaces, in bytes."""
     # Storing it then costs no memory and saves the second contraction. Never for one position, whose norm is the
     # product of two norms and costs nothing.

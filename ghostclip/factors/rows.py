@@ -23,7 +23,7 @@ from ghostclip.factors.base import (
     rows_of,
     square_sums,
     to_accumulation,
-    where_kept,
+    zero_dropped,
 )
 from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import position_norms, sum_of_squares
@@ -153,7 +153,7 @@ class Rows(Factor):
         add_rows_(matrix, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
     def masked(self, keep_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, where_kept(keep_B, self.g_BTI), shape=self.shape)
+        return Rows(self.ids_BT, zero_dropped(keep_B, self.g_BTI), shape=self.shape)
 
     def selected(self, index_D: Tensor) -> "Rows":
         return Rows(rows_of(self.ids_BT, index_D), rows_of(self.g_BTI, index_D), shape=self.shape)

@@ -17,7 +17,7 @@ from ghostclip.factors.base import (
     rows_of,
     terms_side_by_side,
     to_accumulation,
-    where_kept,
+    zero_dropped,
 )
 from ghostclip.factors.dense import Dense
 from ghostclip.kernels.bounds import Product, Reduced, Unfinished
@@ -242,7 +242,7 @@ class Sampled(_Reshaped):
 
     def masked(self, keep_B: Tensor) -> "Sampled":
         keep_B = keep_B.to(self.keep_B.device) & self.keep_B
-        return Sampled(where_kept(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
+        return Sampled(zero_dropped(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
 
     def selected(self, index_D: Tensor) -> Dense:
         """Return the factor of a few samples, materialised."""

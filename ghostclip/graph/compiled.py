@@ -23,7 +23,7 @@ from ghostclip.graph.axes import Axes, analysed
 from ghostclip.graph.guards import Watched, surroundings
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
 from ghostclip.graph.simplify import Regions
-from ghostclip.graph.store import place_of
+from ghostclip.graph.store import entry_of
 from ghostclip.graph.trace import (
     Inputs,
     LossFunction,
@@ -261,7 +261,7 @@ class CompiledStep:
     ) -> Callable[..., Any]:
         """Return the compiled step, from disk where an equal one was compiled before."""
         about = inputs.trainable, inputs.held, inputs.in_batch, surroundings(flat[0].device.type)
-        place = place_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
+        place = entry_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
         with torch.no_grad(), full_precision():
             found = None if place is None else place.found()
         refused = None if found is not None else self._refuses(self.joint.graph)

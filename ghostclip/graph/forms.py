@@ -81,7 +81,7 @@ def _formed(factor: Factor, *, always: bool = False) -> Factor:
     """Return what `smaller_form` does; transposed where rows are the longer ones, which a CPU forms more quickly."""
     if type(factor) is Outer and factor.slots == 1 and len(factor.shape) == 2 and factor.sizes[0] > 1:
         _, inputs, outputs = factor.sizes
-        if outputs > inputs and factor.a_NTI.device.type == "cpu" and (always or factor.keeps_gradient()):
+        if outputs > inputs and factor.a_NTI.device.type == "cpu" and (always or factor.stores_gradient()):
             return Permuted(smaller_form(factor.transposed(), always=always), (1, 0))
     return smaller_form(factor, always=always)
 
@@ -108,7 +108,7 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
     return sum(memory.values())
 
 
-def have_freed_kept(most: int) -> None:
+def reuse_freed_memory(most: int) -> None:
     """Let the CPU's allocator reuse memory that a step frees, instead of clearing new pages."""
     # At most twice what an ordinary step takes, `most`, may be free, 64 MiB at least. Nothing is done where the
     # environment sets a threshold, nor without glibc.
@@ -121,7 +121,7 @@ def have_freed_kept(most: int) -> None:
     libc.mallopt(_TRIM_THRESHOLD, min(2 * max(most, _LARGEST), (1 << 31) - 1))
 
 
-def most_held(graph: fx.GraphModule) -> int:
+def peak_of_graph(graph: fx.GraphModule) -> int:
     """Return the peak bytes of a graph's intermediate results, run in order; inputs and outputs are not counted."""
     nodes = list(graph.graph.nodes)
     sizes: dict[int, int] = {}

@@ -21,7 +21,7 @@ from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Factor, Outer, Permuted, SquaredNorm
 from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of
-from ghostclip.graph.forms import Joint, Kept, have_freed_kept, kept, most_held, side_by_side
+from ghostclip.graph.forms import Joint, Kept, kept, peak_of_graph, reuse_freed_memory, side_by_side
 from ghostclip.graph.simplify import Regions, simplified
 from ghostclip.graph.sums import SampleSum, Sum, Value, linear
 from ghostclip.graph.trace import Inputs, NoGraphError, Traced, first_line, operation
@@ -142,8 +142,8 @@ def private_step(
     """Return the private step of a batch as a function of ``(B,)`` which samples count, and of the graph's inputs."""
     # It returns which samples are certain, (B,) bool, the losses (B,), norms and coefficients of each group, (B,) each,
     # the clipped sum of every trainable parameter, and the tensors of the loss function's other results.
-    room = most_held(traced.graph)
-    have_freed_kept(room)
+    room = peak_of_graph(traced.graph)
+    reuse_freed_memory(room)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
         losses_B, found, extra = factors_of(traced, axes, inputs, flat)

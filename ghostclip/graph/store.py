@@ -45,7 +45,7 @@ class NoKeyError(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheEntry:
     """Where a compiled graph is stored: a folder, and the hash of all that the graph follows from."""
 
     folder: Path
@@ -73,7 +73,7 @@ class Place:
             _log.info("a compiled graph cannot be kept (%s: %s)", type(problem).__name__, problem)
 
 
-def place_of(graph: fx.GraphModule, axes: Axes, *others: object) -> Place | None:
+def entry_of(graph: fx.GraphModule, axes: Axes, *others: object) -> CacheEntry | None:
     """Return where the compiled form of a graph is stored; ``others`` are plain values and objects of this package."""
     # None where torch stores no compiled code, or not all can be described.
     folder = _torch.compiler_cache()
@@ -84,7 +84,7 @@ def place_of(graph: fx.GraphModule, axes: Axes, *others: object) -> Place | None
     except (NoKeyError, OSError) as problem:
         _log.info("the compiled graph is not kept: %s", problem)
         return None
-    return Place(Path(folder, "ghostclip"), _hash(repr(parts).encode()))
+    return CacheEntry(Path(folder, "ghostclip"), _hash(repr(parts).encode()))
 
 
 def _plain(item: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:

@@ -47,7 +47,7 @@ class Value:
     def __init__(self, tensor: Tensor, layout: SampleLayout | None) -> None:
         self.tensor, self.layout = tensor, layout
 
-    def apart(self, batch_size: int) -> Tensor:
+    def samples_first(self, batch_size: int) -> Tensor:
         """Return the tensor with samples first, ``(B, *shape)``, a view where strides allow."""
         # Its sample axis has length K then.
         assert self.layout is not None
@@ -76,12 +76,12 @@ class SampleSum:
     def __init__(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int) -> None:
         self.target, self.args, self.kwargs, self.batch_size = target, list(args), dict(kwargs), batch_size
 
-    def apart(self, place: int, axis: int | None = None) -> Tensor:
+    def samples_first(self, place: int, axis: int | None = None) -> Tensor:
         """Return argument number ``place`` with samples first, ``(B, *shape)``, from the given axis if there is one."""
         value = self.args[place]
         if value.layout is None or axis not in (None, value.layout.axis):
             raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {place}")
-        return value.apart(self.batch_size)
+        return value.samples_first(self.batch_size)
 
     def run(self) -> Any:
         """Return the operation's result with `Sum` in the place of sums over samples."""
@@ -99,7 +99,7 @@ class SampleSum:
         held = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
         values = [leaf.tensor if isinstance(leaf, Value) else leaf for leaf in leaves]
         try:
-            apart = {place: leaves[place].apart(self.batch_size) for place in held}
+            apart = {place: leaves[place].samples_first(self.batch_size) for place in held}
             found_B = _for_each(self.target, values, spec, apart)
         except Exception as problem:
             raise NoGraphError(f"{self.target} sums over samples, and does not run for each: {problem}") from problem
@@ -153,7 +153,7 @@ def _mm(call: SampleSum) -> Sum | None:
     left, right = call.args
     if not _alike(left, right):
         return None
-    g_BOK, a_BKI = call.apart(0, 1), call.apart(1, 0)
+    g_BOK, a_BKI = call.samples_first(0, 1), call.samples_first(1, 0)
     return Sum(Outer(a_BKI, g_BOK.mT, shape=(g_BOK.shape[1], a_BKI.shape[2])))
 
 
@@ -162,14 +162,14 @@ def _bmm(call: SampleSum) -> Sum | None:
     left, right = call.args
     if not _alike(left, right) or left.layout.axis != 2:
         return None
-    g_BEOK, a_BEKI = call.apart(0, 2), call.apart(1, 1)
+    g_BEOK, a_BEKI = call.samples_first(0, 2), call.samples_first(1, 1)
     shape = g_BEOK.shape[1], g_BEOK.shape[2], a_BEKI.shape[3]
     return Sum(Outer(a_BEKI.flatten(0, 1), g_BEOK.mT.flatten(0, 1), shape=shape, slots=shape[0]))
 
 
 @_handles("sum")
 def _sum(call: SampleSum) -> Sum:
-    x = call.apart(0)
+    x = call.samples_first(0)
     axes = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim() - 1)
     keepdim = bool(call.args[2]) if len(call.args) > 2 else False
     return Sum(Dense(x.sum([axis % (x.dim() - 1) + 1 for axis in axes], keepdim=keepdim)))
@@ -190,7 +190,7 @@ def _embedding(call: SampleSum) -> Sum | None:
         raise NoGraphError("embedding with scale_grad_by_freq=True: its gradient depends on other samples' tokens")
     if not _alike(grad, ids):
         return None
-    g_BTI, ids_BT = call.apart(0).flatten(1, -2), call.apart(1).flatten(1)
+    g_BTI, ids_BT = call.samples_first(0).flatten(1, -2), call.samples_first(1).flatten(1)
     if padding >= 0:
         g_BTI = g_BTI.masked_fill((ids_BT == padding).unsqueeze(2), 0)
     return Sum(Rows(ids_BT, g_BTI, shape=(rows, g_BTI.shape[2])))
@@ -206,8 +206,8 @@ def _index_put(call: SampleSum) -> Sum | None:
     ids = indices[0]
     if ids.tensor.dtype == torch.bool or not _alike(ids, values) or ids.layout.axis != values.layout.axis:
         return None
-    ids_BT = ids.apart(call.batch_size).flatten(1)
-    g_BTI = values.apart(call.batch_size).reshape(call.batch_size, ids_BT.shape[1], -1)
+    ids_BT = ids.samples_first(call.batch_size).flatten(1)
+    g_BTI = values.samples_first(call.batch_size).reshape(call.batch_size, ids_BT.shape[1], -1)
     return Sum(Rows(ids_BT.remainder(into.tensor.shape[0]), g_BTI, shape=into.tensor.shape))
 
 
@@ -230,7 +230,7 @@ def _layer_norm(call: SampleSum) -> tuple[Any, ...] | None:
         )
 
     def summed(value_BTF: Tensor) -> Sum:
-        apart = Value(value_BTF, grad.layout).apart(call.batch_size)
+        apart = Value(value_BTF, grad.layout).samples_first(call.batch_size)
         return Sum(Dense(apart.sum(list(range(1, apart.dim() - len(shape))))))
 
     return inner, summed(g_BTF * scaled_BTF) if wanted[1] else None, summed(g_BTF) if wanted[2] else None
@@ -242,7 +242,7 @@ def _batch_norm(call: SampleSum) -> tuple[Any, ...]:
     mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
     if training:
         raise NoGraphError("batch norm in training mode: samples mix")
-    g_BKF, x_BKF = (call.apart(place, 0).flatten(3) for place in (0, 1))
+    g_BKF, x_BKF = (call.samples_first(place, 0).flatten(3) for place in (0, 1))
     shape = (-1, *[1] * (g_BKF.dim() - 3))
     scaled = (x_BKF - mean.tensor.view(shape)) * (variance.tensor + eps).rsqrt().view(shape)
     over = [1, *range(3, g_BKF.dim())]
@@ -254,9 +254,9 @@ def _batch_norm(call: SampleSum) -> tuple[Any, ...]:
 def _group_norm(call: SampleSum) -> tuple[Any, ...]:
     _, _, mean, rstd, _, _, channels, _, groups, wanted = call.args
     inner, *_ = call.plain()
-    g_BKC, x_BKC = call.apart(0, 0), call.apart(1, 0)
+    g_BKC, x_BKC = call.samples_first(0, 0), call.samples_first(1, 0)
     g_BKEF, x_BKEF = (y.reshape(*y.shape[:2], groups, channels // groups, -1) for y in (g_BKC, x_BKC))
-    mean_BKE, rstd_BKE = (value.apart(call.batch_size)[..., None, None] for value in (mean, rstd))
+    mean_BKE, rstd_BKE = (value.samples_first(call.batch_size)[..., None, None] for value in (mean, rstd))
     over = (1, 4)
     weight_BEF, bias_BEF = (g_BKEF * (x_BKEF - mean_BKE) * rstd_BKE).sum(over), g_BKEF.sum(over)
     return (
@@ -273,7 +273,7 @@ def _convolution(call: SampleSum) -> tuple[Any, ...]:
     if wanted[0]:
         args = [_tensor_of(item) for item in call.args]
         inner = call.target(*args[:10], [True, False, False])[0]
-    g_BKO, x_BKC = call.apart(0, 0), call.apart(1, 0)
+    g_BKO, x_BKC = call.samples_first(0, 0), call.samples_first(1, 0)
     dims = weight.tensor.dim() - 2
     stride, padding, dilation = (list(part) * (dims if len(part) == 1 else 1) for part in (stride, padding, dilation))
     shape = weight.tensor.shape

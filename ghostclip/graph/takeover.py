@@ -195,7 +195,7 @@ class Takeover:
             middle = round(statistics.median(count for _, count in self._recent))
             worth = _worth(left, len(step.take_sizes((max(2, middle), max(2, -(-middle // 4))))))
             if on_gpu(step.clipper):
-                self._compiles, self.compute = worth, self._held_against
+                self._compiles, self.compute = worth, self._compare
                 self.why = "graphs are compiled with the next batch that fills them"
             else:
                 self._beside = _Beside(lambda: step.compile_sizes(tree, samples, worth), patience=left)
@@ -217,9 +217,9 @@ class Takeover:
         elif found["traced"] > _TRACING * _SAVED * self._remaining(step):
             self._stay(f"tracing, {found['traced']:.1f} s, takes long for what is left")
         else:
-            self._cost, self.compute = found, self._held_against
+            self._cost, self.compute = found, self._compare
 
-    def _held_against(self, step: Any, tree: Any, samples: int) -> Any:
+    def _compare(self, step: Any, tree: Any, samples: int) -> Any:
         """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
         self._tried += 1
         if samples < step.sizes[0]:

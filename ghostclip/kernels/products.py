@@ -99,7 +99,7 @@ def _adds() -> bool:
     return _ADDS and not traced()
 
 
-def apart(like: Tensor, samples: int, size: int) -> Tensor:
+def empty_rows(like: Tensor, samples: int, size: int) -> Tensor:
     """Return empty memory ``(N, size)`` in which each sample's row begins with a line of the cache."""
     # On a CPU, a product adds up in another order where its result begins within a line, so that rounding of a sample's
     # gradient would depend on its place in the batch.
@@ -122,7 +122,7 @@ def pair_by_pair(left_NTF: Tensor, right_NFU: Tensor, out: Tensor | None = None)
             # Sums along both operands are cut where lines begin.
             right_NFU = right_NFU.contiguous()
         if out is None and rows * columns * left_NTF.element_size() % _LINE != 0:
-            out = apart(left_NTF, samples, rows * columns).unflatten(1, (rows, columns))
+            out = empty_rows(left_NTF, samples, rows * columns).unflatten(1, (rows, columns))
     return torch.bmm(left_NTF, right_NFU) if out is None else torch.bmm(left_NTF, right_NFU, out=out)
 
 

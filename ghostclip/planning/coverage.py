@@ -84,7 +84,7 @@ def keeps(item: MatrixProduct) -> bool:
     """Return whether book-keeping stores a layer's per-sample gradients instead of its two factors."""
     if item.kept is not None:
         return item.kept
-    return item.positions > 0 and planner.keeps_per_sample(item.positions, item.inputs, item.outputs)
+    return item.positions > 0 and planner.stores_per_sample(item.positions, item.inputs, item.outputs)
 
 
 def _norm(item: MatrixProduct, *, instantiate: bool) -> tuple[str, int]:

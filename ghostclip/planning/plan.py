@@ -154,7 +154,7 @@ def _shapes_of(weight: Tensor, positions: int, samples: int) -> Iterator[Shape]:
 def _pays(shape: Shape) -> bool:
     """Return whether a layer that the rule does not cover would save something."""
     _, positions, inputs, outputs, dtype, _ = shape
-    by_rule = positions <= 1 or planner.keeps_per_sample(positions, inputs, outputs, dtype.itemsize)
+    by_rule = positions <= 1 or planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
     return not by_rule and _estimated(shape) > 0
 
 

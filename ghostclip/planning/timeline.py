@@ -178,7 +178,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
     found, kernel = _matrix_of(use, arriving, forward), _kernel_of(use)
     if found is not None:
         name, (samples, positions, inputs, outputs, dtype, _) = found
-        by_rule = planner.keeps_per_sample(positions, inputs, outputs, dtype.itemsize)
+        by_rule = planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
         stored = (found[1].gradient_bytes, False) if by_rule else (arriving, True)
         once = found if forward.use_counts[name] == 1 else None
         return UseMemory(*stored, 2.0 * samples * positions * inputs * outputs, once)
@@ -188,7 +188,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
     samples, size = forward.batch_size, kernel.element_size()
     positions = arriving // (samples * kernel.shape[0] * size)
     small = samples * kernel.numel() <= convolution.SMALL
-    if not dense and (small or planner.keeps_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
+    if not dense and (small or planner.stores_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
         dense = samples * kernel.numel() * max(4, size)
     forming = _windows(use, samples * positions * kernel[0].numel())
     return UseMemory(dense or arriving, not dense, 2.0 * samples * positions * kernel.numel(), forming=forming)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.gpu.counted import WAYS, count, main
 from benchmarks.gpu.models import Conv1D, large_models
-from ghostclip.clipping import together
+from ghostclip.clipping import joint
 from ghostclip.factors import planner
 from ghostclip.kernels import PositionSum
 
@@ -18,7 +18,7 @@ CASES = [replace(case, task=case.quick) for case in large_models()]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_step_is_counted(case, monkeypatch):
     # These layers stand for large ones, of which none is put together with another.
-    monkeypatch.setattr(together, "_SMALL_ON_A_GPU", 0)
+    monkeypatch.setattr(joint, "_SMALL_ON_A_GPU", 0)
     found = {way: count(case, way[0], samples=3, by_kernels=way[1]) for way in WAYS}
     base = found["ordinary", False]
     for (engine, by_kernels), row in found.items():
@@ -33,7 +33,7 @@ def test_a_step_is_counted(case, monkeypatch):
 
 
 def test_with_kernels_a_layer_costs_one_launch_for_its_norm_and_one_for_its_sum(monkeypatch):
-    monkeypatch.setattr(together, "_SMALL_ON_A_GPU", 0)
+    monkeypatch.setattr(joint, "_SMALL_ON_A_GPU", 0)
     case = CASES[0]
     weights = sum(isinstance(module, Conv1D) for module in case.task.make_model().modules())
     found = count(case, "bookkeeping", samples=3, by_kernels=True)
@@ -44,7 +44,7 @@ def test_with_kernels_a_layer_costs_one_launch_for_its_norm_and_one_for_its_sum(
 
 
 def test_with_kernels_the_gradient_of_a_bias_comes_with_the_norm_of_its_layer(monkeypatch):
-    monkeypatch.setattr(together, "_SMALL_ON_A_GPU", 0)
+    monkeypatch.setattr(joint, "_SMALL_ON_A_GPU", 0)
     # As for layers as wide as they are on a GPU.
     monkeypatch.setattr(planner, "prefers_gram", lambda *sizes, **by: True)
     left, value = [], PositionSum.value

@@ -179,7 +179,7 @@ def test_no_samples(positions):
 @given(st.integers(1, 40_000), st.integers(1, 9000), st.integers(1, 9000))
 def test_plan_never_costs_more_than_seven_sixths(positions, inputs, outputs):
     """Book-keeping over non-private: one sixth for the norm at most, and the quarter of it that blocks may waste."""
-    if planner.keeps_per_sample(positions, inputs, outputs):
+    if planner.stores_per_sample(positions, inputs, outputs):
         return
     gram = planner.gram_flops(positions, inputs, outputs)
     norm = gram if planner.prefers_gram(positions, inputs, outputs) else 2 * positions * inputs * outputs

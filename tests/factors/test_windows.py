@@ -156,7 +156,7 @@ def test_no_samples(name):
     assert factor.instantiated().materialize().shape == (0, *factor.shape)
     assert factor.sqnorm().value_B.shape == (0,)
     assert factor.materialize().shape == (0, *factor.shape)
-    assert not factor.keeps_gradient()
+    assert not factor.stores_gradient()
     out = torch.zeros(factor.shape, dtype=F64)
     factor.add_clipped_sum_(torch.zeros(0, dtype=F64), out)
     assert not out.any()

@@ -31,6 +31,6 @@ def at_once(put):
     put(takeover, "_QUICKER", float("inf"))
     put(_torch, "compiled", lambda graph, inputs, options: graph)
     put(_torch, "region_call", lambda: None)
-    put(store.Place, "found", lambda place: kept.get(place.key))
-    put(store.Place, "keep", lambda place, function: kept.setdefault(place.key, function))
+    put(store.CacheEntry, "found", lambda place: kept.get(place.key))
+    put(store.CacheEntry, "keep", lambda place, function: kept.setdefault(place.key, function))
     return kept

@@ -98,7 +98,7 @@ def test_the_most_that_results_take_is_that_of_those_alive_together():
         return third.expand(10) * 4  # what is returned is not counted
 
     graph = _torch.traced(lambda x: [steps(x)], [torch.ones(10)])
-    assert forms.most_held(graph) == 2 * 40 + 4
+    assert forms.peak_of_graph(graph) == 2 * 40 + 4
 
 
 _FAULTS = """
@@ -106,7 +106,7 @@ import resource, torch
 from ghostclip.graph import forms
 
 for most, blocks in ((1 << 25, 8), (5 << 25, 40)):
-    forms.have_freed_kept(most)
+    forms.reuse_freed_memory(most)
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         held = [torch.ones(1 << 20) for _ in range(blocks)]
@@ -168,7 +168,7 @@ def _token_losses(model, ids, y):
 @pytest.mark.parametrize("room", [0, None], ids=["factors", "formed"])
 def test_sums_are_the_same_in_both_forms(room, monkeypatch):
     if room is not None:
-        monkeypatch.setattr("ghostclip.graph.rewrite.most_held", lambda graph: room)
+        monkeypatch.setattr("ghostclip.graph.rewrite.peak_of_graph", lambda graph: room)
     torch.manual_seed(0)
     model, data = Wide().double(), (torch.randint(11, (5, 12)), torch.randint(200, (5, 12)))
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy="graph")

@@ -33,7 +33,7 @@ def key_of(monkeypatch):
         keys.append(place.key)
         return lambda *tensors: ()
 
-    monkeypatch.setattr(store.Place, "found", found)
+    monkeypatch.setattr(store.CacheEntry, "found", found)
 
     def key(model, *, samples=6, dtype=torch.float64, **options):
         step = step_of(model, **{"options": KEPT, **options})
@@ -153,7 +153,7 @@ def _with_a_tensor():
 )
 def test_what_is_not_known_to_be_equal_elsewhere_is_not_looked_for(key_of, options, monkeypatch):
     monkeypatch.setattr(_torch, "compiled", lambda *_: lambda *tensors: ())
-    monkeypatch.setattr(store.Place, "keep", lambda *_: pytest.fail("kept"))
+    monkeypatch.setattr(store.CacheEntry, "keep", lambda *_: pytest.fail("kept"))
     assert key_of(net(), **options) is None
 
 
@@ -241,6 +241,6 @@ def test_a_file_whose_content_does_not_fit_its_name_is_not_read(folder, monkeypa
     kept = folder / f"key-{store._hash(b'graph')}"
     kept.write_bytes(b"graph")
     kept.with_name("key-foreign").write_bytes(b"no compiled graph")
-    assert store.Place(folder, "key").found() == kept
+    assert store.CacheEntry(folder, "key").found() == kept
     kept.write_bytes(b"grape")
-    assert store.Place(folder, "key").found() is None
+    assert store.CacheEntry(folder, "key").found() is None

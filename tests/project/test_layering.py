@@ -92,7 +92,7 @@ ORDERED = {
         "probe",
         "loss_graph",
         "slopes",
-        "own_backwards",
+        "custom_backwards",
         "padding",
         "prover",
         "losses",

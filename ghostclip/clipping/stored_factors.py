@@ -30,7 +30,7 @@ from ghostclip.kernels import products, runtime
 ROUNDED: Final = torch.bfloat16
 """The type of 16 bits: gradients of 1e-8 are ordinary numbers of it, as in float32; in float16 they are zero."""
 
-HeldFactor: TypeAlias = Factor | Tensor
+StoredFactor: TypeAlias = Factor | Tensor
 """A factor, or per-sample gradients ``(B, *P)`` in 16 bits."""
 _NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.Size, torch.dtype})
 # See `Repeats`.
@@ -76,7 +76,7 @@ class Keeper:
             self._copies[key] = ref(storage), _torch.version(x_NTF), copy
         return copy
 
-    def stored(self, name: str, factor: Factor) -> HeldFactor:
+    def stored(self, name: str, factor: Factor) -> StoredFactor:
         """Return the stored form of a factor that `rounded` returned and whose norm was taken."""
         if name in self._names and type(factor) is Dense and _is_wide(factor.grad_BP):
             return factor.grad_BP.to(ROUNDED)
@@ -87,7 +87,7 @@ class Keeper:
         self._copies.clear()
 
 
-def restored(held: HeldFactor) -> Factor:
+def restored(held: StoredFactor) -> Factor:
     """Return the factor whose norm was taken, to the bit, from its stored form."""
     return Dense(held) if isinstance(held, Tensor) else held
 
@@ -134,7 +134,7 @@ def tensors_of(factor: Factor) -> Iterator[Tensor]:
                     yield from tensors_of(part)
 
 
-def changed_in_place(name: str) -> str:
+def tampered_message(name: str) -> str:
     """Return the text of a ``TamperedGradientError``."""
     return (
         f"parameter '{name}': what its gradient is made of was changed in place in the backward (by a hook on a "

@@ -31,7 +31,7 @@ from ghostclip.capture.substitution import untouched_grads
 from ghostclip.errors import LossReductionError, SampleMixingError
 from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.independence import FEWER_TOLERANCE, coarsest_dtype
-from ghostclip.evidence.loss_graph import Unheard, above_outputs, keeps_apart, proved_outputs
+from ghostclip.evidence.loss_graph import Unheard, above_outputs, proved_outputs, separates_samples
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
@@ -56,7 +56,7 @@ _FOLLOWS_BATCH: Final = (
 )
 
 
-def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
+def has_custom_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     """Return whether a backward goes through code that is not torch's: a custom autograd function, or a hook.
 
     Cost:
@@ -65,25 +65,25 @@ def has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     # True also where a hook was set on another value since the forward began.
     if hooks_of_others() != forward.hooks_before:
         return True
-    return any(_is_own(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
+    return any(_is_custom(node) for node in nodes_behind([edge_of(root)[0] for root in roots]))
 
 
 def is_linear(roots: Sequence[Any], capture: CaptureContext, forward: ForwardContext) -> bool:
     """Return whether gradients of a forward's layers follow the scale of what they come from, to the bit."""
     # False where a backward goes through code that is not torch's, on any rank that runs it together with this one; and
     # where there are numbers of float16, which end too soon.
-    own = forward.has_float16 or has_own_backwards(roots, forward)
+    own = forward.has_float16 or has_custom_backwards(roots, forward)
     return not on_any(capture.gathering, own)
 
 
-def loss_has_own_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
+def loss_has_custom_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
     """Return the same of the backward from a loss to a model's outputs.
 
     Cost:
         A look at every node between the two.
     """
     # True also where a hook was set on any value since the forward ended.
-    return _hooked_since(forward) or any(_is_own(node) for node, _ in above_outputs(map(edge_of, roots)))
+    return _hooked_since(forward) or any(_is_custom(node) for node, _ in above_outputs(map(edge_of, roots)))
 
 
 def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
@@ -126,7 +126,7 @@ def refuse_means_without_scale(capture: CaptureContext, roots: Sequence[Any], fo
         A look at the graph of the loss where all of its backward is torch's; else as for `without_scale`.
     """
     # Hooks that were set since the forward ended may stand inside the model: then all of the backward is looked at.
-    if not on_any(capture.gathering, loss_has_own_backwards(roots, forward)):
+    if not on_any(capture.gathering, loss_has_custom_backwards(roots, forward)):
         return
     sources = [GradientSource.of(root) if isinstance(root, Tensor) else source_at(*edge_of(root)) for root in roots]
     # All of a loss is multiplied alike.
@@ -140,7 +140,7 @@ def refuse_means_without_scale(capture: CaptureContext, roots: Sequence[Any], fo
         said = without_scale(capture, begun)
     else:
         with capture.listening(Unheard()):
-            same = keeps_apart(begun, ends, _scales(capture), batch_size=forward.batch_size, linear=False)
+            same = separates_samples(begun, ends, _scales(capture), batch_size=forward.batch_size, linear=False)
         said = "" if same else _FOLLOWS_SIZE.format(where="the gradient of the model's outputs")
     if said:
         raise LossReductionError(said)
@@ -245,7 +245,7 @@ def _weighted(
     """Return the outputs with rows of samples, and gradients that weigh all of some samples alike, zero elsewhere."""
     roots, grads = list[Tensor](), list[Tensor]()
     for output, known in zip(outputs, batch.maps_of(outputs), strict=True):
-        row_map = known or (batch.own_map(output) if size == batch.size else None)
+        row_map = known or (batch.map_by_shape(output) if size == batch.size else None)
         if row_map is None or row_map.kind == "gathered" or not output.requires_grad:
             continue
         leaf = torch.zeros_like(output, requires_grad=True)
@@ -260,7 +260,7 @@ def _weighted(
     return roots, grads
 
 
-def _is_own(node: Any) -> bool:
+def _is_custom(node: Any) -> bool:
     """Return whether the backward of a node is neither torch's nor ours, which pass gradients on as they are."""
     module = _torch.module_of_function(node)
     return module is not None and module.partition(".")[0] != "ghostclip"

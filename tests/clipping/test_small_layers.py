@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.clipping import together
+from ghostclip.clipping import joint
 from ghostclip.clipping.passes import BookKeeping
 from ghostclip.errors import TamperedGradientError
 from tests.reference import Reference, clip_and_sum, per_sample_gradients
@@ -41,7 +41,7 @@ def _losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def _together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run a backward; returns how many layers were put together each time."""
     found: list[int] = []
-    joined = together.Alike._joined
+    joined = joint.SmallLayers._joined
 
     def noted(self, waiting):
         done = joined(self, waiting)
@@ -49,7 +49,7 @@ def _together(clipper: GhostClipper, losses: torch.Tensor, monkeypatch: pytest.M
             found.append(len(waiting))
         return done
 
-    monkeypatch.setattr(together.Alike, "_joined", noted)
+    monkeypatch.setattr(joint.SmallLayers, "_joined", noted)
     clipper.backward(losses)
     return found
 
@@ -71,7 +71,7 @@ def _check(model: nn.Module, clipper: GhostClipper, batch: dict[str, torch.Tenso
 def what(request, monkeypatch):
     """What is put together: whole layers, or, as of layers that are too large for it, gradients of one shape."""
     if request.param == "gradients":
-        monkeypatch.setattr(together.Alike, "takes", lambda self, use, grad, kept: False)
+        monkeypatch.setattr(joint.SmallLayers, "takes", lambda self, use, grad, kept: False)
     return request.param
 
 
@@ -191,8 +191,8 @@ def test_gradients_of_one_shape_that_change_while_they_wait_are_refused():
 def test_two_backwards_put_small_gradients_together(strategy, positions, finite, monkeypatch):
     """Biases and affine weights of one shape: one norm and one sum for all, in both backwards."""
     found: list[int] = []
-    joint = together.Joint
-    monkeypatch.setattr(together, "Joint", lambda names, factor: found.append(len(names)) or joint(names, factor))
+    made = joint.Joint
+    monkeypatch.setattr(joint, "Joint", lambda names, factor: found.append(len(names)) or made(names, factor))
     torch.manual_seed(0)
     model = Stack()
     x = torch.randn(3, 6) if positions is None else torch.randn(3, positions, 6)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch
-from ghostclip.capture.nodes import Kept, first_saved
+from ghostclip.capture.nodes import SavedTensors, first_saved
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.held_factors import changed_in_place, versions
 from ghostclip.clipping.norms import GroupNorms
+from ghostclip.clipping.stored_factors import tampered_message, versions
 from ghostclip.errors import TamperedGradientError
 from ghostclip.factors import Dense, Factor, Outer, SquaredNorm, planner
 from ghostclip.factors.base import accumulation_dtype, end_to_end
@@ -81,7 +81,7 @@ class Joint:
 
     def parts(self) -> Iterator[tuple[str, Factor]]:
         """Return the name and the factor of every parameter, as views."""
-        return zip(self.names, apart(self.factor, len(self.names)), strict=True)
+        return zip(self.names, split_layers(self.factor, len(self.names)), strict=True)
 
     def masked(self, keep_B: Tensor) -> "Joint":
         """Return the same with the samples where ``keep_B`` is False set to zero for every parameter."""
@@ -121,7 +121,7 @@ class Joint:
         return torch.bmm(g_LRO.mT, a_LRI).view(layers, *factor.shape)
 
 
-class Alike:
+class SmallLayers:
     """Collects uses of small layers until there are many, and forms their factors in one operation.
 
     Gradients of few numbers (biases, affine weights) are collected until others of their shape have come.
@@ -157,12 +157,12 @@ class Alike:
             return False
         elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
         if node is not None:
-            if type(node) is not Kept:
+            if type(node) is not SavedTensors:
                 return False
             data, address = node.form.shape, node.address
             elements += node.form.elements
         most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
-        # Layers that read one input share its Gram, see `ghostclip.clipping.together`.
+        # Layers that read one input share its Gram, see `ghostclip.clipping.joint`.
         if elements > most or not use.forward.stands_alone(use.site.consumed, address):
             return False
         row_map = use.row_map
@@ -201,7 +201,7 @@ class Alike:
         for found in waiting.values():
             if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
                 changed = next(one for one in found if _torch.version(one.grad) != one.version)
-                raise TamperedGradientError(changed_in_place(", ".join(changed.use.site.names)))
+                raise TamperedGradientError(tampered_message(", ".join(changed.use.site.names)))
             if len(found) == 1 or not (all_train or _train(found)) or not self._joined(found):
                 for use, grad, _ in found:
                     self._alone(use, grad)
@@ -216,7 +216,7 @@ class Alike:
             found = self._formed.popitem()[1]
             for name, factor, version in found:
                 if _torch.version(factor.grad_BP) != version:
-                    raise TamperedGradientError(changed_in_place(name))
+                    raise TamperedGradientError(tampered_message(name))
             if len(found) > _FEW:
                 joint = Joint([one.name for one in found], Dense(torch.cat([one.factor.grad_BP for one in found])))
                 self._keep(joint)
@@ -275,12 +275,12 @@ def _note_sizes(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None
         if grad.numel() <= use.site.largest:
             continue
         saved = () if use.node is None else use.node.saved_tensors
-        parts = parts or {key: apart(factor, len(found)) for key, factor in formed.items()}
+        parts = parts or {key: split_layers(factor, len(found)) for key, factor in formed.items()}
         for key, factors in parts.items():
             use.explain(key, factors[number], grad, saved, factors[number])
 
 
-def apart(factor: Factor, layers: int) -> list[Factor]:
+def split_layers(factor: Factor, layers: int) -> list[Factor]:
     """Return views on the factors of several parameters that were formed as one, parameter by parameter."""
     if isinstance(factor, Outer):
         pairs = zip(factor.a_NTI.chunk(layers), factor.g_NTO.chunk(layers), strict=True)
@@ -300,7 +300,7 @@ class _SharedInput(NamedTuple):
     versions: list[int]
 
 
-class Together:
+class SharedInputNorms:
     """Collects factors until all others with the same input have arrived, and adds their norms."""
 
     # A factor waits only where the forward said that something else reads its input, and at most until the end of the
@@ -339,7 +339,7 @@ class Together:
     def _add(self, found: Sequence[_SharedInput]) -> None:
         for waiting in found:
             if versions(waiting.factor) != waiting.versions:
-                raise TamperedGradientError(changed_in_place(waiting.name))
+                raise TamperedGradientError(tampered_message(waiting.name))
         samples, positions, inputs = found[0].input_NTI.shape
         outputs = sum(waiting.other_NTO.shape[2] for waiting in found)
         by = planner.formed_by(found[0].input_NTI, found[0].other_NTO)
@@ -347,7 +347,7 @@ class Together:
         moved, calls = (_MOVED_BY_UNITS, _CALLS_BY_UNITS) if by["by_units"] else (_MOVED, _CALLS)
         if by["fused"]:
             calls = _CALLS_FUSED
-        saved = samples * (_apart(found, by) - joint - moved * positions * outputs)
+        saved = samples * (_separate_flops(found, by) - joint - moved * positions * outputs)
         saved += (len(found) - 1) * calls
         if len(found) > 1 and saved > 0:
             self._total.add(found[0].name, _joint(found[0].input_NTI, [waiting.other_NTO for waiting in found]))
@@ -358,7 +358,7 @@ class Together:
             self._total.add_norm_of(waiting.name, waiting.factor)
 
 
-def _apart(found: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
+def _separate_flops(found: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
     """Return the FLOPs of the products of the norms one by one, per sample."""
     sizes = [waiting.factor.sizes for waiting in found]
     return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
