@@ -17,7 +17,7 @@ from functools import wraps
 from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
-from ghostclip.errors import InvalidOptionError
+from ghostclip.errors import GhostClipError, InvalidOptionError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,6 +81,13 @@ def choice(value: object, name: str, choices: Iterable[str]) -> str:
             f"{name}={value!r}: must be one of {listed}{did_you_mean(value, allowed, otherwise='.')}"
         )
     return value
+
+
+def refuse_any(*cases: tuple[bool, str], error: type[GhostClipError] = InvalidOptionError) -> None:
+    """Raise an error in the first case that applies, with what is said of it."""
+    for applies, why in cases:
+        if applies:
+            raise error(why)
 
 
 def nearest(value: object, known: Iterable[str]) -> str | None:

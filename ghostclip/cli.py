@@ -23,7 +23,7 @@ import ghostclip
 from ghostclip import errors
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, nearest
-from ghostclip.commands import audit, planning, privacy
+from ghostclip.commands import planning, privacy
 from ghostclip.commands.options import Options
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import options as finetuning
@@ -116,13 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> _OneLineParser:
-    parser = _OneLineParser(
-        prog="ghostclip",
-        description="Differentially private training of PyTorch models.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    # A misspelt option that is taken for another one is an option that is silently wrong.
+    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    description = "Differentially private training of PyTorch models."
+    parser = _OneLineParser(prog="ghostclip", description=description, epilog=_EXAMPLES, **form)
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (run, options) in _COMMANDS.items():
@@ -133,11 +130,9 @@ def _parser() -> _OneLineParser:
             help=f"{description[0].lower()}{description[1:].removesuffix('.')}",
             description=description,
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             # Fine-tuning tells what was given from its defaults.
             argument_default=argparse.SUPPRESS if options is None else None,
-            # A misspelt option that is taken for another one is an option that is silently wrong.
-            allow_abbrev=False,
+            **form,
         )
         if options is None:
             finetuning.add_arguments(command)
@@ -187,8 +182,8 @@ _COMMANDS: Final[dict[str, tuple[Callable[[dict[str, Any]], int], Options | None
     "plan-privacy": (planning.run_plan_privacy, planning.PLAN_PRIVACY),
     "epsilon": (privacy.run_epsilon, privacy.EPSILON),
     "calibrate": (privacy.run_calibrate, privacy.CALIBRATE),
-    "ledger": (audit.run_ledger, audit.LEDGER),
-    "audit": (audit.run_audit, audit.AUDIT),
+    "ledger": (privacy.run_ledger, privacy.LEDGER),
+    "audit": (privacy.run_audit, privacy.AUDIT),
     "help": (_help, _HELP),
 }
 """What runs a command, and the table of its options; fine-tuning declares its own."""

@@ -14,8 +14,8 @@ from ghostclip.audit.methods import (
     audit_scores,
     gaussian_delta,
     gaussian_epsilon,
+    plot_audit,
 )
-from ghostclip.audit.plots import plot_audit
 from ghostclip.audit.scores import CanaryRecorder, Scores, load_scores
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`audit_scores`: from scores to a finding, by the method that fits how the scores came about.
+"""`audit_scores`: from scores to a finding, by the method that fits how the scores came about; and its picture.
 
 Many runs: the rows must be independent, one row per *run* of the mechanism; thresholds have confidence bounds that hold
 although they were chosen from the scores. One run: many canaries, each included by a fair coin of its own, share the
@@ -14,25 +14,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, special, stats
 
 from ghostclip import _validate
+from ghostclip._files import BLACK, BLUE, GREEN, ORANGE, picture, require_picture
 from ghostclip._validate import positive_int
 from ghostclip.audit.scores import Scores
 from ghostclip.errors import DataError, InvalidOptionError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Array = NDArray[np.float64]
 
-_LARGEST_EPSILON = 1e6
 _SAFE_EXPONENT = 700.0
 
 
 class TradeOff(Protocol):
-    """A curve, or an array of curves of one family."""
+    """The least false negative rate of any test at a false positive rate, by its inverse."""
 
     def least(self, probability: ArrayLike) -> Array:
         """Return F⁻¹(r): the least probability without the record of an event that has probability r with it."""
@@ -46,11 +50,11 @@ class GaussianTradeOff:
         Dong, Roth, Su 2022, Definition 3.
     """
 
-    mu: ArrayLike  # at least 0; an array stands for as many curves
+    mu: float  # at least 0
 
     def least(self, probability: ArrayLike) -> Array:
         """Return F⁻¹(r) = Φ(Φ⁻¹(r) - μ)."""
-        return np.asarray(special.ndtr(special.ndtri(np.clip(probability, 0.0, 1.0)) - np.asarray(self.mu)))
+        return np.asarray(special.ndtr(special.ndtri(np.clip(probability, 0.0, 1.0)) - self.mu))
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,14 @@ class ApproximateTradeOff:
         Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 4.
     """
 
-    epsilon: ArrayLike  # at least 0; an array stands for as many curves
+    epsilon: float  # at least 0
     delta: float
 
     def least(self, probability: ArrayLike) -> Array:
         """Return F⁻¹(r) = max(0, e^-ε·(r - δ), 1 - δ - e^ε·(1 - r))."""
-        r, epsilon = np.clip(probability, 0.0, 1.0), np.minimum(self.epsilon, _SAFE_EXPONENT)
-        steep = np.exp(-epsilon) * (r - self.delta)
-        flat = 1 - self.delta - np.exp(epsilon) * (1 - r)
+        r, epsilon = np.clip(probability, 0.0, 1.0), min(self.epsilon, _SAFE_EXPONENT)
+        steep = math.exp(-epsilon) * (r - self.delta)
+        flat = 1 - self.delta - math.exp(epsilon) * (1 - r)
         return np.maximum(0.0, np.maximum(steep, flat))
 
 
@@ -94,8 +98,6 @@ def gaussian_epsilon(mu: float, *, delta: float) -> float:
     highest = 1.0
     while gaussian_delta(highest, mu=mu) > delta:
         highest *= 2
-        if highest > _LARGEST_EPSILON:
-            return math.inf
     return float(optimize.brentq(lambda epsilon: gaussian_delta(epsilon, mu=mu) - delta, 0.0, highest, xtol=1e-12))
 
 
@@ -129,47 +131,47 @@ class OperatingPoint:
     fnr_upper: float
 
     def epsilon(self, *, delta: float) -> float:
-        """Return the ε below which these error rates are impossible: log((1 - fnr - δ)/fpr), or with both exchanged.
-
-        Reference:
-            Kairouz, Oh, Viswanath 2015, Theorem 2.1; Jagielski, Ullman, Oprea 2020, Section 4.
-        """
-        return float(_best_epsilon(np.asarray(self.fpr_upper), np.asarray(self.fnr_upper), delta))
+        """Return the ε below which these error rates are impossible."""
+        return float(_epsilons(self.fpr_upper, self.fnr_upper, delta))
 
     def mu(self) -> float:
-        """Return the μ below which these error rates are impossible for a Gaussian mechanism: Φ⁻¹(1-fpr) - Φ⁻¹(fnr).
-
-        Reference:
-            Dong, Roth, Su 2022, Equation (6); Nasr et al. 2023, Section 4.2.
-        """
-        return float(_mu(np.asarray(self.fpr_upper), np.asarray(self.fnr_upper)))
+        """Return the μ below which these error rates are impossible for a Gaussian mechanism."""
+        return float(_mus(self.fpr_upper, self.fnr_upper))
 
 
-def _best_epsilon(fpr: Array, fnr: Array, delta: float) -> Array:
+def _epsilons(fpr: ArrayLike, fnr: ArrayLike, delta: float) -> Array:
+    """Return log((1 - fnr - δ)/fpr), or with both exchanged, whichever is more.
+
+    Reference:
+        Kairouz, Oh, Viswanath 2015, Theorem 2.1; Jagielski, Ullman, Oprea 2020, Section 4.
+    """
+    rates = np.asarray([fpr, fnr], dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_positives = np.log(np.maximum(1 - fnr - delta, 0.0) / fpr)
-        by_negatives = np.log(np.maximum(1 - fpr - delta, 0.0) / fnr)
-    return np.maximum(0.0, np.maximum(by_positives, by_negatives))
+        found: Array = np.log(np.maximum(1 - rates[::-1] - delta, 0.0) / rates).max(axis=0).clip(0.0)
+    return found
 
 
-def _mu(fpr: Array, fnr: Array) -> Array:
+def _mus(fpr: ArrayLike, fnr: ArrayLike) -> Array:
+    """Return Φ⁻¹(1-fpr) - Φ⁻¹(fnr).
+
+    Reference:
+        Dong, Roth, Su 2022, Equation (6); Nasr et al. 2023, Section 4.2.
+    """
     return np.maximum(0.0, -special.ndtri(fpr) - special.ndtri(fnr))
 
 
-def split_point(
-    scores: Scores, *, alpha: float, gaussian: bool, delta: float, seed: int = _SPLIT_SEED
-) -> OperatingPoint:
+def split_point(scores: Scores, *, alpha: float, gaussian: bool, delta: float) -> OperatingPoint:
     """Choose the threshold on one random half of the scores and bound the error rates on the other."""
     # Both bounds hold at once with probability 1 - α. `gaussian`: the threshold is chosen for the best μ, not the best
     # ε. Trying several seeds and taking the best would void the confidence.
-    chosen_on, held_out = scores.halves(seed=seed)
+    chosen_on, held_out = scores.halves(seed=_SPLIT_SEED)
     other, member = chosen_on.other, chosen_on.member
     threshold_K = np.unique(np.r_[other, member])
     fp_K = other.size - np.searchsorted(other, threshold_K, side="right")
     fn_K = np.searchsorted(member, threshold_K, side="right")
     fpr_K = clopper_pearson_upper(fp_K, other.size, alpha / 2)
     fnr_K = clopper_pearson_upper(fn_K, member.size, alpha / 2)
-    value_K = _mu(fpr_K, fnr_K) if gaussian else _best_epsilon(fpr_K, fnr_K, delta)
+    value_K = _mus(fpr_K, fnr_K) if gaussian else _epsilons(fpr_K, fnr_K, delta)
     # Where nothing is proved yet, the threshold that separates best.
     best = np.lexsort((fp_K / other.size + fn_K / member.size, -value_K))[0]
     return _point(float(threshold_K[best]), held_out, alpha)
@@ -215,8 +217,7 @@ def _point(
 _TIES_SEED = 0
 _FEWEST_GUESSES = 16
 _DEVIATIONS = 6
-_GRID = 48
-_ROUNDS = 4
+_PRECISION = 1e-6
 _HIGHEST_EPSILON, _HIGHEST_MU = 30.0, 15.0
 
 
@@ -260,7 +261,7 @@ def approximate_dp_p_value(guesses: Guesses, *, epsilon: float, delta: float) ->
     return min(1.0, beta + 2 * guesses.canaries * delta * slope)
 
 
-def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDArray[np.bool_]:
+def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> bool:
     """Whether no f-DP mechanism lets an attack guess so many coins with a probability above α.
 
     Let p_i be the probability of exactly i right guesses, r_c = Σ_{i≥c} (i/m)·p_i and h_c = Σ_{i≥c} ((r-i)/m)·p_i: the
@@ -275,14 +276,13 @@ def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> NDAr
         Mahloujifar, Melis, Chaudhuri 2025, the recursion on r and h.
     """
     m, made, v = guesses.canaries, guesses.made, guesses.correct
-    right = np.asarray(alpha * v / m)
-    wrong = np.asarray(alpha * (made - v) / m)
+    right, wrong = alpha * v / m, alpha * (made - v) / m
     for i in range(v - 1, -1, -1):
-        demanded = np.maximum(wrong, curve.least(right))
+        demanded = max(wrong, float(curve.least(right)))
         # Beyond 1 it is settled already; capped so that nothing overflows on the way down.
-        right = np.minimum(right + i / (made - i) * (demanded - wrong), 2.0)
+        right = min(right + i / (made - i) * (demanded - wrong), 2.0)
         wrong = demanded
-    return np.asarray(right + wrong > made / m * (1 + 1e-12))
+    return right + wrong > made / m * (1 + 1e-12)
 
 
 def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
@@ -302,33 +302,26 @@ def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
 
 def epsilon_of_guesses(guesses: Guesses, *, method: str, delta: float, alpha: float) -> tuple[float, float | None]:
     """Return the ε up to which every claim is rejected at level ``alpha``, and μ for the Gaussian method."""
+    if method == "one-run-gaussian":
+        mu = _most_rejected(lambda mu: contradicts_f_dp(guesses, GaussianTradeOff(mu), alpha=alpha), _HIGHEST_MU)
+        return gaussian_epsilon(mu, delta=delta), mu
 
-    def too_unlikely(epsilon_K: Array) -> NDArray[np.bool_]:
-        p_values = [approximate_dp_p_value(guesses, epsilon=float(e), delta=delta) for e in epsilon_K]
-        return np.asarray(p_values) <= alpha
+    def rejected(epsilon: float) -> bool:
+        if method == "one-run":
+            return approximate_dp_p_value(guesses, epsilon=epsilon, delta=delta) <= alpha
+        return contradicts_f_dp(guesses, ApproximateTradeOff(epsilon, delta), alpha=alpha)
 
-    def beyond_the_curve(epsilon_K: Array) -> NDArray[np.bool_]:
-        return contradicts_f_dp(guesses, ApproximateTradeOff(epsilon_K, delta), alpha=alpha)
-
-    if method != "one-run-gaussian":
-        rejected = too_unlikely if method == "one-run" else beyond_the_curve
-        return _first_accepted(rejected, _HIGHEST_EPSILON), None
-    mu = _first_accepted(lambda mu_K: contradicts_f_dp(guesses, GaussianTradeOff(mu_K), alpha=alpha), _HIGHEST_MU)
-    return gaussian_epsilon(mu, delta=delta), mu
+    return _most_rejected(rejected, _HIGHEST_EPSILON), None
 
 
-def _first_accepted(rejected: Callable[[Array], NDArray[np.bool_]], highest: float) -> float:
-    """Return a value below which all of an ascending array are rejected, to 1e-5 of the highest; 0 if 0 is accepted."""
+def _most_rejected(rejected: Callable[[float], bool], highest: float) -> float:
+    """Return the largest value that is rejected, at most the highest, to 1e-6 of it; 0 where none is."""
+    if not rejected(0.0) or rejected(highest):
+        return highest if rejected(0.0) else 0.0
     low, high = 0.0, highest
-    for _ in range(_ROUNDS):
-        value_K = np.linspace(low, high, _GRID)
-        rejected_K = rejected(value_K)
-        if not rejected_K[0]:
-            return 0.0 if low == 0 else low
-        if rejected_K.all():
-            return high
-        first = int(np.argmin(rejected_K))
-        low, high = float(value_K[first - 1]), float(value_K[first])
+    while high - low > _PRECISION * highest:
+        middle = (low + high) / 2
+        low, high = (middle, high) if rejected(middle) else (low, middle)
     return low
 
 
@@ -475,3 +468,65 @@ def _by_guesses(
     for made in tried:
         epsilon, mu = epsilon_of_guesses(made, method=method, delta=delta, alpha=alpha / len(tried))
         yield {"epsilon": epsilon, "mu": mu, "guesses": made.made, "correct": made.correct}
+
+
+_MOST_BINS = 60
+
+
+def plot_audit(scores: Scores, finding: Finding, path: str | Path) -> None:
+    """Draw histograms of the scores and the ROC curve, and save them as .png, .pdf or .svg."""
+    # Another ending, a missing matplotlib and a folder that cannot be written are refused before anything is drawn.
+    require_picture(Path(path), "path")
+    with picture(Path(path), size=(9.0, 4.6)) as figure:
+        left, right = figure.subplots(1, 2)
+        _histograms(left, scores, finding)
+        _roc(right, scores, finding)
+        figure.suptitle(f"Audit: ε ≥ {finding.epsilon:.2f} at δ = {finding.delta:g} ({finding.method})", fontsize=11)
+
+
+def _histograms(axes: Axes, scores: Scores, finding: Finding) -> None:
+    finite = scores.score_M[np.isfinite(scores.score_M)]
+    bins = np.histogram_bin_edges(finite, int(min(_MOST_BINS, max(10, np.sqrt(len(scores)))))).tolist()
+    sides = (
+        (scores.other, BLUE, f"{finding.left_out} left out"),
+        (scores.member, ORANGE, f"{finding.included} included"),
+    )
+    for values, colour, label in sides:
+        inside = values[np.isfinite(values)]
+        share = np.full(inside.size, 1 / values.size)
+        axes.hist(inside, bins=bins, weights=share, color=colour, alpha=0.5, label=label)
+    if finding.threshold is not None and np.isfinite(finding.threshold):
+        axes.axvline(finding.threshold, color=GREEN, linewidth=1.4, label="threshold")
+    axes.set(xlabel="score (higher: taken for included)", ylabel="share of each side's canaries or runs")
+    axes.margins(y=0.25)
+    axes.legend(loc="upper left", edgecolor="none")
+    axes.grid(alpha=0.25)
+
+
+def _roc(axes: Axes, scores: Scores, finding: Finding) -> None:
+    other, member = scores.other, scores.member
+    thresholds = np.unique(scores.score_M)
+    fpr = 1 - np.searchsorted(other, thresholds, side="right") / other.size
+    tpr = 1 - np.searchsorted(member, thresholds, side="right") / member.size
+    axes.step(np.r_[1.0, fpr], np.r_[1.0, tpr], where="post", color=ORANGE, linewidth=2.0, label="this attack")
+    rate = np.linspace(0.0, 1.0, 400)
+    axes.plot(rate, rate, color="#999999", linewidth=0.8, label="guessing")
+    if finding.mu is None:
+        _bound(axes, ApproximateTradeOff(finding.epsilon, finding.delta), GREEN, f"ε = {finding.epsilon:.2f}, found")
+    else:
+        _bound(axes, GaussianTradeOff(finding.mu), GREEN, f"μ = {finding.mu:.2f}, found (Gaussian)")
+    claimed = finding.claimed_epsilon
+    if claimed is not None:
+        _bound(axes, ApproximateTradeOff(claimed, finding.delta), BLACK, f"ε = {claimed:.2f}, claimed", dashes=":")
+    if finding.fpr is not None and finding.fnr is not None:
+        axes.plot([finding.fpr], [1 - finding.fnr], "D", color=GREEN, markersize=6, label="where it was bounded")
+    axes.set(xlabel="false positive rate (left out, taken for included)", xlim=(0.0, 1.0))
+    axes.set(ylabel="true positive rate (included, found)", ylim=(0.0, 1.03))
+    axes.legend(fontsize=9, loc="lower right")
+    axes.grid(alpha=0.25)
+
+
+def _bound(axes: Axes, curve: TradeOff, colour: str, label: str, *, dashes: str = "--") -> None:
+    """Draw the highest ROC curve that a trade-off curve allows: `least` gives the false positive rate."""
+    tpr = np.linspace(0.0, 1.0, 2001)
+    axes.plot(curve.least(tpr), tpr, color=colour, linewidth=1.8, linestyle=dashes, label=f"highest with {label}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ghostclip._validate import refuse_any
 from ghostclip.errors import DataError
 
 Array = NDArray[np.float64]
@@ -31,31 +32,19 @@ class Scores:
     def of(cls, score: ArrayLike, included: ArrayLike) -> Scores:
         """Return checked scores and inclusions, shape [M] each, the latter booleans or zeros and ones."""
         score_M, member_M = np.asarray(score, dtype=np.float64), np.asarray(included)
-        if score_M.ndim != 1 or score_M.shape != member_M.shape:
-            raise DataError(
-                f"scores of shape {score_M.shape}, inclusions of shape {member_M.shape}: one each, in a row."
-            )
-        if member_M.dtype != np.bool_ and not np.isin(member_M, (0, 1)).all():
-            raise DataError("inclusions: expected booleans, or zeros and ones.")
-        missing = int(np.isnan(score_M).sum())
-        if missing:
-            raise DataError(
-                f"{missing} of {score_M.size} scores are NaN: an audit would depend on what they stand for."
-            )
-        included_M = member_M.astype(np.bool_)
-        members = int(included_M.sum())
-        if min(members, score_M.size - members) < _LEAST:
-            raise DataError(
-                f"{members} of {score_M.size} were included: at least {_LEAST} must be, and {_LEAST} must not."
-            )
-        return cls(score_M, included_M)
-
-    @classmethod
-    def of_runs(cls, *, member: ArrayLike, other: ArrayLike) -> Scores:
-        """Join the scores of runs with the record and of runs without it."""
-        with_it, without = np.asarray(member, dtype=np.float64), np.asarray(other, dtype=np.float64)
-        included = np.r_[np.ones(with_it.size, bool), np.zeros(without.size, bool)]
-        return cls.of(np.concatenate((with_it, without)), included)
+        missing, members = int(np.isnan(score_M).sum()), int(np.count_nonzero(member_M == 1))
+        refuse_any(
+            (score_M.ndim != 1 or score_M.shape != member_M.shape,
+             f"scores of shape {score_M.shape}, inclusions of shape {member_M.shape}: one each, in a row."),
+            (member_M.dtype != np.bool_ and not np.isin(member_M, (0, 1)).all(),
+             "inclusions: expected booleans, or zeros and ones."),
+            (missing > 0,
+             f"{missing} of {score_M.size} scores are NaN: an audit would depend on what they stand for."),
+            (min(members, score_M.size - members) < _LEAST,
+             f"{members} of {score_M.size} were included: at least {_LEAST} must be, and {_LEAST} must not."),
+            error=DataError,
+        )  # fmt: skip
+        return cls(score_M, member_M.astype(np.bool_))
 
     @property
     def member(self) -> Array:

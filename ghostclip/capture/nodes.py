@@ -261,13 +261,14 @@ def accumulation_node(leaf: Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def nodes_behind(starts: Iterable[Any]) -> list[Any]:
+def nodes_behind(starts: Iterable[Any], *, up_to: Any = None) -> list[Any]:
     """Return the nodes of a graph behind some, each once, those that accumulate leaves' gradients included."""
+    # `up_to`: a node that is neither returned nor passed.
     pending = [node for node in starts if node is not None]
     seen = dict.fromkeys(pending)
     while pending:
         for following, _ in pending.pop().next_functions:
-            if following is not None and following not in seen:
+            if following is not None and following is not up_to and following not in seen:
                 seen[following] = None
                 pending.append(following)
     return list(seen)

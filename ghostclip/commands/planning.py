@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from ghostclip._validate import refuse_any
 from ghostclip.commands.options import (
     DELTA,
     FILE,
@@ -21,7 +22,6 @@ from ghostclip.commands.options import (
     write_json,
     write_page,
 )
-from ghostclip.errors import InvalidOptionError
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def run_inspect(given: dict[str, Any]) -> int:
     require_least(given, {"batch_size": 2, "sequence_length": 1})
     require_files(given)
     request = InspectionRequest(**{one.name: given[one.name] for one in fields(InspectionRequest)})
-    if request.full and ":" in request.model:
-        raise InvalidOptionError("--full: a factory's model has its real sizes already; leave it out")
+    is_factory = request.full and ":" in request.model
+    refuse_any((is_factory, "--full: a factory's model has its real sizes already; leave it out"))
     with quietly("inspecting"):
         found = inspect_model(
             load_source(request),
@@ -189,13 +189,10 @@ PLAN_PRIVACY: Final[Options] = {
     "--target-epsilon": {"type": float, "metavar": "E", "help": "epsilon not to be exceeded"},
     **DELTA,
     "--momentum": {"type": float, "metavar": "M", "default": 0.0, "help": "of the optimizer (default: %(default)s)"},
-    "--schedule": {
-        "choices": tuple(_SCHEDULES),
-        "default": "constant",
-        "help": "of the learning rate (default: %(default)s)",
-    },
+    "--schedule": {"choices": tuple(_SCHEDULES), "default": "constant",
+                   "help": "of the learning rate (default: %(default)s)"},
     "--json": {**FILE, "help": "write the result as JSON; - for standard output"},
-}
+}  # fmt: skip
 _NEEDED: Final = ("samples", "batch_size", "epochs", "target_epsilon")
 _LARGER: Final = (1, 4, 16)
 _ADVICE: Final = """\
@@ -225,19 +222,18 @@ def run_plan_privacy(given: dict[str, Any]) -> int:
 
     require_files(given)
     missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if given[name] is None]
-    if missing:
-        raise InvalidOptionError(f"{', '.join(missing)}: needed.")
+    refuse_any((bool(missing), f"{', '.join(missing)}: needed."))
     require_least(given, {"samples": 1, "batch_size": 1, "epochs": 1})
-    samples, size = given["samples"], given["batch_size"]
-    if size > samples:
-        raise InvalidOptionError(f"--batch-size {size}: must be from 1 to --samples, {samples}.")
-    if not 0 <= given["momentum"] < 1:
-        raise InvalidOptionError(f"--momentum {given['momentum']:g}: must be at least 0 and below 1.")
+    samples, size, momentum = given["samples"], given["batch_size"], given["momentum"]
+    refuse_any(
+        (size > samples, f"--batch-size {size}: must be from 1 to --samples, {samples}."),
+        (not 0 <= momentum < 1, f"--momentum {momentum:g}: must be at least 0 and below 1."),
+    )
 
     def plans_at(batch_size: int) -> list[CalibratedMechanism]:
         return plan_privacy(
             num_samples=samples, batch_size=batch_size, epochs=given["epochs"], target_epsilon=given["target_epsilon"],
-            target_delta=given["delta"], momentum=given["momentum"], learning_rates=_SCHEDULES[given["schedule"]],
+            target_delta=given["delta"], momentum=momentum, learning_rates=_SCHEDULES[given["schedule"]],
         )  # fmt: skip
 
     sizes = [size * times for times in _LARGER if size * times <= samples]

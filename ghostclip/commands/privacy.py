@@ -1,6 +1,7 @@
-"""Commands on privacy parameters: `epsilon` of a training, and `calibrate`, which solves for one of them.
+"""Commands on privacy: what a training costs (`epsilon`), what it may do (`calibrate`), and what it did and leaked.
 
-Both state the assumptions that ε rests on, and may draw it.
+The first two state the assumptions that ε rests on, and may draw it; `ledger` says what was released, and `audit` what
+scores of an attack prove.
 """
 
 from __future__ import annotations
@@ -9,18 +10,13 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ghostclip._files import BLACK, BLUE, PALE, picture, reason_of
-from ghostclip.commands.options import (
-    DELTA,
-    FILE,
-    Options,
-    require_files,
-    write_json,
-)
+from ghostclip._validate import refuse_any
+from ghostclip.commands.options import DELTA, FILE, Options, require_files, write_json
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.terminal import Working
 
@@ -60,34 +56,27 @@ Segment = tuple[float, float, int]
 
 def _mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
     """Return σ, q and the number of steps that options give, None for what they leave out."""
-    sigma, rate, samples, batch = (given[k] for k in ("noise_multiplier", "sample_rate", "samples", "batch_size"))
-    if rate is not None and batch is not None:
-        raise InvalidOptionError("--sample-rate and --batch-size: give one of the two.")
-    if batch is not None:
-        if samples is None:
-            raise InvalidOptionError(f"--batch-size {batch}: needs --samples, how many there are in the data set.")
-        if not 0 < batch <= samples:
-            raise InvalidOptionError(f"--batch-size {batch}: must be from 1 to --samples, {samples}.")
-        rate = batch / samples
+    names = ("noise_multiplier", "sample_rate", "samples", "batch_size", "steps", "epochs")
+    sigma, rate, samples, batch, steps, epochs = (given[name] for name in names)
+    refuse_any(
+        (rate is not None and batch is not None, "--sample-rate and --batch-size: give one of the two."),
+        (batch is not None and samples is None,
+         f"--batch-size {batch}: needs --samples, how many there are in the data set."),
+        (batch is not None and not 0 < batch <= (samples or 0),
+         f"--batch-size {batch}: must be from 1 to --samples, {samples}."),
+    )  # fmt: skip
+    rate = rate if batch is None else batch / samples
     if rate is not None:
         _require_rate(f"--sample-rate {rate}", rate)
     if sigma is not None:
         _require_noise("--noise-multiplier", sigma)
-    return sigma, rate, _steps(given["steps"], given["epochs"], rate)
-
-
-def _steps(steps: int | None, epochs: float | None, rate: float | None) -> int | None:
-    if steps is not None and epochs is not None:
-        raise InvalidOptionError("--steps and --epochs: give one of the two.")
-    if epochs is None:
-        if steps is not None and steps < 1:
-            raise InvalidOptionError(f"--steps {steps}: must be at least 1.")
-        return steps
-    if rate is None:
-        raise InvalidOptionError("--epochs needs --sample-rate, or --samples and --batch-size.")
-    if not 0 < epochs < math.inf:
-        raise InvalidOptionError(f"--epochs {epochs}: must be greater than 0.")
-    return max(1, math.ceil(epochs / rate - 1e-9))
+    refuse_any(
+        (steps is not None and epochs is not None, "--steps and --epochs: give one of the two."),
+        (steps is not None and steps < 1, f"--steps {steps}: must be at least 1."),
+        (epochs is not None and rate is None, "--epochs needs --sample-rate, or --samples and --batch-size."),
+        (epochs is not None and not 0 < epochs < math.inf, f"--epochs {epochs}: must be greater than 0."),
+    )
+    return sigma, rate, steps if epochs is None else max(1, math.ceil(epochs / rate - 1e-9))
 
 
 def _require_rate(said: str, rate: float) -> None:
@@ -178,7 +167,7 @@ def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
         left, right = figure.subplots(1, 2)
         for axes, places, curve, place in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
             _draw_bounds(axes, places, curve)
-            axes.plot([place], [_finite(here)], "o", color=BLACK, markersize=7, zorder=5, label=this)
+            axes.plot([place], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
             axes.set_ylabel(f"ε at δ = {given['delta']:g}")
         left.set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
         varied = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
@@ -193,14 +182,10 @@ def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
 
 def _draw_bounds(axes: Axes, places: Sequence[float], curve: Sequence[Bounds]) -> None:
     # The bounds nearly coincide: a thin dashed line on a broad one shows both.
-    axes.plot(places, [_finite(one.upper) for one in curve], color=PALE, lw=5, label="ε, upper bound")
+    axes.plot(places, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
     lows = [one.lower for one in curve]
     axes.plot(places, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
     axes.grid(alpha=0.3)
-
-
-def _finite(value: float) -> float:
-    return math.nan if math.isinf(value) else value
 
 
 def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:
@@ -254,19 +239,12 @@ def run_epsilon(given: dict[str, Any]) -> int:
     return _release(given, segments)
 
 
-def _segment(values: list[float]) -> Segment:
-    sigma, rate, steps = values
+def _segment(row: Iterable[Any]) -> Segment:
+    """Return σ, q and steps; a part of a step is none, and cutting it off would count too few."""
+    sigma, rate, steps = map(float, row)
     if not steps.is_integer():
         raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
     return sigma, rate, int(steps)
-
-
-def _whole(steps: str | float) -> int:
-    """Return a number of steps; a part of one is no number of steps, and cutting it off would count too few."""
-    whole = int(steps)
-    if not isinstance(steps, str) and whole != steps:
-        raise ValueError(f"{steps} steps")
-    return whole
 
 
 def _read(path: Path) -> list[Segment]:
@@ -282,8 +260,8 @@ def _read(path: Path) -> list[Segment]:
             rows = json.loads(text)
         else:
             rows = [line.split("#")[0].replace(",", " ").split() for line in text.splitlines()]
-        segments = [(float(sigma), float(rate), _whole(steps)) for sigma, rate, steps in filter(None, rows)]
-    except (OverflowError, TypeError, ValueError) as error:
+        segments = [_segment(row) for row in filter(None, rows)]
+    except (TypeError, ValueError) as error:
         raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
     if not segments:
         raise DataError(f"{path}: holds no segment.")
@@ -328,3 +306,121 @@ def run_calibrate(given: dict[str, Any]) -> int:
         )  # fmt: skip
     sigma, rate, steps = {**values, name: solved}.values()
     return _release(given, [(sigma, rate, steps)], {name: solved})
+
+
+LEDGER: Final[Options] = {
+    "action": {"choices": ("show",), "help": "what to do"},
+    "file": {"type": Path, "metavar": "LEDGER", "help": "file that a training was given as its ledger"},
+    **DELTA,
+    "--json": {**FILE, "help": "write what is shown as JSON; - for standard output"},
+}
+# Of a mechanism, what is said of it in this order where it is known.
+_SAID: Final = (
+    "noise_multiplier", "max_grad_norm", "sample_rate", "sampling", "expected_batch_size", "noise_level", "relation",
+)  # fmt: skip
+
+
+def run_ledger(given: dict[str, Any]) -> int:
+    """Check a ledger, and say what was released with it and what that costs.
+
+    examples:
+      ghostclip ledger show run.ledger
+          verify its chain of hashes; releases by mechanism, and their epsilon; also while a training writes to it
+      ghostclip ledger show run.ledger --delta 1e-6 --json -
+          the same for another delta, as JSON
+    """
+    from ghostclip import PrivacyEngine
+    from ghostclip.privacy.ledger_file import LedgerFile
+    from ghostclip.privacy.summary import rounded_down, rounded_up
+
+    path, delta = given["file"], given["delta"]
+    if not path.exists():
+        # An engine would begin a new one: ε = 0.
+        raise DataError(f"{path}: no such file; expected the ledger of a training.")
+    require_files(given)
+    # Its chain is verified when it is read. A training may write on meanwhile: ε is then of more lines, never of fewer.
+    parts = _by_mechanism(path, lines=LedgerFile(path).place()["lines"])
+    bounds = PrivacyEngine(ledger=path).epsilon_bounds(delta)
+    releases = sum(part["releases"] for part in parts)
+    if str(given["json"]) != "-":
+        print(f"{path}: every line continues the one before it; {releases} releases")
+        for part in parts:
+            said = ", ".join(f"{name.replace('_', ' ')} {part[name]}" for name in _SAID if name in part)
+            print(f"{part['releases']} releases: {said or 'brought in from a checkpoint'}")
+        print(f"epsilon <= {rounded_up(bounds.upper)} at delta = {delta:g}")
+        print(f"no accountant can go below epsilon = {rounded_down(bounds.lower)}")
+        print("whole lines that were cut off its end are missed only by a checkpoint that has seen them")
+    plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
+    values = {"epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta}
+    write_json(given["json"], {"ledger": str(path), "releases": releases, **values, "mechanisms": parts})
+    return 0
+
+
+def _by_mechanism(path: Path, lines: int) -> list[dict[str, Any]]:
+    """Return the mechanisms of so many verified lines in order, each with the number of releases under it."""
+    parts: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines()[:lines]:
+        entry = json.loads(line.rpartition("\t")[0])
+        if "mechanism" in entry:
+            parts.append({**entry["mechanism"], "releases": 0})
+        elif "run" in entry:
+            parts[-1]["releases"] += 1
+    return [part for part in parts if part["releases"]]
+
+
+EXIT_CONTRADICTED = 3
+AUDIT: Final[Options] = {
+    "scores": {"type": Path, "metavar": "SCORES", "help": "file .csv, .json or .npz with the columns score, and "
+               "included (or member); higher scores mean included"},
+    **DELTA,
+    "--confidence": {"type": float, "metavar": "P", "default": 0.95,
+                     "help": "probability with which the bound is right (default: %(default)s)"},
+    "--method": {"choices": ("one-run", "one-run-f-dp", "one-run-gaussian", "clopper-pearson", "gaussian"),
+                 "default": "one-run", "help": "rows are canaries of one training (one-run...) or independent "
+                 "trainings (clopper-pearson, gaussian); the gaussian ones prove more and take the mechanism for a "
+                 "Gaussian one (default: %(default)s)"},
+    "--threshold": {"choices": ("split", "union"), "default": "union", "help": "for independent trainings: choose the "
+                    "threshold on a random half, or pay for several (default: %(default)s)"},
+    "--guesses": {"type": int, "metavar": "R",
+                  "help": "for one training: canaries to guess (default: several, each paid for)"},
+    "--claimed-epsilon": {"type": float, "metavar": "E",
+                          "help": "a claim; exit status 3 if the scores contradict it"},
+    "--lower-is-member": {"action": "store_true", "help": "lower scores mean included, as for losses"},
+    "--plot": {**FILE, "help": "picture of scores and ROC curve (.png, .pdf, .svg)"},
+    "--json": {**FILE, "help": "write the finding as JSON; - for standard output"},
+}  # fmt: skip
+
+
+def run_audit(given: dict[str, Any]) -> int:
+    """Test a claimed epsilon with the scores of an attack.
+
+    examples:
+      ghostclip audit scores.csv --claimed-epsilon 3 --delta 1e-6
+          canaries of one training: what their scores prove, and whether it contradicts a claim
+      ghostclip audit losses.json --lower-is-member --plot audit.png
+          losses instead of scores, and a picture
+      ghostclip audit runs.npz --method clopper-pearson --guesses 100
+          one score of each of many independent trainings
+
+    scores.csv has two columns, for example
+      score,included
+      1.7,1
+      0.2,0
+    """
+    from ghostclip.audit import audit_scores, load_scores, plot_audit
+
+    for name in ("plot", "json"):
+        if given[name] is not None and given[name].resolve() == given["scores"].resolve():
+            raise DataError(f"--{name} {given[name]}: would replace the scores.")
+    require_files(given)
+    scores = load_scores(given["scores"])
+    if given["lower_is_member"]:
+        scores = scores.negated()
+    names = ("delta", "confidence", "method", "threshold", "guesses", "claimed_epsilon")
+    finding = audit_scores(scores, **{name: given[name] for name in names})
+    print(finding.sentence())
+    print(finding.basis())
+    if given["plot"] is not None:
+        plot_audit(scores, finding, given["plot"])
+    write_json(given["json"], finding.as_dict())
+    return EXIT_CONTRADICTED if finding.contradicts else 0

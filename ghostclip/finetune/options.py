@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from ghostclip._validate import did_you_mean
+from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.errors import InvalidOptionError, ResumeError
 
 TOYS: Final = ("gpt2", "llama")
@@ -218,13 +218,6 @@ class FinetuneOptions:
             if values[name] is not None and (name == "data" or Path(values[name]).exists()):
                 values[name] = str(Path(values[name]).absolute())
         return values
-
-
-def refuse_any(*cases: tuple[bool, str]) -> None:
-    """Refuse options in the first case that applies, with what is said of it."""
-    for applies, why in cases:
-        if applies:
-            raise InvalidOptionError(why)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

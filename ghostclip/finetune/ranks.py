@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ import torch
 from torch import nn
 
 from ghostclip._files import reason_of
+from ghostclip._validate import refuse_any
 from ghostclip.distributed import gathered
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.finetune.options import FinetuneOptions, refuse_any, word
+from ghostclip.finetune.options import FinetuneOptions, word
 from ghostclip.scaling import Mesh
-from ghostclip.scaling.models import blocks_of, require_plan
+from ghostclip.scaling.models import blocks_of, pattern_of, require_plan
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ def _divide_layers(model: Any, mesh: Any) -> None:
     # The style of each module that a plan names, each after its own parameters, a tied one by its first name alone.
     known, styles = {name for name, _ in model.named_parameters()}, {}
     for path, module in model.named_modules():
-        style = plan.get(_pattern(path))
+        style = plan.get(pattern_of(path))
         names = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        own = {name: plan.get(_pattern(name), style) for name in names if name in known}
+        own = {name: plan.get(pattern_of(name), style) for name in names if name in known}
         styles.update({name: found for name, found in {**own, path: style}.items() if found is not None})
     try:
         apply_tensor_parallelism(model, mesh, styles)
@@ -200,8 +200,3 @@ def _divide_layers(model: Any, mesh: Any) -> None:
         raise UnsupportedModelError(f"{type(model).__name__}: {said}") from error
     # What was one parameter became one for each place.
     model.tie_weights()
-
-
-def _pattern(path: str) -> str:
-    """Return a path as plans write it, with ``*`` for the numbers of blocks."""
-    return re.sub(r"\d+", "*", path)

@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ghostclip._files import reason_of
-from ghostclip._validate import did_you_mean
+from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.finetune.options import TOYS, FinetuneOptions
 
@@ -177,12 +177,15 @@ def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]
 
 def read_rows(path: Path | None, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the columns of every row of a table; numbers and booleans are taken as their text, none may be empty."""
+    listed = ", ".join(columns)
     if path is None:
-        raise DataError(f"--data: needed, a .jsonl, .csv or .tsv file with the columns {', '.join(columns)}")
-    if not path.is_file():
-        raise DataError(f"{path}: {'is a folder; name a file' if path.is_dir() else 'no such file'}")
-    if path.suffix.lower() not in TABLE_SUFFIXES:
-        raise DataError(f"{path}: the columns {', '.join(columns)} are read from .jsonl, .csv or .tsv files")
+        raise DataError(f"--data: needed, a .jsonl, .csv or .tsv file with the columns {listed}")
+    refuse_any(
+        (not path.is_file(), f"{path}: {'is a folder; name a file' if path.is_dir() else 'no such file'}"),
+        (path.suffix.lower() not in TABLE_SUFFIXES,
+         f"{path}: the columns {listed} are read from .jsonl, .csv or .tsv files"),
+        error=DataError,
+    )  # fmt: skip
     rows = []
     for place, row in _table(path):
         cells = tuple(_cell(row, column, place, (str, int, float)) for column in columns)
@@ -201,10 +204,8 @@ def describe_source(path: Path | None) -> str:
 
 
 def _python_documentation() -> list[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise DataError(f"this Python ships without pydoc_data.topics ({error}): give a text with --data") from error
+    from pydoc_data.topics import topics
+
     return [topics[name] for name in sorted(topics)]
 
 
@@ -380,7 +381,7 @@ def labels_of(options: FinetuneOptions) -> list[str]:
 
 def cut(ids: Ids, *, start_id: int | None, context_length: int) -> list[Ids]:
     """Cut a document into windows that hold a token to predict, each led by the start token if there is one."""
-    lead = np.array([] if start_id is None else [start_id], dtype=np.int32)
+    lead = _one(start_id)
     stride = context_length - len(lead)
     windows = [np.concatenate((lead, ids[at : at + stride])) for at in range(0, len(ids), stride)]
     return [window for window in windows if len(window) >= 2]

@@ -9,6 +9,7 @@ What book-keeping does hold may be held in 16 bits, where the user allows it: of
 as theirs is held longest. Price: what is copied.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -101,22 +102,21 @@ class BlockPlanner:
         return cut
 
     def _cheapest(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return the cheapest choice that fits; where none fits, the one with the least memory."""
+        """Return the best reduction from the next step on."""
         limit = self.budget * read.ordinary_peak()
         able = [number for number, call in enumerate(read.calls) if call.may_be]
-        found: list[_Priced] = []
+        found: list[_Choice] = []
         for rounded in self._roundings(read):
             for cut in (None, *cuts):
                 behind = 0 if cut is None else sum(number <= cut for number in able)
                 counts = range(behind, len(able) + 1)
                 choices = [_Choice(frozenset(able[:count]), cut, rounded) for count in counts]
-                found.append(self._priced(read, _first_that_fits(read, choices, limit), limit))
-        return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
+                found.append(_first_that_fits(read, choices, limit))
+        return self._best(read, found, limit)
 
     def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return the reduction for the step whose blocks were watched."""
+        """Return the best reduction for the step whose blocks were watched."""
         # Only these may still keep their saved tensors.
-        limit = self.budget * read.ordinary_peak()
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
         held = frozenset(number for number in again if read.calls[number].held is not None)
         choices = [
@@ -125,31 +125,28 @@ class BlockPlanner:
             for cut in (None, *cuts)
             for chosen in (again - held, again)
         ]
-        found = [self._priced(read, choice, limit) for choice in choices]
-        return self._reduction(read, self._fewest(read, min(found, key=_cost), limit))
+        return self._best(read, choices, self.budget * read.ordinary_peak())
 
     def _roundings(self, read: Timeline) -> list[frozenset[str]]:
         """Return the parameters whose factors may be stored in 16 bits: none of them, or all."""
         wide = frozenset(name for name, (_, shape) in read.holdable().items() if shape.dtype == torch.float32)
         return [frozenset(), wide] if self._rounds and wide else [frozenset()]
 
-    def _fewest(self, read: Timeline, found: "_Priced", limit: float) -> "_Choice":
-        """Return a choice with no more factors in 16 bits than necessary: of those that arrive first."""
-        over, _, choice = found
-        if over:
-            return choice
-        names = [name for name in read.holdable() if name in choice.rounded]
-        fewer = [choice._replace(rounded=frozenset(names[:count])) for count in range(len(names) + 1)]
-        return _first_that_fits(read, fewer, limit)
+    def _best(self, read: Timeline, choices: Sequence["_Choice"], limit: float) -> Reduction:
+        """Return the cheapest choice that fits; where none fits, the one with the least memory."""
 
-    def _priced(self, read: Timeline, choice: "_Choice", limit: float) -> "_Priced":
-        peak = read.peak(*choice)
-        over = peak > limit
-        return over, peak if over else read.price(*choice), choice
+        def cost(choice: _Choice) -> tuple[bool, float]:
+            peak = read.peak(*choice)
+            return peak > limit, peak if peak > limit else read.price(*choice)
 
-    def _reduction(self, read: Timeline, choice: "_Choice") -> Reduction:
-        names = frozenset(read.calls[number].name for number in choice.again)
-        return Reduction(names, choice.cut, read.peak(*choice), read.ordinary_peak(), choice.rounded)
+        best = min(choices, key=cost)
+        if read.peak(*best) <= limit:
+            # No more factors in 16 bits than necessary: of those that arrive first.
+            names = [name for name in read.holdable() if name in best.rounded]
+            fewer = [best._replace(rounded=frozenset(names[:count])) for count in range(len(names) + 1)]
+            best = _first_that_fits(read, fewer, limit)
+        again = frozenset(read.calls[number].name for number in best.again)
+        return Reduction(again, best.cut, read.peak(*best), read.ordinary_peak(), best.rounded)
 
 
 class _Choice(NamedTuple):
@@ -160,21 +157,10 @@ class _Choice(NamedTuple):
     rounded: frozenset[str]  # parameters whose factors are stored in 16 bits
 
 
-# Whether it is over the budget; its peak, or else its price.
-_Priced = tuple[bool, float, _Choice]
-
-
-def _cost(found: _Priced) -> tuple[bool, float]:
-    return found[:2]
-
-
 def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:
     """Return the first choice that fits, the last where none does; each takes less memory than those before."""
-    low, high = 0, len(choices) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if read.peak(*choices[middle]) <= limit else (middle + 1, high)
-    return choices[low]
+    first = bisect_left(range(len(choices) - 1), True, key=lambda number: read.peak(*choices[number]) <= limit)
+    return choices[first]
 
 
 def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
@@ -188,13 +174,12 @@ def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
         return None
     cut = ending[0]
     behind = set(nodes_behind([cut]))
-    before = _reached(loss.grad_fn, cut)
+    before = set(nodes_behind([loss.grad_fn], up_to=cut))
     anchor = forward.around.anchor
-    leaves = [_torch.leaf_of(node) for node in before]
-    if any(leaf is not None and leaf is not anchor for leaf in leaves):
-        return None
-    if any(node in behind and _torch.leaf_of(node) is None for node in before):
-        return None
+    for node in before:
+        leaf = _torch.leaf_of(node)
+        if (leaf is None and node in behind) or (leaf is not None and leaf is not anchor):
+            return None
     leading = _leading_to(cut, nodes)
     ends = [GradientEdge(node, 0) for node in before - leading if _ends_at(node, anchor)]
     outside = {name for node, use in uses.items() if node in before for name in use.site.names}
@@ -205,17 +190,6 @@ def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
 
 def _ends_at(node: Any, anchor: Tensor) -> bool:
     return any(following is not None and _torch.leaf_of(following) is anchor for following, _ in node.next_functions)
-
-
-def _reached(start: Any, cut: Any) -> set[Any]:
-    """Return the nodes that a backward reaches without passing a node."""
-    pending, seen = [start], {start}
-    while pending:
-        for following, _ in pending.pop().next_functions:
-            if following is not None and following is not cut and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return seen
 
 
 def _leading_to(cut: Any, nodes: Sequence[Any]) -> set[Any]:

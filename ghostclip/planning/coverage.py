@@ -38,9 +38,7 @@ class Cost:
 
 def cost_of(statistics: Sequence[Statistics], *, count: int, strategy: str) -> Cost:
     """Return the cost of all uses of one parameter with ``count`` elements, and of the cross terms between them."""
-    total = Cost()
-    for arrived in statistics:
-        total += _use(arrived, count=count, strategy=strategy)
+    total = sum((_use(arrived, count=count, strategy=strategy) for arrived in statistics), Cost())
     if strategy == "hooks":
         # Per-sample gradients of all uses are added up first, so that there is one sum.
         again = [item for item in statistics if item.kind != "diagonal"][1:]
@@ -73,14 +71,12 @@ def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
         return 0 if nothing else dense_sum
     if strategy == "hooks":
         return product + dense_sum
-    total = 0
+    total = product
     for item in arrived.products:
-        if arrived.materialised:
-            total += item.flops * (1 if strategy == "bookkeeping" else 2) + 2 * item.entries
-        elif strategy == "bookkeeping" and keeps(item):
-            total += item.flops + 2 * item.entries
+        if arrived.materialised or (strategy == "bookkeeping" and keeps(item)):
+            total += item.flops * (strategy != "bookkeeping") + 2 * item.entries
         else:
-            total += norm_flops(item, instantiate=strategy == "fast") + item.flops
+            total += _norm(item, instantiate=strategy == "fast")[1]
     return total
 
 
@@ -91,16 +87,17 @@ def keeps(item: MatrixProduct) -> bool:
     return item.positions > 0 and planner.stores_per_sample(item.positions, item.inputs, item.outputs)
 
 
-def norm_flops(item: MatrixProduct, *, instantiate: bool = False) -> int:
-    """Return the FLOPs of all samples' norms of a sum of outer products, in the cheaper form or by instantiation."""
+def _norm(item: MatrixProduct, *, instantiate: bool) -> tuple[str, int]:
+    """Return how all samples' norms of a sum of outer products are formed, and the FLOPs of it."""
     positions, inputs, outputs = item.positions, item.inputs, item.outputs
     if positions == 0:
-        return 0
+        return "no rows", 0
     if item.norm is not None and not instantiate:
-        return item.count * item.norm
+        return f"{item.plan}, contract", item.count * item.norm
     if instantiate or not planner.prefers_gram(positions, inputs, outputs):
-        return item.flops
-    return item.count * planner.gram_flops(positions, inputs, outputs)
+        return "instantiate, contract", item.flops
+    plan = "product of two norms, contract" if positions == 1 else "symmetric Gram, contract"
+    return plan, item.count * planner.gram_flops(positions, inputs, outputs)
 
 
 def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
@@ -165,19 +162,7 @@ def plan_of(arrived: Statistics, *, strategy: str) -> str:
         return "form per-sample gradient, pull back"
     if arrived.materialised or (strategy == "bookkeeping" and all(map(keeps, arrived.products))):
         return "keep per-sample gradient" if strategy == "bookkeeping" else "form per-sample gradient"
-    return _norm_plan(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")
-
-
-def _norm_plan(item: MatrixProduct, *, instantiate: bool) -> str:
-    if item.positions == 0:
-        return "no rows"
-    if item.plan and not instantiate:
-        return f"{item.plan}, contract"
-    if instantiate or not planner.prefers_gram(item.positions, item.inputs, item.outputs):
-        return "instantiate, contract"
-    if item.positions <= 1:
-        return "product of two norms, contract"
-    return "symmetric Gram, contract"
+    return _norm(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")[0]
 
 
 NOT_USED: Final = "not used yet"
@@ -210,29 +195,19 @@ class CoverageRow:
         return prod(self.shape)
 
 
+@dataclass(eq=False)
 class Coverage:
     """Table with one row for every trainable parameter, and the total cost of clipping."""
 
-    def __init__(
-        self,
-        rows: Iterable[CoverageRow],
-        *,
-        strategy: str = "bookkeeping",
-        base_bytes: int = 0,
-        unchecked: str = "",
-        expected_share: float | None = None,
-    ) -> None:
-        self.rows = list(rows)
-        # what a backward is expected to hold under a memory budget below 1, over what an ordinary one holds; None
-        # without such a budget
-        self.expected_share = expected_share
-        self.strategy = strategy  # what the plan and the costs are for
-        # what a non-private step holds: parameters, gradients and, at least, the inputs of the layers
-        self.base_bytes = base_bytes
-        # the checks of the model that were switched off or could not run, and why; empty if all ran
-        self.unchecked = unchecked
-        # which graphs compute batches, and why others are eager; empty where no graph is thought of
-        self.graphs = ""
+    rows: list[CoverageRow]
+    strategy: str = "bookkeeping"  # what the plan and the costs are for
+    # what a non-private step holds: parameters, gradients and, at least, the inputs of the layers
+    base_bytes: int = 0
+    unchecked: str = ""  # the checks of the model that were switched off or could not run, and why; empty if all ran
+    # what a backward is expected to hold under a memory budget below 1, over what an ordinary one holds; None without
+    # such a budget
+    expected_share: float | None = None
+    graphs: str = ""  # which graphs compute batches, and why others are eager; empty where no graph is thought of
 
     def __iter__(self) -> Iterator[CoverageRow]:
         return iter(self.rows)
@@ -356,8 +331,10 @@ def coverage_of(
         bought = name in kept and strategy == "bookkeeping"
         if bought:
             statistics = [_kept(item) for item in statistics]
-        measure = _Measure(name, statistics, strategy, reduced)
-        statistics = measure.statistics
+        if reduced is not None:
+            # An ordinary step runs nothing again: the budget does.
+            statistics = [replace(item, recomputed=False) for item in statistics]
+        plan, cost = _measured(name, parameter.numel(), statistics, strategy, reduced)
         inputs.update({item.input_key: item.input_elements * item.itemsize for item in statistics})
         rows.append(
             CoverageRow(
@@ -367,8 +344,8 @@ def coverage_of(
                 tuple(parameter.shape),
                 _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
                 _joined(_rung(site, name) for site in used),
-                measure.plan + " (budget)" * bought,
-                measure.cost(parameter.numel()),
+                plan + " (budget)" * bought,
+                cost,
                 _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
@@ -378,31 +355,21 @@ def coverage_of(
     return Coverage(rows, strategy=strategy, base_bytes=base_bytes, unchecked=unchecked, expected_share=share)
 
 
-class _Measure:
-    """How one parameter is handled, and its cost, where a memory budget may decide."""
-
-    def __init__(self, name: str, found: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None) -> None:
-        latest = None if reduced is None else reduced.latest
-        self._again = latest is not None and any(name.startswith(f"{block}.") for block in latest.blocks)
-        self._twice = reduced is not None and name in reduced.dropped
-        self._strategy = "ghost" if self._twice else strategy
-        self._rounded = latest is not None and not self._twice and name in latest.rounded
-        # An ordinary step runs nothing again: the budget does.
-        self.statistics = list(found) if reduced is None else [replace(item, recomputed=False) for item in found]
-
-    @property
-    def plan(self) -> str:
-        """The plan in a few words."""
-        plan = _joined(plan_of(item, strategy=self._strategy) for item in self.statistics)
-        held, again = ", held in bfloat16" * self._rounded, ", block run again" * (self._again and bool(plan))
-        return plan + held + again + ", two backwards" * self._twice
-
-    def cost(self, count: int) -> Cost:
-        """Return the cost of ``count`` elements, with the block's forward if it is run once more in every backward."""
-        product = sum(item.flops for arrived in self.statistics for item in arrived.products)
-        times = self._again * (1 + self._twice)
-        cost = cost_of(self.statistics, count=count, strategy=self._strategy) + Cost(private=times * product)
-        return replace(cost, held=cost.held // 2 if self._rounded else cost.held)
+def _measured(
+    name: str, count: int, statistics: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None
+) -> tuple[str, Cost]:
+    """Return how one parameter of ``count`` elements is handled, in a few words, and its cost."""
+    # A memory budget below 1 may drop its factors and form them again, round them, or run its block again.
+    latest = None if reduced is None else reduced.latest
+    twice = reduced is not None and name in reduced.dropped
+    again = latest is not None and any(name.startswith(f"{block}.") for block in latest.blocks)
+    rounded = latest is not None and not twice and name in latest.rounded
+    strategy = "ghost" if twice else strategy
+    plan = _joined(plan_of(item, strategy=strategy) for item in statistics)
+    plan += ", held in bfloat16" * rounded + ", block run again" * (again and bool(plan)) + ", two backwards" * twice
+    forward = sum(item.flops for arrived in statistics for item in arrived.products)
+    cost = cost_of(statistics, count=count, strategy=strategy) + Cost(private=again * (1 + twice) * forward)
+    return plan, replace(cost, held=cost.held // 2 if rounded else cost.held)
 
 
 def _kept(arrived: Statistics) -> Statistics:

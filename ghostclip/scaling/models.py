@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip._validate import did_you_mean
+from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
 from ghostclip.validation import sources
@@ -88,17 +88,14 @@ class Mesh:
         known = [axis.name for axis in fields(cls)]
         for part in text.split(","):
             name, _, size = (piece.strip() for piece in part.partition("="))
-            if name == "ep":
-                raise InvalidOptionError(
-                    f"mesh {text!r}: experts spread over ranks are not planned. Leave ep out; replicate, dp, tp, cp "
-                    "and pp are."
-                )
-            if name not in known:
-                raise InvalidOptionError(
-                    f"mesh {text!r}: no axis {name!r}; axes are {', '.join(known)}{did_you_mean(name, known)}"
-                )
-            if name in sizes or not size.isdecimal() or int(size) < 1:
-                raise InvalidOptionError(f"mesh {text!r}: {part!r} should name one axis with its size, as dp=8.")
+            refuse_any(
+                (name == "ep", f"mesh {text!r}: experts spread over ranks are not planned. Leave ep out; replicate, "
+                 "dp, tp, cp and pp are."),
+                (name not in known,
+                 f"mesh {text!r}: no axis {name!r}; axes are {', '.join(known)}{did_you_mean(name, known)}"),
+                (name in sizes or not size.isdecimal() or int(size) < 1,
+                 f"mesh {text!r}: {part!r} should name one axis with its size, as dp=8."),
+            )  # fmt: skip
             sizes[name] = int(size)
         return cls(**sizes)
 
@@ -130,11 +127,16 @@ def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
     new: dict[nn.Parameter, nn.Parameter] = {}
     shards = []
     for path, module in model.named_modules():
-        style = plan.get(re.sub(r"\d+", "*", path))
+        style = plan.get(pattern_of(path))
         if style is not None and isinstance(getattr(module, "weight", None), nn.Parameter):
             _replace(path, module, style, ways, new)
             shards.append(Shard(path, cast(nn.Parameter, module.weight), style))
     return shards
+
+
+def pattern_of(path: str) -> str:
+    """Return a path as plans write it, with ``*`` for the numbers of blocks."""
+    return re.sub(r"\d+", "*", path)
 
 
 def require_plan(model: nn.Module, ways: int) -> dict[str, str]:

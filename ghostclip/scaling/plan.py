@@ -490,14 +490,13 @@ def plan_devices(  # noqa: PLR0913 - each choice by its name
         InvalidOptionError: An option has a value that is not allowed.
     """
     _validate.choice(optimizer, "optimizer", OPTIMIZERS)
-    if batch_size < 0:
-        raise InvalidOptionError(f"batch_size={batch_size}: expected a number of samples, or 0 for what fits.")
     microbatches = _microbatches(planned, mesh, microbatches, checkpointing=checkpointing)
-    if batch_size % microbatches:
-        raise InvalidOptionError(
-            f"batch_size={batch_size} with {microbatches} microbatches of one size: give a multiple, or other "
-            "microbatches."
-        )
+    _validate.refuse_any(
+        (batch_size < 0, f"batch_size={batch_size}: expected a number of samples, or 0 for what fits."),
+        (batch_size % microbatches > 0,
+         f"batch_size={batch_size} with {microbatches} microbatches of one size: give a multiple, or other "
+         "microbatches."),
+    )  # fmt: skip
     facts = counted(planned, mesh, checkpointing=checkpointing, microbatches=microbatches)
     plan = DevicePlan(
         title=_title(planned, facts, optimizer), ways=("non-private", *facts.coverages), batch_size=batch_size,
@@ -511,19 +510,15 @@ def plan_devices(  # noqa: PLR0913 - each choice by its name
 
 def _microbatches(planned: Planned, mesh: Mesh, microbatches: int, *, checkpointing: bool) -> int:
     """Return the number of parts that a batch is cut into; refuse contradictions."""
-    if (planned.mesh.cp, planned.mesh.pp) != (mesh.cp, mesh.pp):
-        raise InvalidOptionError(
-            f"mesh {mesh}: the model was loaded for {planned.mesh}. Give load_planned the same mesh."
-        )
-    if microbatches < 0 or (microbatches and mesh.pp == 1):
-        raise InvalidOptionError(
-            f"microbatches={microbatches} with pp={mesh.pp}: parts of a batch are those of a pipeline."
-        )
-    if checkpointing and mesh.cp > 1:
-        raise InvalidOptionError(
-            f"checkpointing with mesh {mesh}: where sequences are split (cp), book-keeping alone clips, and would keep "
-            "what checkpointing frees. Leave one of them out."
-        )
+    _validate.refuse_any(
+        ((planned.mesh.cp, planned.mesh.pp) != (mesh.cp, mesh.pp),
+         f"mesh {mesh}: the model was loaded for {planned.mesh}. Give load_planned the same mesh."),
+        (microbatches < 0 or (microbatches > 0 and mesh.pp == 1),
+         f"microbatches={microbatches} with pp={mesh.pp}: parts of a batch are those of a pipeline."),
+        (checkpointing and mesh.cp > 1,
+         f"checkpointing with mesh {mesh}: where sequences are split (cp), book-keeping alone clips, and would keep "
+         "what checkpointing frees. Leave one of them out."),
+    )  # fmt: skip
     return 1 if mesh.pp == 1 else microbatches or _A_STAGE * mesh.pp
 
 

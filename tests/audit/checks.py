@@ -35,6 +35,11 @@ LEAST_P = 1e-6
 ROUNDING = 1e-5
 
 
+def scores_of_runs(*, member: np.ndarray, other: np.ndarray) -> Scores:
+    """Join the scores of runs with the record and of runs without it."""
+    return Scores.of(np.concatenate((member, other)), np.r_[np.ones(len(member), bool), np.zeros(len(other), bool)])
+
+
 def noise_of(subject: Subject, steps: int = STEPS) -> list[np.ndarray]:
     """Every tensor's noise in each step in units of σ·C, shape [steps, entries]."""
     releases = [subject.noise() for _ in range(steps)]
@@ -210,7 +215,7 @@ def audit_of_a_step(runs: int, *, confidence: float = 0.95, seed: int = 7) -> di
     without, with_it = (np.column_stack((side, side.sum(1))) for side in sides)
     return {
         name: audit_scores(
-            Scores.of_runs(member=with_it[:, index], other=without[:, index]),
+            scores_of_runs(member=with_it[:, index], other=without[:, index]),
             delta=DELTA,
             confidence=share,
             method="gaussian",

@@ -17,17 +17,19 @@ from ghostclip.audit import (
     audit_scores,
     gaussian_delta,
     gaussian_epsilon,
-    plots,
+    methods,
+    plot_audit,
 )
 from ghostclip.audit.methods import THRESHOLDS, OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.errors import DataError, InvalidOptionError
+from tests.audit.checks import scores_of_runs
 
 DELTA = 1e-5
 REPEATS, ALPHA = 300, 0.2
 
 
 def gaussian_scores(stream, mu, runs):
-    return Scores.of_runs(member=stream.normal(mu, 1.0, runs), other=stream.normal(0.0, 1.0, runs))
+    return scores_of_runs(member=stream.normal(mu, 1.0, runs), other=stream.normal(0.0, 1.0, runs))
 
 
 def most_failures(repeats=REPEATS, alpha=ALPHA):
@@ -57,17 +59,17 @@ def test_rates_of_a_point_are_shares_of_the_scores_on_the_wrong_side_of_its_thre
         assert point.fpr == (scores.other > point.threshold).mean() <= point.fpr_upper
         assert point.fnr == (scores.member < point.threshold).mean() <= point.fnr_upper
     _, held_out = scores.halves(seed=0)
-    point = split_point(scores, alpha=ALPHA, gaussian=True, delta=DELTA, seed=0)
+    point = split_point(scores, alpha=ALPHA, gaussian=True, delta=DELTA)
     assert point.fpr == (held_out.other > point.threshold).mean()
     assert point.fnr == (held_out.member <= point.threshold).mean()
 
 
 def test_a_picture_shows_both_sides_and_where_the_attack_was_bounded(monkeypatch, tmp_path):
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    monkeypatch.setattr(plots, "picture", lambda path, size: nullcontext(figure))
+    monkeypatch.setattr(methods, "picture", lambda path, size: nullcontext(figure))
     scores = gaussian_scores(np.random.default_rng(1), 2.0, 400)
     finding = audit_scores(scores, delta=DELTA, method="gaussian", claimed_epsilon=1.0)
-    plots.plot_audit(scores, finding, tmp_path / "audit.png")
+    plot_audit(scores, finding, tmp_path / "audit.png")
     sides, rates = figure.axes
     for container in sides.containers:
         assert sum(bar.get_height() for bar in container) == pytest.approx(1.0)
@@ -124,7 +126,7 @@ def test_bounds_on_epsilon_fail_no_more_often_than_they_may(threshold):
     found = []
     for _ in range(REPEATS):
         answers = stream.random((2, 120)) < lie
-        scores = Scores.of_runs(member=~answers[0], other=answers[1])
+        scores = scores_of_runs(member=~answers[0], other=answers[1])
         finding = audit_scores(scores, delta=1e-9, confidence=1 - ALPHA, method="clopper-pearson", threshold=threshold)
         found.append(finding.epsilon)
     failures = sum(value > epsilon for value in found)
@@ -142,7 +144,7 @@ def test_many_runs_come_close_to_the_truth(threshold):
 
 
 def test_perfect_separation_is_bounded_by_the_number_of_runs():
-    scores = Scores.of_runs(member=np.ones(1500), other=np.zeros(1500))
+    scores = scores_of_runs(member=np.ones(1500), other=np.zeros(1500))
     finding = audit_scores(scores, delta=DELTA, method="clopper-pearson", threshold="split", claimed_epsilon=4.38)
     assert finding.epsilon == pytest.approx(math.log((0.025 ** (1 / 750) - DELTA) / (1 - 0.025 ** (1 / 750))))
     assert finding.contradicts

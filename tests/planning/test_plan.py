@@ -120,8 +120,8 @@ def test_a_kept_gradient_is_named_in_the_coverage():
 def test_plans_follow_the_sizes_of_the_batch_and_are_remembered(monkeypatch):
     model, ids = _gpt()
     read = []
-    original = planning.footprint_of
-    monkeypatch.setattr(planning, "footprint_of", lambda *args: read.append(1) or original(*args))
+    original = planning.read_whole
+    monkeypatch.setattr(planning, "read_whole", lambda *args, **rest: read.append(1) or original(*args, **rest))
     with GhostClipper(model, max_grad_norm=1.0) as clipper:
         for batch in (ids, ids, ids[:, :9], ids[:2], ids):
             clipper.backward(_losses(model, batch))
@@ -207,6 +207,6 @@ def test_what_no_layer_gains_by_is_known_without_the_backward_s_graph(positions,
         want = planned()
     assert planned() == want
     if not want:
-        monkeypatch.setattr(planning, "footprint_of", lambda *_: pytest.fail("the backward's graph was read"))
+        monkeypatch.setattr(planning, "read_whole", lambda *_: pytest.fail("the backward's graph was read"))
         monkeypatch.setattr(planning, "_estimated", lambda shape: -1.0)
         assert planned() == want

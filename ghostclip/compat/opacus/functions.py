@@ -69,12 +69,10 @@ def delta_eps_mu(*, eps: float, mu: float) -> float:
     Reference:
         Balle and Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 1.
     """
-    # Imported when it is used: scipy.special takes long to load.
-    from scipy.special import log_ndtr, ndtr
+    # Imported when it is used: scipy's statistics take long to load.
+    from ghostclip.audit import gaussian_delta
 
-    eps, mu = non_negative(eps, "eps"), positive(mu, "mu")
-    # e^ε overflows before Φ vanishes; their product does not.
-    return max(0.0, float(ndtr(mu / 2 - eps / mu) - math.exp(eps + float(log_ndtr(-mu / 2 - eps / mu)))))
+    return gaussian_delta(non_negative(eps, "eps"), mu=positive(mu, "mu"))
 
 
 def eps_from_mu(*, mu: float, delta: float) -> float:
@@ -87,15 +85,9 @@ def eps_from_mu(*, mu: float, delta: float) -> float:
     Returns:
         ε ≥ 0.
     """
-    from scipy.optimize import brentq
+    from ghostclip.audit import gaussian_epsilon
 
-    delta = probability(delta, "delta")
-    if delta_eps_mu(eps=0.0, mu=mu) <= delta:
-        return 0.0
-    high = 1.0
-    while delta_eps_mu(eps=high, mu=mu) > delta:
-        high *= 2
-    return float(brentq(lambda eps: delta_eps_mu(eps=eps, mu=mu) - delta, 0.0, high, xtol=1e-12))
+    return gaussian_epsilon(positive(mu, "mu"), delta=probability(delta, "delta"))
 
 
 def compute_rdp(
@@ -115,12 +107,8 @@ def compute_rdp(
     Raises:
         InvalidOptionError: If a value is out of range.
     """
-    count, sigma, rate = (
-        positive_int(steps, "steps"),
-        checked_noise_multiplier(noise_multiplier),
-        checked_sample_rate(q),
-    )
-    rdp_A = count * rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=_checked(orders))
+    count, sigma = positive_int(steps, "steps"), checked_noise_multiplier(noise_multiplier)
+    rdp_A = count * rdp_curve(noise_multiplier=sigma, sample_rate=checked_sample_rate(q), orders=_checked(orders))
     return [float(value) for value in rdp_A] if isinstance(orders, Sequence) else float(rdp_A[0])
 
 
