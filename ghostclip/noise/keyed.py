@@ -82,7 +82,8 @@ def _stands_for(source: object, joint: str, *methods: str) -> bool:
     for kind in type(source).__mro__:
         own = vars(kind)
         if joint in own:
-            return all(getattr(getattr(source, name), "__func__", None) is own.get(name) for name in methods)
+            bound = [getattr(getattr(source, name), "__func__", None) for name in methods]
+            return bound == list(map(own.get, methods))
     return False
 
 
