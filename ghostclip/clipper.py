@@ -320,7 +320,10 @@ class GhostClipper:
             return
         forward = self._capture.forwards_behind(loss)[0]
         if forward.batch_size > 1 and not forward.consumed:
-            forward.losses.append(KnownLoss(function, args, kwargs, criterion, loss.grad_fn))
+            device = loss.device.type
+            cast = torch.get_autocast_dtype(device) if _torch.autocast_is_on(device) else None
+            known = KnownLoss(function, args, kwargs, criterion, loss.grad_fn, not loss.dim(), device, cast)
+            forward.losses.append(known)
 
     def _examine_losses(self, loss_B: Tensor) -> None:
         """Refuse losses of the samples that depend on other samples, before their backward."""
@@ -331,7 +334,7 @@ class GhostClipper:
             if asks and (self._sharded is None or self._sharded.may_ask()):
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
-                self._evidence.look_at_known(loss_B, forward, mean=self.loss_reduction == "mean")
+                self._evidence.look_at_known(self._capture, loss_B, forward, mean=self.loss_reduction == "mean")
                 if not forward.refusal:
                     self._evidence.proved_loss(loss_B, forward)
         refuse_following([loss_B], forward)

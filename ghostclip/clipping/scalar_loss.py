@@ -113,7 +113,7 @@ class LossExaminer:
                 if self._reduction == "mean" and (asks or forward.unproven):
                     self._evidence.refuse_mean(capture, roots, forward)
             if asks:
-                self._evidence.look_at_known(roots[0], forward, mean=self._reduction == "mean")
+                self._evidence.look_at_known(capture, roots[0], forward, mean=self._reduction == "mean")
                 self._evidence.proved_loss(roots[0], forward)
         forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)

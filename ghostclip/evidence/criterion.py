@@ -6,7 +6,8 @@ function is known, it is called again on the outputs and targets with some sampl
 some by themselves: neither the losses nor the gradients that the other samples' outputs receive may change.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from ghostclip import _tree
 from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of
-from ghostclip.evidence.independence import dependence, memory
+from ghostclip.evidence.independence import dependence, memory, scalars_that_follow
 from ghostclip.evidence.module_state import ModuleState
-from ghostclip.evidence.unchecked import CRITERION, REPLACED, Unchecked
+from ghostclip.evidence.unchecked import CRITERION, REPLACED, SCALARS, Unchecked
 
 _REFUSED: Final = (
     "criterion {name}: the loss of one sample, or the gradient of its output, changed when {what}, although no "
@@ -31,10 +32,19 @@ _REMEMBERED: Final = (
     "something of a batch for later ones (a threshold, a centre, a running mean of the losses), which carries private "
     "samples into later steps without noise. Use public constants, or a schedule that counts calls."
 )
+_NOT_OF_HALVES: Final = (
+    "the loss of a batch has another gradient than the losses of its two halves have together, as their mean or their "
+    "sum: it weighs, centres, ranks, mixes or selects samples by what is in the batch. Without one sample all others' "
+    "gradients would change, and no clipping bounds that. Compute each sample's loss from its own output and target, "
+    "with weights that are public constants."
+)
 # Of larger arguments (logits of a language model) so many samples are looked at.
 _LARGE: Final = 1 << 22
 _FEW: Final = 8
 _AS_LONG: Final = "an argument of the criterion has as many rows as there are samples, and may be none of theirs"
+
+
+Copied = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 
 
 @_tree.leaf
@@ -54,16 +64,23 @@ class KnownLoss:
     kwargs: dict[str, Any]
     criterion: Any  # the user's own, which the function calls
     node: Any  # of the graph, which made what was returned
+    is_scalar: bool  # whether it was one for all
+    device: str  # the type of its device
+    cast: torch.dtype | None  # of autocast, where it was on
 
-    def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked) -> str | None:
+    def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied) -> str | None:
         """Return why a loss is refused in which samples follow each other; empty where none does."""
-        # `mean`: whether one loss for all is a mean over the samples, else their sum. None where an argument may as
-        # well be as long as the batch by chance: another batch tells.
-        batch = Batch(_tree.mapped(_cut_off, (self.args, self.kwargs)), batch_size, axis)
+        # `mean`: whether one loss for all is a mean over the samples, else their sum. `copied` lets leaves stand for
+        # the model's parameters. None where an argument may as well be as long as the batch by chance: another batch
+        # tells.
+        given = _tree.mapped(_cut_off, (self.args, self.kwargs))
+        batch = Batch(given, batch_size, axis, seed=unchecked.forwards)
         if sum(tensor.numel() for tensor in _tree.tensors(batch.inputs)) > _LARGE:
             batch = batch.few(_FEW)
         given, batch_size = batch.inputs, batch.size
         ends = [tensor for tensor in _tree.tensors(given) if tensor.requires_grad]
+        if self.is_scalar and not ends and isinstance(self.criterion, nn.Module):
+            return self._refusal_by_halves(self.criterion, batch, unchecked, copied)
         # What is learned beside the outputs, a temperature, has no samples.
         places = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
         holder = _CriterionModule(self.criterion, ends)
@@ -90,6 +107,23 @@ class KnownLoss:
         why = own.reason(REPLACED)
         (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
         return ""
+
+    def _refusal_by_halves(self, model: nn.Module, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
+        """Return why one loss for all is refused, of a function that runs the model: it is not that of its halves."""
+        holder, own = _CriterionModule(model, []), Unchecked()
+        state = ModuleState(holder)
+
+        def run(inputs: Any) -> list[Tensor]:
+            state.restore()
+            args, kwargs = inputs
+            return [self.function(*args, **kwargs)]
+
+        with torch.autocast(self.device, dtype=self.cast, enabled=self.cast is not None), copied() as leaves:
+            follow = 0 in scalars_that_follow(holder, run, batch, own, parameters=list(leaves.values()))
+            state.restore()
+        why = own.reason(SCALARS)
+        (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
+        return _NOT_OF_HALVES if follow else ""
 
     def _computed(self, inputs: Any, places: Sequence[int | None], whole: int) -> list[Tensor]:
         """Return the gradients of what the function was given and, where there is one for each sample, the losses."""

@@ -138,13 +138,14 @@ def scalars_that_follow(
     model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked, *, parameters: Sequence[Tensor]
 ) -> frozenset[ScalarKey]:
     """Return which scalars that a model computes have gradients that no samples' gradients add up to."""
-    # `parameters`: leaves that stand for the trainable ones.
-    share = len(batch.drawn) / batch.size
+    # `parameters`: leaves that stand for the trainable ones. What picks samples of a batch may pick the same ones of
+    # its halves, so that there are two pairs of these at first.
+    splits = batch.replaced[: 1 if batch.again else 2]
 
-    def told(inputs: Any) -> dict[ScalarKey, Tensor]:
+    def told(samples: Iterable[int]) -> dict[ScalarKey, Tensor]:
         stale = scalars_of(model.modules(), [])
         with torch.enable_grad(), WithoutDropout():
-            found = scalars_of(model.modules(), run(inputs))
+            found = scalars_of(model.modules(), run(batch.of_samples(list(samples))))
         ends = {key: scalar for key, scalar in found.items() if stale.get(key) is not scalar}
         return {
             key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
@@ -153,19 +154,15 @@ def scalars_that_follow(
         }
 
     def look(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:
-        whole = told(batch.of_samples(range(batch.size)))
+        whole = told(range(batch.size))
         if before.drawn():
             return None
-        one, other = (told(batch.of_samples(some)) for some in (batch.drawn, batch.others(batch.drawn)))
         follow = set[ScalarKey]()
-        for key in whole.keys() & one.keys() & other.keys():
-            first, second = one[key], other[key]
-            # A mean, a sum, or what depends on no sample, and is the same of either half.
-            sought = first * share + second * (1 - share), first + second, first, second
-            off_mean, off_sum, *off_one = [float((whole[key] - each)[0].norm()) for each in sought]
-            off = min(off_mean, off_sum, max(off_one))
-            if not off <= TOLERANCE[coarsest] * max(float(each[1].norm()) for each in (whole[key], first, second)):
-                follow.add(key)
+        for samples in splits:
+            share, one, other = len(samples) / batch.size, told(samples), told(batch.others(samples))
+            for key in whole.keys() & one.keys() & other.keys():
+                if not _is_of_both(whole[key], one[key], other[key], share, TOLERANCE[coarsest]):
+                    follow.add(key)
         return frozenset(follow)
 
     found, raised = tried(model, batch, look)
@@ -175,6 +172,15 @@ def scalars_that_follow(
     else:
         unchecked.ran(SCALARS)
     return found or frozenset()
+
+
+def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tolerance: float) -> bool:
+    """Return whether a scalar's gradient is that of two parts of the batch together; `share`: of the first of them."""
+    # As a mean, a sum, or what depends on no sample, and is the same of either part.
+    sought = first * share + second * (1 - share), first + second, first, second
+    off_mean, off_sum, *off_one = [float((whole - each)[0].norm()) for each in sought]
+    largest = max(float(each[1].norm()) for each in (whole, first, second))
+    return min(off_mean, off_sum, max(off_one)) <= tolerance * largest
 
 
 def scalars_of(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:

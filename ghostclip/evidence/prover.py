@@ -141,10 +141,11 @@ class Evidence:
         asked_again = self._undecided and bool(forward.losses)
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
 
-    def look_at_known(self, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
+    def look_at_known(self, capture: CaptureContext, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
         """Look whether losses whose function is known take samples apart; `mean`: of one loss for all samples."""
         size, axis = forward.batch_size, forward.batch_axis
-        found = [one.refusal(size, axis, mean=mean, unchecked=self.unchecked) for one in forward.losses]
+        copied, unchecked = capture.substitution.copied, self.unchecked
+        found = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
         self._undecided = None in found
         forward.alone = found == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, found), "")

@@ -10,7 +10,8 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
@@ -203,6 +204,18 @@ def suggests_fields(kind: type[_A]) -> type[_A]:
 
 _GREATEST_SEED = 2**63
 _WHOLE = 2**40
+
+
+@contextmanager
+def forgotten(owner: Any) -> Iterator[dict[str, Any]]:
+    """Put the attributes of a trainer or a module back afterwards, which are yielded: a step is only looked at."""
+    attributes: dict[str, Any] = owner.__dict__
+    noted = dict(attributes)
+    try:
+        yield attributes
+    finally:
+        attributes.clear()
+        attributes.update(noted)
 
 
 class HostTraining:

@@ -23,12 +23,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 
-from ghostclip import _validate
+from ghostclip import _torch, _tree, _validate
 from ghostclip.data import DPDataLoader
 from ghostclip.data.physical_batches import count_rows
 from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
-from ghostclip.integrations._host import HostTraining, PrivacyArguments, warn_if_untested
+from ghostclip.integrations._host import HostTraining, PrivacyArguments, forgotten, warn_if_untested
 
 _PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -238,8 +238,7 @@ class PrivacyCallback:
 
     Privacy:
         One record is one entry of the training data set. ε covers the trained parameters; not losses and metrics that
-        are logged, nor what `training_step` mixes before the model sees it (mixup), which nothing here can see; with
-        `module` not what another part is trained on but that module's outputs and parameters. Options
+        are logged; with `module` not what another part is trained on but that module's outputs and parameters. Options
         of the Trainer that contradict a private training are refused before the first step.
 
     Attributes:
@@ -468,6 +467,7 @@ class PrivacyCallback:
         self._replace(pl_module, "optimizer_zero_grad", wraps(zero_grad)(lambda *_: None))
 
         def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
+            given = _tree.mapped(lambda leaf: leaf, part), *more
             output = one_step(part, *more)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             rows = count_rows(part) or 0
@@ -476,6 +476,7 @@ class PrivacyCallback:
                     "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
                     "depend on its records. Return a loss for every batch; one of no records is a step of noise."
                 )
+            self._know_loss(trainer, pl_module, loss, given)
             pl_module.backward(loss)
             return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
 
@@ -485,6 +486,21 @@ class PrivacyCallback:
             return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
 
         return step
+
+    def _know_loss(self, trainer: Any, pl_module: Any, loss: Tensor, given: tuple[Any, ...]) -> None:
+        """Let the engine compute a step's loss on other records as well, to see whether these follow each other."""
+        clipper = self.training.optimizer.clipper
+
+        def unseen(*given: Any) -> Tensor:
+            with forgotten(pl_module) as attributes, clipper.unwatched(), trainer.precision_plugin.train_step_context():
+                attributes.update(log=_log_nothing, log_dict=_log_nothing)
+                output = pl_module.training_step(*given)
+                found: Tensor = output["loss"] if isinstance(output, Mapping) else output
+                return found
+
+        if not _torch.gathered_modules(pl_module):
+            with trainer.precision_plugin.train_step_context():
+                clipper.know_loss(loss, unseen, given, {}, criterion=pl_module)
 
     def _warn_of_monitors(self, trainer: Any) -> None:
         """Say once of each value of private batches that a stop, a checkpoint or a learning rate follows it."""
@@ -575,6 +591,10 @@ class _Draws:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """Log nothing of a step that is only looked at."""
 
 
 def _together(found: list[tuple[Any, int]]) -> Any:

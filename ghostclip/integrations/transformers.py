@@ -26,7 +26,7 @@ from ghostclip._memory import is_out_of_memory
 from ghostclip.errors import DataError, LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
 from ghostclip.graph.takeover import Takeover, hindered, left_of
-from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
+from ghostclip.integrations._host import PrivacyArguments, forgotten, suggests_fields, warn_if_untested
 from ghostclip.integrations._trainer import (
     PrivateRun,
     Ticket,
@@ -317,8 +317,12 @@ class DPTrainer(Trainer):
         if self._compiles():
             return _mean(self._compiled_step(model, inputs))
         self._losses = None
+        # It may take the labels out.
+        given = dict(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
+            if self._has_own_loss() and not _torch.gathered_modules(model):
+                self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, given), {}, criterion=self.model)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
             self._releasing.clipper.backward(losses[0])
@@ -326,6 +330,15 @@ class DPTrainer(Trainer):
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
             self.accelerator.backward(loss)
         return loss.detach()
+
+    def _has_own_loss(self) -> bool:
+        """Return whether a subclass of the user's computes the loss."""
+        return not type(self).compute_loss.__module__.startswith("ghostclip.")
+
+    def _unseen_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Return the loss of a batch as without a clipper; what is noted in attributes meanwhile is forgotten."""
+        with forgotten(self), self._releasing.clipper.unwatched(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs)
 
     def _compiles(self) -> bool:
         """Return whether the step may be one graph: the loss must be one that is known, a loss of each record."""

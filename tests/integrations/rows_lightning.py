@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,51 @@ def _fit(world: World, *, make: Callable[[], nn.Module] = mlp, hooks: Any = None
 def automatic(folder: Path) -> None:
     """PrivacyCallback, automatic optimization, accumulate_grad_batches=2."""
     exact(_fit, clips=(0.5, 0.1))
+
+
+def _mixing(change: Callable[[Tensor], Tensor], weights: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def training_step(self: Any, batch: Any, _: int) -> Tensor:
+        logits = self.body(change(batch[0]))
+        losses = functional.cross_entropy(logits, batch[1], reduction="none")
+        loss = (losses * weights(losses.detach())).mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    return training_step
+
+
+_ALIKE = torch.ones_like
+_MIXING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "mixup": (lambda x: 0.6 * x + 0.4 * x.flip(0), _ALIKE),
+    "inputs standardised over the batch": (lambda x: (x - x.mean(0)) / (x.std(0) + 0.1), _ALIKE),
+    "weights normalised over the batch": (lambda x: x, lambda losses: losses.softmax(0) * len(losses)),
+    "weights by ranks in the batch": (lambda x: x, lambda losses: losses.argsort().argsort() / len(losses)),
+}
+for _what, _how in _MIXING.items():
+
+    def _step_that_mixes(folder: Path, *, how: Any = _how) -> None:
+        refused(partial(_fit, hooks={"training_step": _mixing(*how)}, half=False))
+
+    _step_that_mixes.__doc__ = f"training_step with {_what}."
+    row(ROWS, **_HOST, outcome="refused", note="another gradient than the losses of its two halves")(_step_that_mixes)
+
+
+@row(ROWS, **_HOST, outcome="exact", note="what is logged, each value once")
+def logged_once(folder: Path) -> None:
+    """training_step that logs, and notes values in attributes, beside steps that are only looked at."""
+    world = World(sigma=1.0)
+    calls = []
+
+    def training_step(self: Any, batch: Any, _: int) -> Tensor:
+        loss = functional.cross_entropy(self.body(batch[0]), batch[1])
+        self.latest = float(loss)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        calls.append(self.latest)
+        return loss
+
+    trainer = _fit(world, hooks={"training_step": training_step}, half=False)
+    assert len(calls) > STEPS, "no step was looked at"
+    assert trainer.lightning_module.latest == trainer.callback_metrics["train_loss_step"].item()
 
 
 @row(ROWS, tool="Lightning", hosts=("pytorch_lightning",), outcome="exact", note="releases, and ε of each step")

@@ -947,6 +947,40 @@ def override_that_adds(folder: Path) -> None:
     refused(lambda world: _causal(world, kind=Own))
 
 
+@row(ROWS, **_HOST, outcome="refused", note="another gradient than the losses of its two halves")
+def override_that_weighs(folder: Path) -> None:
+    """compute_loss overridden, with weights of the records that are normalised over the batch."""
+    from ghostclip.integrations.transformers import DPTrainer
+    from ghostclip.losses import token_losses
+
+    class Own(DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            losses = token_losses(outputs.logits, labels)
+            loss = (losses * losses.detach().softmax(0)).sum()
+            return (loss, outputs) if return_outputs else loss
+
+    refused(lambda world: _causal(world, kind=Own))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="another gradient than the losses of its two halves")
+def override_that_mixes(folder: Path) -> None:
+    """compute_loss overridden, with embeddings of the records that are mixed (mixup)."""
+    from ghostclip.integrations.transformers import DPTrainer
+    from ghostclip.losses import token_losses
+
+    class Own(DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            with torch.no_grad():
+                embedded = model.get_input_embeddings()(inputs["input_ids"])
+            mixed = 0.6 * embedded + 0.4 * embedded.flip(0)
+            outputs = model(inputs_embeds=mixed, attention_mask=inputs["attention_mask"])
+            return token_losses(outputs.logits, inputs["labels"]).mean()
+
+    refused(lambda world: _causal(world, kind=Own))
+
+
 @row(ROWS, **_HOST, outcome="refused", note="BatchNorm|batch_norm|normalization|mixes")
 def batch_norm(folder: Path) -> None:
     """ResNet with BatchNorm."""

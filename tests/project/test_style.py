@@ -26,6 +26,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.graph.trace:forward",
     "ghostclip.distributed.weights:forward",
     "ghostclip.distributed.pipelined:step",
+    "ghostclip.integrations.lightning:_log_nothing",
     "ghostclip.integrations.trl:__call__",
     "ghostclip.scaling.models:_attention",
 }
