@@ -103,6 +103,8 @@ class RowTracker(TorchFunctionMode):
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = _torch.weak_table()
+        # Those whose rows were taken for the samples' because there are as many; positions may be, or a constant table.
+        self._guessed: Any = _torch.weak_table()
         self._dummy = False
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
@@ -135,6 +137,8 @@ class RowTracker(TorchFunctionMode):
             self._rows = _RowsOf()
         if len(self._columns):
             self._columns = _torch.weak_table()
+        if len(self._guessed):
+            self._guessed = _torch.weak_table()
         self._batch_size, self._axis, self._inputs, self._dummy = batch_size, axis, inputs, dummy
         self.active = True
         if self._watched:
@@ -255,7 +259,7 @@ class RowTracker(TorchFunctionMode):
             marked += [rows for tensor in given if tensor.dim() and (rows := self._beside(tensor)) is not None]
             same = all(rows is not UNKNOWN_ORDER and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else UNKNOWN_ORDER
-            self._mark(outputs, known, None)
+            self._mark(outputs, known, None, guessed=any(tensor in self._guessed for tensor in given))
 
     def _note_selection(
         self,
@@ -274,6 +278,10 @@ class RowTracker(TorchFunctionMode):
         else:
             return func in _PIECES and self._note_pieces(func, args, kwargs, outputs)
         return True
+
+    def _is_followed(self, base: Tensor) -> bool:
+        """Return whether the rows of a tensor are known from where it came from, not from their number alone."""
+        return self._is_as_it_came(base) if self._rows.get(base) is None else base not in self._guessed
 
     def _beside(self, tensor: Tensor) -> Tensor | None:
         """Return the sample of each row of data in the samples' own order; None where it is no such data."""
@@ -299,7 +307,8 @@ class RowTracker(TorchFunctionMode):
         self._note_columns(func, args, outputs[0])
         before = self._known(base)
         if before is not None:
-            self._mark(outputs, _picked(func, before, args, kwargs, axis=self._axis), self._arranged(base))
+            rows, guessed = _picked(func, before, args, kwargs, axis=self._axis), not self._is_followed(base)
+            self._mark(outputs, rows, self._arranged(base), guessed=guessed)
         elif self._may_be_folded(base) and _chooses(args[1:]):
             self._mark(outputs, UNKNOWN_ORDER, None)
 
@@ -309,7 +318,8 @@ class RowTracker(TorchFunctionMode):
         """Note the rows of pieces along the batch axis; False along another one, where rows stay together."""
         base, place = args[0] if args else kwargs["input"], _PIECES[func]
         dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-        rows = self._known(base) if dim % base.dim() == self._axis else None
+        # Loops over positions, and over the rows of constant tables, take apart what may have as many rows.
+        rows = self._known(base) if dim % max(1, base.dim()) == self._axis and self._is_followed(base) else None
         if rows is None:
             return False
         if rows is UNKNOWN_ORDER or self._axis:
@@ -401,13 +411,17 @@ class RowTracker(TorchFunctionMode):
             return None
         return torch.arange(self._batch_size, device=base.device)
 
-    def _mark(self, outputs: list[Tensor], rows: Tensor | None, arranged: Tensor | None) -> None:
+    def _mark(
+        self, outputs: list[Tensor], rows: Tensor | None, arranged: Tensor | None, *, guessed: bool = False
+    ) -> None:
         if rows is None:
             return
         for output in outputs:
+            if guessed:
+                self._guessed[output] = True
             if rows is not UNKNOWN_ORDER and output.shape[0] != rows.numel():
                 # Whatever is computed of one sample's rows is that sample's.
-                single = rows.numel() > 0 and bool((rows == rows[0]).all())
+                single = not guessed and rows.numel() > 0 and bool((rows == rows[0]).all())
                 self._rows[output] = rows[:1].expand(output.shape[0]) if single else UNKNOWN_ORDER
             elif arranged is None or rows is UNKNOWN_ORDER or not torch.equal(rows, arranged):
                 self._rows[output] = rows

@@ -10,6 +10,7 @@ Shape letters: B samples, N rows.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from math import isfinite, prod
 from typing import Any, Final
@@ -23,13 +24,15 @@ from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.row_maps import RowMap, samples_axis
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.linear_paths import Number, Path, ReducedAxes, grouped, looks_plain, paths
+from ghostclip.evidence.linear_paths import Factors, Number, Path, ReducedAxes, grouped, looks_plain, paths
 from ghostclip.evidence.losses import in_words
 from ghostclip.kernels.sums import add_rows_
 
 TOLERANCE: Final = 1e-6
 # What counts of a batch are: larger than this, however they were divided.
 _LARGE, _ROUNDED = 64, 1e-9
+# They put axes into another order.
+_TURNS: Final = ("TBackward", "TransposeBackward", "PermuteBackward")
 SCHEDULES: Final = (
     "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
 )
@@ -338,20 +341,38 @@ def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
 def common_factors(path: Path, row_map: RowMap | None, batch_size: int, axis: int) -> Iterator[tuple[int, Tensor]]:
     """Yield what multiplies the values of all samples alike, as far as sizes tell, with its place on a path."""
     # `row_map`: None where samples are not reduced.
+    if not path.factors:
+        return
     over = [] if row_map is None else list(map(id, _over_samples(path, row_map, batch_size, axis)))
+    places = partial(_possible_axes, batch_size=batch_size, axis=axis, turned=_is_turned(path, row_map, axis))
     for number, factors in enumerate(path.factors):
-        behind = any(id(step) in over for step in path.reduced[factors.depth :])
-        if behind or factors.sizes is None or _lacks_samples(factors.values, factors.sizes, batch_size, axis):
+        deeper = path.reduced[factors.depth :]
+        is_single = row_map is not None and row_map.kind == "one" and all(step.kind != "joined" for step in deeper)
+        if is_single and factors.sizes is not None:
+            # Below the place where single samples were put together it is one sample's own.
+            continue
+        behind = any(id(step) in over and set(places(step.sizes)) <= set(step.axes) for step in deeper)
+        if behind or factors.sizes is None or _lacks_samples(factors, places(factors.sizes)):
             yield number, factors.values
 
 
-def _lacks_samples(values: Tensor, sizes: tuple[int, ...], batch_size: int, axis: int) -> bool:
-    """Return whether values are repeated along the axis of the samples, where there is one."""
-    place = samples_axis(sizes, batch_size, axis)
-    if place is None or sizes[place] != batch_size:
-        return False
-    own = place - len(sizes) + values.dim()
-    return own < 0 or values.shape[own] == 1 or not values.stride(own)
+def _possible_axes(sizes: tuple[int, ...], batch_size: int, axis: int, *, turned: bool) -> list[int]:
+    """Return the axes that may be the samples': of several with as many entries, all if they may have been turned."""
+    exact = [place for place, size in enumerate(sizes) if size == batch_size]
+    return [axis] if axis in exact and not turned else exact
+
+
+def _is_turned(path: Path, row_map: RowMap | None, axis: int) -> bool:
+    """Return whether samples may lie along another axis of a loss than along that of the batch."""
+    moved = row_map is not None and (row_map.kind == "minor" or row_map.axis != axis)
+    return moved or any(node.name().startswith(_TURNS) for node, _ in path.passed())
+
+
+def _lacks_samples(factors: Factors, places: Sequence[int]) -> bool:
+    """Return whether values are repeated along each of the axes that may be the samples', where there is one."""
+    values, sizes = factors.values, factors.sizes or ()
+    owns = [place - len(sizes) + values.dim() for place in places]
+    return bool(owns) and all(own < 0 or values.shape[own] == 1 or not values.stride(own) for own in owns)
 
 
 def _inner_sizes(path: Path, batch_size: int, axis: int) -> set[int]:

@@ -305,3 +305,33 @@ def test_a_loss_that_leads_to_no_layer_is_refused_by_name():
     model(torch.randn(4, 5))
     with pytest.raises(UncoveredParameterError, match="outside the forward"):
         clipper.backward(model.weight.sum().expand(4))
+
+
+def _labels(z, **options):
+    return functional.binary_cross_entropy_with_logits(z, (z.detach() > 0).float(), **options)
+
+
+# Weights of samples, where there are as many positions, or classes, as samples.
+IN_A_SQUARE = {
+    "positions first": lambda z, w: (z.square().transpose(0, 1).sum(2) * w).sum(0).mean(),
+    "positions first, kept axes": lambda z, w: (z.square().transpose(0, 1) * w[:, None]).sum(2).sum(0).mean(),
+    "positions first, summed": lambda z, w: (z.square().transpose(0, 1).sum(2).sum(0) * w).mean(),
+    "classes first": lambda z, w: (z.square().sum(1).t() * w).sum(0).mean(),
+    "samples by themselves": lambda z, w: (
+        sum((one.square() * one.detach().square()[:, :1]).sum() for one in z) / len(w)
+    ),
+    "labels by themselves": lambda z, w: (
+        sum(_labels(one, weight=one[:, :1].detach().exp(), reduction="sum") for one in z) / len(w)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_SQUARE)
+@pytest.mark.parametrize("positions", [3, 4])
+def test_weights_of_samples_in_a_square(name, positions):
+    """Each sample's own weight is no factor that samples have in common, whatever else is as long as the batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    with ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
+        for size in (3, 3, 4, 4):
+            clipper.backward(IN_A_SQUARE[name](model(torch.randn(size, positions, 4)), torch.rand(size)))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import ghostclip
 from ghostclip.errors import BatchAxisError, SampleMixingError, UncoveredParameterError
 
-B = 9
+B, PLACES = 9, 6
 PIECES = {
     "split": lambda x: x.split(2),
     "chunk": lambda x: x.chunk(4),
@@ -114,3 +114,43 @@ def test_parameters_repeated_for_each_sample_are_not():
     model = Repeated().double()
     with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
         clipper.backward(_losses(model, torch.randn(B, 5, dtype=torch.float64)))
+
+
+class OverPositions(nn.Module):
+    """Takes positions one by one, beside a table with a row for each."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.over, self.layer, self.last = over, nn.Linear(5, 4), nn.Linear(4, 3)
+        self.register_buffer("table", torch.randn(PLACES, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.last(sum(self.layer(position) for position in self.over(x, self.table)).tanh())
+
+
+# There are as many positions as samples: sizes do not tell rows of one from those of the other.
+POSITIONS = {
+    "rows": lambda x, table: [*x.transpose(0, 1)],
+    "of a copy": lambda x, table: [*x.transpose(0, 1).contiguous()],
+    "split": lambda x, table: [piece.squeeze(0) for piece in x.transpose(0, 1).split(1)],
+    "slices": lambda x, table: [x.transpose(0, 1)[place : place + 1].squeeze(0) for place in range(PLACES)],
+    "beside a table": lambda x, table: [part + row for part, row in zip(x.unbind(1), table, strict=True)],
+    "beside pieces of a table": lambda x, table: [
+        part + row for part, row in zip(x.unbind(1), table.split(1), strict=True)
+    ],
+    "beside slices of a table": lambda x, table: [x[:, place] + table[place : place + 1] for place in range(PLACES)],
+}
+
+
+@pytest.mark.parametrize("sizes", [(PLACES,), (PLACES - 2, PLACES)])
+@pytest.mark.parametrize("over", POSITIONS)
+def test_as_many_positions_as_samples(over, sizes):
+    """A loop over positions, or over the rows of a constant table, is none over the rows of the batch."""
+    torch.manual_seed(0)
+    model = OverPositions(POSITIONS[over]).double()
+    batches = [torch.randn(size, PLACES, 5, dtype=torch.float64) for size in sizes]
+    expected = [per_sample_norms(model, x) for x in batches]
+    with ghostclip.GhostClipper(model, max_grad_norm=1.0) as clipper:
+        for x, norms_B in zip(batches, expected, strict=True):
+            _losses(model, x).mean().backward()
+            torch.testing.assert_close(clipper.per_sample_norms, norms_B)
