@@ -54,7 +54,8 @@ _Key = tuple[Any, ...]
 _CHANGED: Final = (
     "the losses of all samples are multiplied, or chosen, by a tensor of shape {shape} that held other values in "
     "earlier steps. A factor that follows the batch (its classes, its losses, a variance over it) makes each sample's "
-    "gradient depend on the others: use public constants, or weights computed from each sample's own values. "
+    "gradient depend on the others: use public constants, or weights computed from each sample's own values (for a "
+    "schedule of class weights: losses * weight[labels]). "
     f"{SCHEDULES}"
 )
 
