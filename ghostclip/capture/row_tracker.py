@@ -325,8 +325,10 @@ class RowTracker(TorchFunctionMode):
         if rows is UNKNOWN_ORDER or self._axis:
             self._mark(outputs, UNKNOWN_ORDER, None)
             return True
-        named = {key: value for key, value in kwargs.items() if key != "input"}
-        pieces = _tree.tensors(func(rows, *args[1:], **named))
+        # Of the rows' numbers the first axis, however it was named.
+        given = [0 if number == place else item for number, item in enumerate(args)][1:]
+        named = {key: 0 if key == "dim" else value for key, value in kwargs.items() if key != "input"}
+        pieces = _tree.tensors(func(rows, *given, **named))
         for output, piece in zip(outputs, pieces, strict=True):
             self._mark([output], piece.reshape(-1), None)
         return True

@@ -111,6 +111,9 @@ _PIECES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "chunk": lambda x: x.chunk(3),
     "tensor_split": lambda x: x.tensor_split(2),
     "narrow": lambda x: [torch.narrow(x, 0, 0, 1), x.narrow(0, 1, len(x) - 1)],
+    "axis_from_behind": lambda x: [
+        part for half in x.narrow(-x.dim(), 0, len(x)).chunk(2, dim=-x.dim()) for part in half.split(2, -x.dim())
+    ],
     "rows": lambda x: [*x],
     "rows_with_an_axis": lambda x: [row.unsqueeze(0) for row in x.unbind()],
     "of_pieces": lambda x: [part for half in x.chunk(2) for part in half.split(1)],
