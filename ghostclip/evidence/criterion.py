@@ -44,7 +44,7 @@ _FEW: Final = 8
 _AS_LONG: Final = "an argument of the criterion has as many rows as there are samples, and may be none of theirs"
 
 
-Copied = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+Copied = Callable[[], AbstractContextManager[Mapping[str, Tensor]]] | None
 
 
 @_tree.leaf
@@ -71,8 +71,8 @@ class KnownLoss:
     def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied) -> str | None:
         """Return why a loss is refused in which samples follow each other; empty where none does."""
         # `mean`: whether one loss for all is a mean over the samples, else their sum. `copied` lets leaves stand for
-        # the model's parameters. None where an argument may as well be as long as the batch by chance: another batch
-        # tells.
+        # the model's parameters; None where the model must not run. Returns None where an argument may as well be as
+        # long as the batch by chance: another batch tells.
         given = _tree.mapped(_cut_off, (self.args, self.kwargs))
         batch = Batch(given, batch_size, axis, seed=unchecked.forwards)
         if sum(tensor.numel() for tensor in _tree.tensors(batch.inputs)) > _LARGE:
@@ -110,6 +110,9 @@ class KnownLoss:
 
     def _refusal_by_halves(self, model: nn.Module, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
         """Return why one loss for all is refused, of a function that runs the model: it is not that of its halves."""
+        if copied is None:
+            unchecked.missed("ranks hold the model in parts", CRITERION)
+            return ""
         holder, own = _CriterionModule(model, []), Unchecked()
         state = ModuleState(holder)
 

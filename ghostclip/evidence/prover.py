@@ -144,7 +144,8 @@ class Evidence:
     def look_at_known(self, capture: CaptureContext, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
         """Look whether losses whose function is known take samples apart; `mean`: of one loss for all samples."""
         size, axis = forward.batch_size, forward.batch_axis
-        copied, unchecked = capture.substitution.copied, self.unchecked
+        # Ranks that hold the model in parts would run it differently often.
+        copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
         found = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
         self._undecided = None in found
         forward.alone = found == [""] and forward.losses[0].node is edge_of(root)[0]
@@ -461,9 +462,10 @@ class Evidence:
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
-        if self.asks(capture):
+        asks = self.asks(capture)
+        if asks:
             _refuse_single_rows(capture, output)
-        return _parts_of(output) if self._asked or self.asks(capture) else []
+        return _parts_of(output) if self._asked or asks else []
 
     def _probed(self, capture: CaptureContext, found: list[Tensor], own: frozenset[int]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""

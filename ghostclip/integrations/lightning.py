@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 
-from ghostclip import _torch, _tree, _validate
+from ghostclip import _tree, _validate
 from ghostclip.data import DPDataLoader
 from ghostclip.data.physical_batches import count_rows
 from ghostclip.distributed import world_size
@@ -498,9 +498,8 @@ class PrivacyCallback:
                 found: Tensor = output["loss"] if isinstance(output, Mapping) else output
                 return found
 
-        if not _torch.gathered_modules(pl_module):
-            with trainer.precision_plugin.train_step_context():
-                clipper.know_loss(loss, unseen, given, {}, criterion=pl_module)
+        with trainer.precision_plugin.train_step_context():
+            clipper.know_loss(loss, unseen, given, {}, criterion=pl_module)
 
     def _warn_of_monitors(self, trainer: Any) -> None:
         """Say once of each value of private batches that a stop, a checkpoint or a learning rate follows it."""

@@ -321,7 +321,7 @@ class DPTrainer(Trainer):
         given = dict(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
-            if self._has_own_loss() and not _torch.gathered_modules(model):
+            if self._has_own_loss():
                 self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, given), {}, criterion=self.model)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
