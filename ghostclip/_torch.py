@@ -816,6 +816,11 @@ def running_wrapper() -> Any:
 # ---------------------------------------------------------------- the compiler
 
 
+# What was to be done with compiled functions before each time that the compiler was stopped. A stack: where two of them
+# overlap, whichever ends first, the compiler goes on after the last.
+_stances: list[Any] = []
+
+
 def stop_compiler(untraced: list[CodeType]) -> Any:
     """Stop the compiler from taking more frames: ``torch._dynamo.eval_frame`` and ``torch._C._dynamo.eval_frame``."""
     # `untraced`: functions that it must never look into; emptied once it knows of them. Returns what `restart_compiler`
@@ -828,7 +833,8 @@ def stop_compiler(untraced: list[CodeType]) -> Any:
     callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
     # Compiled parts of the model set a callback of their own; the stance tells them not to. What
     # torch.compiler.set_stance does, at a fifth of its cost, which every forward would pay.
-    return callback, dynamo.eval_frame._set_stance(_eager(dynamo))
+    _stances.append(dynamo.eval_frame._set_stance(_eager(dynamo)))
+    return (callback,)
 
 
 @lru_cache(maxsize=1)
@@ -839,9 +845,9 @@ def _eager(dynamo: Any) -> Any:
 def restart_compiler(stopped: Any) -> None:
     """Let the compiler go on as before, given what `stop_compiler` returned: the same names."""
     if stopped is not None:
-        callback, stance = stopped
+        (callback,) = stopped
         torch._C._dynamo.eval_frame.set_eval_frame(None)
-        torch._dynamo.eval_frame._set_stance(stance)
+        torch._dynamo.eval_frame._set_stance(_stances.pop())
         torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 

@@ -362,7 +362,9 @@ class GhostClipper:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""
         forward = self._capture.forward
         watched = bool(forward.blocks) and not forward.checkpointed_by_model
-        reduction = reducer.decide(loss, forward, self._capture.substitution.parameters) if watched else None
+        # What a block changed in place is made again to be read.
+        with self._capture.substituted():
+            reduction = reducer.decide(loss, forward, self._capture.substitution.parameters) if watched else None
         if reduction is None:
             self._warn(f"memory_budget={reducer.budget}: {_NO_BLOCKS}")
             return None

@@ -255,6 +255,16 @@ def _without_an_accelerator() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _the_compiler_goes_on() -> Iterator[None]:
+    """No test leaves behind that what is compiled runs as it is: a forward stops the compiler while it runs."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        left, dynamo.eval_frame._stance = dynamo.eval_frame._stance.stance, dynamo.eval_frame.DynamoStance()
+        assert left == "default"
+
+
+@pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
     """What the log shows is one for the whole process: a program that a test ran quietly quiets no later test."""
     logger, disabled = logging.getLogger("ghostclip"), logging.root.manager.disable

@@ -1018,6 +1018,15 @@ def test_a_stopped_compiler_runs_compiled_functions_as_they_are():
     torch._dynamo.reset()
 
 
+def test_a_compiler_that_was_stopped_twice_goes_on_after_the_last():
+    torch._dynamo.reset()
+    first, second = _torch.stop_compiler([]), _torch.stop_compiler([])
+    _torch.restart_compiler(first)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    _torch.restart_compiler(second)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def test_a_marked_function_is_not_traced_into():
     torch._dynamo.reset()
     ran: list[bool] = []

@@ -41,6 +41,9 @@ class Examiner(Protocol):
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
         """Examine the roots of a backward, tensors or edges, with the forwards of this examiner that they lead to."""
 
+    def stop_listening(self) -> None:
+        """Let go of a backward that has raised."""
+
 
 _attached: "WeakSet[Examiner]" = WeakSet()
 # Forwards that have had no backward yet.
@@ -128,8 +131,13 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
                 stack.enter_context(examiner.watching_backward())
             _running.extend(chain.from_iterable(found.values()))
             stack.callback(_running.clear)
-            with unseen():
-                original(*args, **kwargs)
+            try:
+                with unseen():
+                    original(*args, **kwargs)
+            except BaseException:
+                for examiner in found:
+                    examiner.stop_listening()
+                raise
 
     setattr(backward, _MARK, True)
     return backward

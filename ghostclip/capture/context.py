@@ -142,7 +142,7 @@ class CaptureContext:
         self._running: hooks.Running | None = None
         self._sites_before = 0
         self._unwatched = False
-        self._compiler: Any = None
+        self._stopped: list[Any] = []  # what the compiler goes on with after each outermost call that has begun
         self._watch = hooks.Watch()
         self._attach()
         for unit in units:
@@ -185,8 +185,10 @@ class CaptureContext:
         if self._running is not None and self._running.was_broken_off(module):
             self._break_off()
         changed = None
-        if self.substitution.enter() and torch.is_grad_enabled():
-            changed = self._begin(ModuleCall(module, args, kwargs))
+        if self.substitution.enter():
+            self._stopped.append(None)
+            if torch.is_grad_enabled():
+                changed = self._begin(ModuleCall(module, args, kwargs))
         given, named = changed or (args, kwargs)
         self._opaque.enter(module, given, named, self.describe_module)
         return changed
@@ -194,7 +196,7 @@ class CaptureContext:
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
-        self._compiler = hooks.suspend_compiler()
+        self._stopped[-1] = hooks.suspend_compiler()
         if _torch.transform() is not None:
             self._break_off()
             raise UnsupportedModelError(_transformed(call.module))
@@ -350,8 +352,9 @@ class CaptureContext:
                 _torch.hear_gradient(tensor, gathered)
 
     def _let_compile(self) -> None:
-        _torch.restart_compiler(self._compiler)
-        self._compiler = None
+        # The end of a call may run another: a graph between two parts of the model is followed back.
+        if self._stopped:
+            _torch.restart_compiler(self._stopped.pop())
 
     def _break_off(self) -> None:
         """End a forward that was interrupted without any hook being called."""
@@ -384,9 +387,7 @@ class CaptureContext:
         """End the outermost call, with all parameters restored, and weigh the evidence on what is new."""
         if _torch.in_backward():
             return None
-        if self._running is not None:
-            self._running.end()
-            self._running = None
+        self._running = None
         if failed:
             if self.gathering is not None:
                 self.gathering.tell_failure()
@@ -590,7 +591,6 @@ class CaptureContext:
 
     def start_listening(self, listener: Listener) -> None:
         """Let a listener receive the gradients of a backward that is running, until `stop_listening`."""
-        # If that is never called (an exception), the next forward cleans up.
         self._listening = ExitStack()
         self._listening.enter_context(self.listening(listener))
         self._listening.enter_context(self.substituted())

@@ -194,13 +194,6 @@ def in_place_of(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
 class Token(dict[str, Any]):
     """The keyword arguments of the outermost call: they live as long as its frames do."""
 
-    expired: Callable[[], None] | None = None
-
-    def __del__(self) -> None:
-        """Report that nobody refers to the arguments any more."""
-        if self.expired is not None:
-            self.expired()
-
 
 class Running:
     """The outermost module call."""
@@ -208,24 +201,16 @@ class Running:
     def __init__(self, module: Any, token: Token, expired: Callable[[], None]) -> None:
         # `token`: referred to by the call's frames and by nobody else. `expired` is called when these are gone and the
         # call was never ended.
-        self.module, self._token = module, ref(token)
-
-        def check() -> None:
+        def gone(_: Any) -> None:
             # Somebody else's hook may have put other arguments in the token's place.
             if not _calls_of(module):
                 expired()
 
-        token.expired = check
+        self.module, self._token = module, ref(token, gone)
 
     def was_broken_off(self, module: Any) -> bool:
         """Return whether a new call of the same module, which has begun, shows that this one is over."""
         return module is self.module and _calls_of(module) == 1
-
-    def end(self) -> None:
-        """Let the token expire unnoticed."""
-        token = self._token()
-        if token is not None:
-            token.expired = None
 
 
 def _calls_of(module: Any) -> int:

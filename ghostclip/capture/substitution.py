@@ -9,6 +9,7 @@ own, substituted after whatever gathers and given back before whatever frees.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch
-from ghostclip.capture.nodes import edge_of, nodes_behind
+from ghostclip.capture.nodes import Edge, edge_of, nodes_behind
 from ghostclip.capture.roster import Roster, Snapshot
 from ghostclip.capture.tracked import Interceptor, TrackedTensor, tracked_parameter
 from ghostclip.errors import SampleMixingError, UncoveredParameterError, UnsupportedModelError
@@ -353,6 +354,27 @@ def untouched_grads(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> Itera
             if grad is not None and copy is not None:
                 grad.copy_(copy)
             leaf.grad = grad
+
+
+def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Sequence[Edge]) -> Sequence[Tensor | None]:
+    """Return what a backward from values or edges of a graph, which stays, brings to edges of it; None for nothing."""
+    ends: list[Any] = [GradientEdge(*edge) for edge in edges]
+    try:
+        return torch.autograd.grad(roots, ends, list(grads), retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+    # Reentrant checkpointing accepts a full backward only.
+    arrived: dict[Any, tuple[Any, ...]] = {}
+    nodes = {edge[0] for edge in edges}
+    handles = [node.register_prehook(partial(arrived.__setitem__, node)) for node in nodes]
+    try:
+        with untouched_grads(roots):
+            torch.autograd.backward(roots, grads, retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [arrived[node][number] if node in arrived else None for node, number in edges]
 
 
 def _leaves(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor]:

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
 from ghostclip.capture import backward_entry
@@ -28,6 +27,7 @@ from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import WHOLE, RowMap, candidates
 from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.evidence.linear_paths import linear_ends
 from ghostclip.evidence.probe import (
@@ -362,10 +362,9 @@ def _separates_samples(
     begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Weights, company: Company, batch_size: int
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows; what arrives is compared in company."""
-    edges: list[Any] = [GradientEdge(*edge) for edge in ends]
     roots, given = roots_of(begun, batch_size, weights)
     with backward_entry.unseen():
-        grads = torch.autograd.grad(roots, edges, given, retain_graph=True, allow_unused=True)
+        grads = gradients_at(roots, given, list(ends))
     for place, (grad, (row_map, order)) in enumerate(zip(grads, ends.values(), strict=True)):
         if grad is None:
             continue

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import saved_tensors_hooks
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
@@ -24,10 +24,11 @@ from ghostclip.capture.call_sites import MAX_WAYS
 from ghostclip.capture.context import CaptureContext, ModuleCall, has_rows_of_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
-from ghostclip.capture.nodes import Edge, edge_of
+from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
 from ghostclip.capture.sizes import Resized, shapes_of
+from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.batches import Batch, resized
 from ghostclip.evidence.custom_backwards import (
@@ -186,8 +187,7 @@ class Evidence:
         def gradients(edges: Sequence[Edge]) -> Sequence[Tensor | None]:
             given = [torch.ones_like(root) for root in roots]
             with capture.listening(Unheard()), backward_entry.unseen():
-                ends: list[Any] = [GradientEdge(*edge) for edge in edges]
-                return torch.autograd.grad(roots, ends, given, retain_graph=True, allow_unused=True)
+                return gradients_at(roots, given, edges)
 
         if self.probes:
             with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
@@ -586,14 +586,20 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
     # `state`: what the model is put back to; None for what it is now.
     state = state or _state_of(capture, call)
     randomness = Randomness(_used(capture, call))
+    # A checkpoint around the call counts what is saved in it.
+    uncounted = saved_tensors_hooks(_as_it_is, _as_it_is) if under_checkpoint() else nullcontext()
     try:
-        with _torch.own_parametrization_cache():
+        with _torch.own_parametrization_cache(), uncounted:
             yield
     finally:
         state.restore()
         randomness.restore()
         # Weights that were cast for autocast here are of graphs that nobody sees.
         torch.clear_autocast_cache()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _state_of(capture: CaptureContext, call: ModuleCall, *, outside: bool = True) -> ModuleState:

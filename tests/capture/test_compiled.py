@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from tests.reference import clip_and_sum, per_sample_gradients
@@ -125,4 +126,41 @@ def test_a_stance_of_the_users_stays():
     with torch.compiler.set_stance("eager_on_recompile"):
         clipper.backward(model(torch.randint(11, (4, 5))).square().sum(1))
         assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+
+def test_a_backward_that_raised_leaves_the_compiler_and_the_parameters():
+    model, armed = _Checkpointed(), []
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    model.first.register_full_backward_hook(lambda *_: armed[0]() if armed else None)
+    clipper.backward(model(torch.randn(4, 7)).square().sum(1))
+    losses = model(torch.randn(4, 7)).square().sum(1)
+    armed.append(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        losses.mean().backward()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    armed.clear()
+    clipper.backward(model(torch.randn(4, 7)).square().sum(1))
+    assert clipper.per_sample_norms.shape == (4,)
+
+
+def test_a_checkpoint_between_two_parts_of_a_model_leaves_the_compiler():
+    model = _Model().layers
+    model.append(nn.Linear(7, 2))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    x = torch.randn(4, 7)
+    between = checkpoint(lambda x: model[2](x.relu()), model[0](x), use_reentrant=False)
+    losses = model[3](between).square().sum(1)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    clipper.backward(losses)
     assert torch._dynamo.eval_frame._stance.stance == "default"

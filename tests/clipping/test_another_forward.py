@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
@@ -43,6 +44,17 @@ BACKWARDS = {
     "a mean": lambda clipper, losses: clipper.backward(losses.mean()),
     "losses": lambda clipper, losses: clipper.backward(losses),
 }
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("strategy", ["bookkeeping", "hooks", "ghost", "fast"])
+def test_losses_that_are_run_again_are_exact(strategy, use_reentrant):
+    """A loss under activation checkpointing is proved as any, and what its proof accumulates is taken back."""
+    model, (x, y) = _model(), _batch()
+    with ghostclip.GhostClipper(model, max_grad_norm=C, strategy=strategy) as clipper:
+        clipper.backward(checkpoint(lambda logits: _losses(logits, y), model(x), use_reentrant=use_reentrant))
+        found = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found, _expected(model, x, y), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping", "hooks", "ghost", "fast"])

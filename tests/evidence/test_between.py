@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip.errors import SampleMixingError
@@ -19,6 +22,7 @@ class Parts(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder, self.decoder = nn.Sequential(nn.Linear(6, 5), nn.Tanh()), nn.Linear(5, 3)
+        self.middle = nn.Linear(5, 5)
         self.pairs, self.memory = nn.Bilinear(5, 5, 3), nn.GRU(5, 5, 2, batch_first=True)
 
 
@@ -30,6 +34,19 @@ def _over_time(model, h):
     return model.decoder(torch.stack(found, 1)).mean(1)
 
 
+def _again(function, *, use_reentrant):
+    """A function that is run again for its backward; of one sample, for the expected sum, it is run once."""
+    return lambda h: function(h) if len(h) == 1 else checkpoint(function, h, use_reentrant=use_reentrant)
+
+
+def _run_again(model, h, *, use_reentrant):
+    return model.decoder(_again(lambda h: model.middle(h.relu()), use_reentrant=use_reentrant)(h))
+
+
+def _together_again(model, h, *, use_reentrant):
+    return model.decoder(_again(lambda h: h - h.mean(0), use_reentrant=use_reentrant)(h))
+
+
 # What becomes of the encoder's outputs (B, 5), up to logits.
 APART = {
     "as they are": lambda model, h: model.decoder(h),
@@ -37,6 +54,8 @@ APART = {
     "in positions": lambda model, h: model.decoder(h.unsqueeze(1).expand(-1, 4, -1).cumsum(1)).mean(1),
     "detached": lambda model, h: model.decoder(h) + model.decoder(h.detach()),
     "states of time": _over_time,
+    "a checkpoint": partial(_run_again, use_reentrant=False),
+    "a reentrant checkpoint": partial(_run_again, use_reentrant=True),
 }
 TOGETHER = {
     "centred": lambda model, h: model.decoder(h - h.mean(0)),
@@ -44,6 +63,8 @@ TOGETHER = {
     "beside the mean": lambda model, h: model.pairs(h, h.mean(0).expand_as(h)),
     "beside a shuffled copy": lambda model, h: model.pairs(h, torch.tanh(h).roll(1, 0)),
     "after all before": lambda model, h: model.decoder(h.cumsum(0)),
+    "in a checkpoint": partial(_together_again, use_reentrant=False),
+    "in a reentrant checkpoint": partial(_together_again, use_reentrant=True),
 }
 
 
