@@ -35,7 +35,10 @@ _TORCH_SAYS = (
 # Of the parameter sets of each test of a folder or file one in so many is quick, at least one; 0: none.
 QUICK = {
     "accounting": 3,
+    "accounting/test_history_kinds.py": 6,
+    "accounting/test_tight_bounds.py": 6,
     "architectures": 6,
+    "audit/test_loops.py": 2,
     "benchmarks": 0,
     "benchmarks/test_mutations.py": 1,
     "cli/test_epsilon_and_calibrate.py": 3,
@@ -46,6 +49,7 @@ QUICK = {
     "compat": 6,
     "data": 3,
     "distributed": 3,
+    "distributed/test_divided.py": 5,
     "distributed/test_sequences.py": 0,
     "distributed/test_sharded_measures.py": 0,
     "docs": 4,
@@ -53,6 +57,7 @@ QUICK = {
     "evidence/test_noise.py": 3,
     "exactness/test_clipped_sums.py": 3,
     "exactness/test_flops.py": 2,
+    "exactness/test_rounded_factors.py": 2,
     "graph": 3,
     "integrations": 20,
     "integrations/test_graphs_take_over.py": 0,
@@ -61,6 +66,8 @@ QUICK = {
     "mechanisms": 4,
     "optim": 3,
     "paper_repro": 0,
+    "planning/test_below.py": 2,
+    "privacy/test_resume.py": 3,
     "project/test_collection.py": 0,
 }
 # And one in so many is run by CI beside the quick ones. `make test-slow` runs the others: more examples of the same.

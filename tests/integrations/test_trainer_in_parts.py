@@ -42,8 +42,25 @@ def _model(toy):
     return transformers.LlamaForCausalLM(config)
 
 
-def _trained(folder, toy, mesh):
-    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+# Which toy is held in which parts, and whether the trainer has a compute_loss of its own.
+RUNS = [("gpt2", "dp=2", False), ("gpt2", "dp=2", True), ("llama", "tp=2", False)]
+
+
+def _trainer(*, own_loss):
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class OwnLoss(DPTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(input_ids=inputs["input_ids"])
+            scores, labels = outputs.logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:]
+            loss = torch.nn.functional.cross_entropy(scores, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss if own_loss else DPTrainer
+
+
+def _trained(folder, toy, mesh, *, own_loss=False):
+    from ghostclip.integrations.transformers import DPTrainingArguments
 
     generator = torch.Generator().manual_seed(2)
     ids = [torch.randint(30, (9,), generator=generator) for _ in range(24)]
@@ -54,7 +71,8 @@ def _trained(folder, toy, mesh):
         from ghostclip.scaling import Mesh
 
         divide(model, Mesh.parse(mesh), torch.device("cpu"))
-    trainer = DPTrainer(model, DPTrainingArguments(output_dir=str(folder), **GIVEN), train_dataset=records)
+    arguments = DPTrainingArguments(output_dir=str(folder), **GIVEN)
+    trainer = _trainer(own_loss=own_loss)(model, arguments, train_dataset=records)
     said = trainer.train().metrics
     state = model.state_dict()
     if mesh is not None:
@@ -68,7 +86,7 @@ def _rank(rank, ranks, folder):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     with process_group(rank, ranks, folder, meshes=True):
-        found = {mesh: _trained(Path(folder), toy, mesh) for toy, mesh in (("gpt2", "dp=2"), ("llama", "tp=2"))}
+        found = [_trained(Path(folder), toy, mesh, own_loss=own_loss) for toy, mesh, own_loss in RUNS]
         if rank == 0:
             torch.save(found, Path(folder) / "found.pt")
     sys.stdout.flush()
@@ -78,11 +96,11 @@ def _rank(rank, ranks, folder):
 def test_a_model_in_parts_is_trained_as_a_whole_one(tmp_path):
     start_ranks(_rank, 2, str(tmp_path))
     found = torch.load(tmp_path / "found.pt", weights_only=True)
-    for toy, mesh in (("gpt2", "dp=2"), ("llama", "tp=2")):
-        alone = _trained(tmp_path, toy, None)
-        assert found[mesh]["epsilon"] == alone["epsilon"]
+    for run, in_parts in zip(RUNS, found, strict=True):
+        alone = _trained(tmp_path, run[0], None)
+        assert in_parts["epsilon"] == alone["epsilon"]
         for name, weight in alone["weights"].items():
-            torch.testing.assert_close(found[mesh]["weights"][name], weight, rtol=1e-5, atol=1e-6, msg=f"{mesh} {name}")
+            torch.testing.assert_close(in_parts["weights"][name], weight, rtol=1e-5, atol=1e-6, msg=f"{run} {name}")
 
 
 def test_a_budget_beside_a_given_noise_ends_the_training(tmp_path, monkeypatch):
