@@ -20,8 +20,10 @@ from ghostclip.clipping import policies
 from tests.exactness.sensitivity.layers import Data, Kind, Model
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
-# What is added to 1 before a move is too large: the rounding of sums that are subtracted.
-ALLOWED: Final = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float64: 1e-12}
+# What is added to 1 before a move is too large: the rounding of sums that are subtracted, and of the other samples'
+# norms, which a batch of another size rounds otherwise. In float64 1.3e-12 was met, of a gradient of 5e-7 whose terms
+# are of 4e3 and cancel, scaled to C.
+ALLOWED: Final = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float64: 1e-11}
 
 
 @dataclass(frozen=True)
