@@ -26,7 +26,7 @@ from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.rules.registry import operation_name
 
 # So many samples show what lies behind a gate.
-_FEW: Final = 4
+_FEW: Final = 3
 # Row maps that know no sample by its number.
 _BY_SIZE: Final = frozenset({"axis", "major", "minor"})
 # So many samples of a larger batch show which axes hold them.
@@ -78,7 +78,7 @@ class Batch:
     @property
     def left(self) -> list[int]:
         """A few samples, which are also run by themselves where those of `apart` come out otherwise."""
-        return self.apart if self.by_place or self.again else self.drawn[: max(_FEW // 2, self.size // 4)]
+        return self.apart if self.by_place or self.again else self.drawn[: max(2, self.size // 4)]
 
     @property
     def has_lists(self) -> bool:

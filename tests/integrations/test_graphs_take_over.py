@@ -7,6 +7,7 @@ import torch._dynamo
 from tests.graph.at_once import at_once
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]

@@ -8,6 +8,7 @@ from ghostclip.finetune import options as finetune_options
 from ghostclip.planning.plan import MEMORY_BUDGET
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 pytestmark = pytest.mark.integration
 
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments  # noqa: E402
