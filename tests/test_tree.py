@@ -21,7 +21,7 @@ TREES = {
     "packed": (pack_sequence([B, A]), C),
     "empty": ((), [], {}),
 }
-if find_spec("transformers") is not None and find_spec("huggingface_hub") is not None:
+if find_spec("transformers") is not None:
     from transformers.modeling_outputs import CausalLMOutput
 
     TREES["registered output"] = [CausalLMOutput(loss=A, logits=B), C]
