@@ -645,7 +645,7 @@ class GhostClipper:
         strategy = decided if self.strategy in _CHOOSES else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
         found = coverage_of(
-            self.model, sites, strategy=strategy, kept=self.planner.latest, reduced=reduced, unchecked=unchecked
+            self.model, sites, strategy=strategy, stored=self.planner.latest, reduced=reduced, unchecked=unchecked
         )
         found.graphs = self.describe_graphs()
         return found
