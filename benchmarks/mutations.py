@@ -76,7 +76,7 @@ MUTATIONS = (
              "return tensor.index_select(0, index_D.to(tensor.device)).flip(0)",
              "factors clipping/test_norm_sums.py exactness/test_uses_that_cancel.py"),
     Mutation("NaN times 0 is added", "a sample that is not finite adds nothing", "clipping/decisions.py",
-             "kept = factor if self.keep_B is None else factor.masked(self.keep_B)", "kept = factor",
+             "included = factor if self.keep_B is None else factor.masked(self.keep_B)", "included = factor",
              "clipping/test_step.py exactness/test_sensitivity_search.py audit/test_sensitivity.py"),
     Mutation("mean taken for a sum", "norms are of each sample's own loss", "clipping/state.py",
              "return float(max(1, forward.batch_size)) if is_mean else 1.0", "return 1.0",
@@ -153,7 +153,7 @@ MUTATIONS = (
              "torch.where(valid_B & certain_B, coef_B, 0.0)", "torch.where(certain_B, coef_B, 0.0)",
              "graph/test_steps.py"),
     Mutation("graph not compared", "a graph is held against the eager engine", "graph/step.py",
-             "doubt is None and self._agrees(found, before)", "doubt is None", "graph/test_refusals.py"),
+             "doubt is None and self._agrees(outcome, before)", "doubt is None", "graph/test_refusals.py"),
 )
 # fmt: on
 

@@ -66,8 +66,8 @@ def require_plotting() -> None:
 def require_picture(path: Path, option: str) -> None:
     """Refuse, by the option that names it, a picture that could not be drawn or written; changes nothing."""
     if path.suffix.lower() not in PICTURES:
-        given = f"the ending {path.suffix!r}" if path.suffix else "no ending"
-        raise InvalidOptionError(f"{option} {path}: {given}; a picture ends in {', '.join(PICTURES)}.")
+        ending = f"the ending {path.suffix!r}" if path.suffix else "no ending"
+        raise InvalidOptionError(f"{option} {path}: {ending}; a picture ends in {', '.join(PICTURES)}.")
     require_plotting()
     require_writable(path, option)
 

@@ -124,10 +124,10 @@ def divide_all_(tensors: Sequence[Tensor], divisor: float) -> None:
     alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.device, tensor.dtype].append(tensor)
-    for (device, dtype), own in alike.items():
+    for (device, dtype), group in alike.items():
         wide = torch.promote_types(dtype, torch.float32)
         by = divisor if device.type == "cpu" else torch.full((), divisor, dtype=wide, device=device)
-        torch._foreach_div_(own, by)
+        torch._foreach_div_(group, by)
 
 
 def scaled_all(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
@@ -169,9 +169,9 @@ def has_saved(node: Any, name: str) -> bool:
     return hasattr(node, f"_saved_{name}")
 
 
-def signed(kept: int) -> int:
+def signed(number: int) -> int:
     """Return a whole number that a node keeps; a negative one is kept modulo 2^64: ``_saved_*``."""
-    return kept - (1 << 64) if kept >> 63 > 0 else kept
+    return number - (1 << 64) if number >> 63 > 0 else number
 
 
 _saved_names: dict[type, list[str]] = {}
@@ -183,8 +183,8 @@ def saved_tensors(node: Any) -> list[Tensor]:
     kind = type(node)
     if kind not in _saved_names:
         # Numbers and sizes stand beside the tensors: what is a tensor shows only in the value.
-        found = [name for name in dir(kind) if name.startswith("_saved_")]
-        _saved_names[kind] = found or (["saved_tensors"] if hasattr(kind, "saved_tensors") else [])
+        names = [name for name in dir(kind) if name.startswith("_saved_")]
+        _saved_names[kind] = names or (["saved_tensors"] if hasattr(kind, "saved_tensors") else [])
     tensors: list[Tensor] = []
     for name in _saved_names[kind]:
         try:
@@ -208,13 +208,13 @@ def run_node(node: Any, grads: Mapping[int, Tensor]) -> Any:
     # back, or of one input its gradient.
     about = outputs_of(node)
     if callable(node):
-        return node(*(grads.get(place) for place in range(len(about))))
+        return node(*(grads.get(index) for index in range(len(about))))
     missing = {
-        place: torch.zeros(tuple(one.shape), dtype=one.dtype, device=one.device)
-        for place, one in enumerate(about)
-        if place not in grads
+        index: torch.zeros(tuple(one.shape), dtype=one.dtype, device=one.device)
+        for index, one in enumerate(about)
+        if index not in grads
     }
-    return node.apply(*({**grads, **missing}[place] for place in range(len(about))))
+    return node.apply(*({**grads, **missing}[index] for index in range(len(about))))
 
 
 def module_of_function(node: Any) -> str | None:
@@ -272,8 +272,8 @@ def hear_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether somebody else set a hook on a leaf's gradient or its accumulation: ``Tensor._backward_hooks``."""
-    kept = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    hooks = [hook for found in kept for hook in (found or {}).values()]
+    hook_tables = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    hooks = [hook for table in hook_tables for hook in (table or {}).values()]
     return any(not getattr(hook, "__module__", "").startswith("ghostclip.") for hook in hooks)
 
 
@@ -287,13 +287,13 @@ def _of_output(hook: Callable[[Tensor], Tensor], number: int, grads: tuple[Any, 
 def has_hooks(node: Any) -> bool:
     """Return whether somebody has set hooks on a node itself: ``Node.register_prehook``, ``Node.register_hook``."""
     # Not counting that of `hear_gradient`.
-    found: list[Any] = []
+    hooks: list[Any] = []
     for register in (node.register_prehook, node.register_hook):
         # All hooks of one kind are in one dict, which a handle knows.
         handle = register(_nothing)
-        found += (handle.hooks_dict_ref() or {}).values()
+        hooks += (handle.hooks_dict_ref() or {}).values()
         handle.remove()
-    return any(hook is not _nothing and getattr(hook, "func", None) is not _of_output for hook in found)
+    return any(hook is not _nothing and getattr(hook, "func", None) is not _of_output for hook in hooks)
 
 
 def _nothing(*_: Any) -> None:
@@ -575,11 +575,11 @@ def call_between_hooks(watched: Watched, args: Sequence[Any], kwargs: Mapping[st
 @contextmanager
 def own_parametrization_cache() -> Iterator[None]:
     """Set aside what ``torch.nn.utils.parametrize.cached()`` has kept: ``parametrize._cache``."""
-    kept, parametrize._cache = parametrize._cache, {}
+    cache, parametrize._cache = parametrize._cache, {}
     try:
         yield
     finally:
-        parametrize._cache = kept
+        parametrize._cache = cache
 
 
 # The hooks that a call runs, and what they are called with.
@@ -653,8 +653,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def microbatches_of(schedule: Any) -> int:
     """Return the number of microbatches of a schedule of a pipeline: ``_n_microbatches``."""
-    found: int = schedule._n_microbatches
-    return found
+    count: int = schedule._n_microbatches
+    return count
 
 
 def sends_within_a_rank(stage: Any) -> bool:
@@ -698,8 +698,8 @@ def is_arriving(tensor: Any) -> bool:
 class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
-        found: Tensor = tensor.wait()
-        return found.view_as(found)
+        plain: Tensor = tensor.wait()
+        return plain.view_as(plain)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -708,8 +708,8 @@ class _Arrived(torch.autograd.Function):
 
 def arrived(tensor: Any) -> Tensor:
     """Wait for a tensor that `is_arriving`, and return the plain one, in the graph: ``AsyncCollectiveTensor.wait``."""
-    found: Tensor = _Arrived.apply(tensor)
-    return found
+    plain: Tensor = _Arrived.apply(tensor)
+    return plain
 
 
 def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
@@ -718,8 +718,8 @@ def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
     if not is_sharded_tensor(tensor):
         plain: Tensor = tensor
         return plain
-    found: Tensor = tensor.to_local(grad_placements=gradient)
-    return arrived(found) if is_arriving(found) else found
+    part: Tensor = tensor.to_local(grad_placements=gradient)
+    return arrived(part) if is_arriving(part) else part
 
 
 def in_loss_parallel() -> bool:
@@ -763,18 +763,18 @@ def keep_gathered(module: Any) -> Callable[[], None]:
     ``set_reshard_after_forward`` and ``set_reshard_after_backward`` set, and nothing public reads.
     """
     state = module._get_fsdp_state()
-    found = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in _groups_of(state)]
+    groups = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in _groups_of(state)]
     choice = state._auto_reshard_after_forward
     # From whatever parts it has: those after a forward lie on a mesh that is forgotten next.
     module.unshard()
-    for group, _, _ in found:
+    for group, _, _ in groups:
         group.post_forward_mesh_info, group.reshard_after_backward = None, False
 
     def restore() -> None:
         # What makes a root keep its parameters after a forward is decided in its first one.
-        kept = state._is_root and choice
-        for group, after_forward, after_backward in found:
-            group.post_forward_mesh_info = None if kept else after_forward
+        keeps = state._is_root and choice
+        for group, after_forward, after_backward in groups:
+            group.post_forward_mesh_info = None if keeps else after_forward
             group.reshard_after_backward = after_backward
 
     return restore
@@ -928,16 +928,16 @@ def compiler_cache() -> str | None:
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    kept = config.fx_graph_cache and aot.enable_autograd_cache and not config.force_disable_caches
-    return cache_dir() if kept else None
+    enabled = config.fx_graph_cache and aot.enable_autograd_cache and not config.force_disable_caches
+    return cache_dir() if enabled else None
 
 
 def compiler_settings() -> str:
     """Return all settings of Inductor that its own cache tells apart: ``torch._inductor.config``."""
     from torch._inductor import config
 
-    found = {**config.save_config_portable(), "cpp.threads": compile_threads(), "compile_threads": None}
-    return repr(sorted(found.items(), key=lambda item: item[0]))
+    settings = {**config.save_config_portable(), "cpp.threads": compile_threads(), "compile_threads": None}
+    return repr(sorted(settings.items(), key=lambda item: item[0]))
 
 
 def compile_threads() -> int:

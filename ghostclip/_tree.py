@@ -33,21 +33,21 @@ def leaf(kind: _K) -> _K:
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves of a tree, in order, also those that are no tensors; ``is_leaf``: a container is one leaf."""
-    found: list[Any] = []
-    return found if _gather(tree, found) else _torch.tree_leaves(tree, is_leaf=is_leaf)
+    gathered: list[Any] = []
+    return gathered if _gather(tree, gathered) else _torch.tree_leaves(tree, is_leaf=is_leaf)
 
 
-def _gather(item: Any, found: list[Any]) -> bool:
+def _gather(item: Any, gathered: list[Any]) -> bool:
     """Gather the leaves of tuples, lists and dicts; False where something else may be a container as well."""
     kind = type(item)
     if kind is tuple or kind is list or kind is dict:
         for part in item.values() if kind is dict else item:
             if type(part) in _SEEN:
-                found.append(part)
-            elif not _gather(part, found):
+                gathered.append(part)
+            elif not _gather(part, gathered):
                 return False
         return True
-    found.append(item)
+    gathered.append(item)
     return kind in _LEAVES or isinstance(item, Tensor)
 
 
@@ -59,17 +59,17 @@ def tensors(tree: Any, *, into_objects: int = 0) -> list[Tensor]:
         return [tree]
     if not into_objects:
         return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-    found: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     pending, seen = [(tree, 0)], set()
     while pending:
         item, depth = pending.pop(0)
         for leaf in leaves(item):
             if isinstance(leaf, Tensor):
-                found[id(leaf)] = leaf
+                by_id[id(leaf)] = leaf
             elif depth < into_objects and id(leaf) not in seen:
                 seen.add(id(leaf))
                 pending += [(part, depth + 1) for part in _parts(leaf)]
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _parts(item: Any) -> list[Any]:
@@ -83,8 +83,8 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     """Return new containers of the same kinds with every leaf replaced."""
     kind = type(tree)
     if kind is tuple or kind is list:
-        found = [call(item) if type(item) in _SEEN else mapped(call, item) for item in tree]
-        return found if kind is list else tuple(found)
+        items = [call(item) if type(item) in _SEEN else mapped(call, item) for item in tree]
+        return items if kind is list else tuple(items)
     if kind is dict:
         return {key: mapped(call, item) for key, item in tree.items()} if tree else {}
     if kind in _LEAVES or isinstance(tree, Tensor):

@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(prog, _as_typed(str(error), parser), EXIT_MACHINE if stopped else EXIT_WRONG_INPUT)
     except OSError as error:
-        place = "the output" if error.filename is None else error.filename
-        said = f"{place}: {reason_of(error)}" if error.errno is not None else str(error) or type(error).__name__
+        filename = "the output" if error.filename is None else error.filename
+        said = f"{filename}: {reason_of(error)}" if error.errno is not None else str(error) or type(error).__name__
         return _complain(prog, said, EXIT_MACHINE)
     except MemoryError as error:
         return _complain(prog, str(error) or "out of memory", EXIT_MACHINE)
@@ -143,13 +143,13 @@ def _parser() -> _OneLineParser:
     return parser
 
 
-def _finetune(given: dict[str, Any]) -> int:
+def _finetune(args: dict[str, Any]) -> int:
     from ghostclip.finetune import job
 
-    return job.run(given)
+    return job.run(args)
 
 
-def _help(given: dict[str, Any]) -> int:
+def _help(args: dict[str, Any]) -> int:
     """Explain an error of ghostclip: what causes it and what to do.
 
     examples:
@@ -160,18 +160,18 @@ def _help(given: dict[str, Any]) -> int:
     """
     page = re.sub(r"\[([^\]]+)\]\((?:\.\./)?([^)]+)\)", r"\1 (\2)", _ERRORS.read_text(encoding="utf-8"))
     entries = dict(re.findall(r"^## (\w+)\n\n(.*?)\s*(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE))
-    name = given["error"]
+    name = args["error"]
     if name is None:
         print(page, end="")
         return 0
     known = {entry.lower(): entry for entry in entries}
-    found = known.get(name.lower())
-    if found is None:
+    error_name = known.get(name.lower())
+    if error_name is None:
         raise InvalidOptionError(
             f"{name}: no error of ghostclip{did_you_mean(name, entries, otherwise='.')} `ghostclip help` lists them; "
             "`ghostclip COMMAND --help` explains a command."
         )
-    print(f"{found}: {inspect.getdoc(getattr(errors, found))}\n\n{entries[found]}")
+    print(f"{error_name}: {inspect.getdoc(getattr(errors, error_name))}\n\n{entries[error_name]}")
     return 0
 
 
@@ -212,7 +212,7 @@ def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
     for name, dest in _PARAMETERS.items():
         options.setdefault(name, options.get(dest, name))
     return re.sub(
-        r"(?<![\w'.-])(\w+)=", lambda found: f"{options[found[1]]} " if found[1] in options else found[0], message
+        r"(?<![\w'.-])(\w+)=", lambda match: f"{options[match[1]]} " if match[1] in options else match[0], message
     )
 
 

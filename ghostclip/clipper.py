@@ -462,8 +462,8 @@ class GhostClipper:
         """
         self._evidence.hands_on = loss_elsewhere
         try:
-            with self._one_pass.holding(loss_elsewhere=loss_elsewhere) as held:
-                yield held
+            with self._one_pass.holding(loss_elsewhere=loss_elsewhere) as pending:
+                yield pending
         finally:
             self._evidence.hands_on = False
 
@@ -485,8 +485,8 @@ class GhostClipper:
                 refuse_lost_gradient(roots)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
-        given = list(grads) or [None]
-        if any(grad is None for grad in given) or not all(map(is_output, map(edge_of, roots))):
+        output_grads = list(grads) or [None]
+        if any(grad is None for grad in output_grads) or not all(map(is_output, map(edge_of, roots))):
             message = (
                 "a backward through a part of a model does not begin at the outputs of that part with gradients from "
                 "the next: let the schedule of the pipeline run it."
@@ -644,11 +644,11 @@ class GhostClipper:
         decided = "ghost" if reduced is None and self._capture.is_checkpointed() else "bookkeeping"
         strategy = decided if self.strategy in _CHOOSES else self.strategy
         sites, unchecked = self._capture.sites.table.values(), str(self.unchecked)
-        found = coverage_of(
-            self.model, sites, strategy=strategy, kept=self.planner.latest, reduced=reduced, unchecked=unchecked
+        report = coverage_of(
+            self.model, sites, strategy=strategy, stored=self.planner.latest, reduced=reduced, unchecked=unchecked
         )
-        found.graphs = self.describe_graphs()
-        return found
+        report.graphs = self.describe_graphs()
+        return report
 
     @property
     def unchecked(self) -> Unchecked:

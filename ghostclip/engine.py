@@ -160,15 +160,15 @@ class PrivacyEngine:
             0.125
         """
         check_options(options, self.noise_level)
-        given = Prepared.of(optimizer, data_loader)
+        prepared = Prepared.of(optimizer, data_loader)
         request = Request(
             module=module,
-            optimizer=given.optimizer,
-            sampling=self._sampled(given.data_loader, options, options.mechanism),
+            optimizer=prepared.optimizer,
+            sampling=self._sampled(prepared.data_loader, options, options.mechanism),
             noise_multiplier=noise_multiplier,
             options=options,
         )
-        return given.around(self._assemble(request, budget))
+        return prepared.around(self._assemble(request, budget))
 
     @takes_options
     def make_private_with_epsilon(  # noqa: PLR0913 - Opacus's arguments
@@ -215,14 +215,14 @@ class PrivacyEngine:
             σ = 0.99
         """
         check_options(options, self.noise_level)
-        given = Prepared.of(optimizer, data_loader)
+        prepared = Prepared.of(optimizer, data_loader)
         planned = options.mechanism and options.mechanism.for_epochs(epochs)
         budget = _target(target_epsilon, target_delta, when_spent)
-        sampling = self._sampled(given.data_loader, options, planned)
+        sampling = self._sampled(prepared.data_loader, options, planned)
         self._warn_of(target_delta, sampling)
         request = Request(
             module=module,
-            optimizer=given.optimizer,
+            optimizer=prepared.optimizer,
             sampling=sampling,
             noise_multiplier=self._account.noise_for(
                 budget, sampling, epochs=epochs, coordinates=coordinates_of(module, self.noise_level)
@@ -230,7 +230,7 @@ class PrivacyEngine:
             options=options,
             releases=epochs * len(sampling.loader) if isinstance(sampling.loader, DPDataLoader) else None,
         )
-        return given.around(self._assemble(request, budget))
+        return prepared.around(self._assemble(request, budget))
 
     @property
     def secure_mode(self) -> bool:

@@ -291,26 +291,26 @@ class _Ratio:
         last = max(self.first + a_N.size, other.first + b_N.size) + math.ceil(math.log(2) / h) + 1
         sum_N = np.zeros(last - first + 1)
         most = math.ceil(_APART / h)
-        # Entry i of one meets entry j of the other at i - j = apart.
+        # Entry i of one meets entry j of the other at i - j = lag.
         offset = self.first - other.first
-        for apart in range(max(-most, offset + 1 - b_N.size), min(most, offset + a_N.size - 1) + 1):
-            shift = apart - offset
+        for lag in range(max(-most, offset + 1 - b_N.size), min(most, offset + a_N.size - 1) + 1):
+            shift = lag - offset
             low, high = max(0, shift), min(a_N.size, b_N.size + shift)
             if low >= high:
                 continue
             both = a_N[low:high] * b_N[low - shift : high - shift]
-            above = math.log1p(math.exp(-h * abs(apart))) / h
+            above = math.log1p(math.exp(-h * abs(lag))) / h
             cells = math.floor(above)
             up = min(1.0, math.expm1(h * (above - cells)) / math.expm1(h))
-            start = self.first - first + low - min(0, apart) + cells
+            start = self.first - first + low - min(0, lag) + cells
             sum_N[start : start + both.size] += (1 - up) * both
             sum_N[start + 1 : start + 1 + both.size] += up * both
         for one, two in ((self, other), (other, self)):
             # What lies so far below that it adds nothing.
             below_N = np.concatenate(([0.0], np.cumsum(two.mass_N)))
-            place_N = np.clip(one.first + np.arange(one.mass_N.size) - most - two.first, 0, two.mass_N.size)
+            index_N = np.clip(one.first + np.arange(one.mass_N.size) - most - two.first, 0, two.mass_N.size)
             start = one.first - first
-            sum_N[start : start + one.mass_N.size] += one.mass_N * (below_N[place_N] + two.zero)
+            sum_N[start : start + one.mass_N.size] += one.mass_N * (below_N[index_N] + two.zero)
         infinite = self.infinite + other.infinite
         return _Ratio(h, first, sum_N, self.zero * other.zero, infinite).trimmed()
 

@@ -100,8 +100,8 @@ def _few(groups: tuple[Group, ...], side: str) -> list[Group]:
 def _moved(value: float, log_ratio: float, *, up: bool) -> float:
     if value in {0.0, 1.0}:
         return value
-    place = math.log(value) / log_ratio
-    moved = math.exp((math.ceil(place) if up else math.floor(place)) * log_ratio)
+    exponent = math.log(value) / log_ratio
+    moved = math.exp((math.ceil(exponent) if up else math.floor(exponent)) * log_ratio)
     return max(value, moved) if up else min(value, moved)
 
 
@@ -188,12 +188,12 @@ def pld_delta(history: History, epsilon: float) -> Bounds:
     if not history.count:
         return Bounds(0.0, 0.0)
     # What is cut off counts as δ, and δ is not known yet: far enough for any δ that matters.
-    found = delta_bounds(
+    bounds = delta_bounds(
         partial(compose, history),
         directions(history.relation),
         epsilon=epsilon,
         reach=reach(history, 1e-24),
         width=first_width(history),
     )
-    upper = math.nextafter(found.upper, 1.0) if 0 < found.upper < 1 else found.upper
-    return Bounds(min(found.lower, history.participation), min(upper, history.participation))
+    upper = math.nextafter(bounds.upper, 1.0) if 0 < bounds.upper < 1 else bounds.upper
+    return Bounds(min(bounds.lower, history.participation), min(upper, history.participation))

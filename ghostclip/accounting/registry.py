@@ -49,14 +49,14 @@ class GaussianAccountant(Accountant):
     def epsilon_bounds(self, delta: float) -> Bounds:
         """Return the estimate of ε, twice: neither is a bound."""
         delta, history = probability(delta, "delta"), self._one_step()
-        found = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
-        return Bounds(found.upper, found.upper)
+        bounds = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
+        return Bounds(bounds.upper, bounds.upper)
 
     def delta_bounds(self, epsilon: float) -> Bounds:
         """Return the estimate of δ, twice: neither is a bound."""
         epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
-        found = delta_bounds(partial(compose, history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
-        return Bounds(found.upper, found.upper)
+        bounds = delta_bounds(partial(compose, history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
+        return Bounds(bounds.upper, bounds.upper)
 
     def _one_step(self) -> History:
         mu = self.mu

@@ -59,15 +59,15 @@ def _bare_optimizer(optimizer: Any) -> Any:
     return optimizer.optimizer if wrapped else optimizer
 
 
-def _wrapped(given: Any, private: Optimizer) -> Any:
+def _wrapped(original: Any, private: Optimizer) -> Any:
     """Return the private optimizer in the wrapping of the given one, which the framework refers to."""
-    if _is(given, "accelerate", "AcceleratedOptimizer"):
-        given.__init__(private, device_placement=False, scaler=given.scaler)
-        return given
-    kind = next((kind for kind in type(given).__mro__ if kind.__name__ == "_FabricOptimizer"), None)
+    if _is(original, "accelerate", "AcceleratedOptimizer"):
+        original.__init__(private, device_placement=False, scaler=original.scaler)
+        return original
+    kind = next((kind for kind in type(original).__mro__ if kind.__name__ == "_FabricOptimizer"), None)
     if kind is not None:
-        kind.__init__(given, private, given._strategy, given._callbacks)  # type: ignore[misc]
-        return given
+        kind.__init__(original, private, original._strategy, original._callbacks)  # type: ignore[misc]
+        return original
     return private
 
 

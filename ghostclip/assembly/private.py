@@ -372,8 +372,8 @@ def check_objects(module: nn.Module, optimizer: Optimizer) -> None:
             "module DataParallel: one process on several devices is not supported. Pass the model inside it "
             "(module.module), or run a process for each device with torch.distributed."
         )
-    own = {id(p) for p in module.parameters()}
-    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    parameter_ids = {id(p) for p in module.parameters()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in parameter_ids]
     if strange:
         gathered = ", after module.reshard() where a forward has gathered them" if parts else ""
         raise UncoveredParameterError(

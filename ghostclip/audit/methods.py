@@ -147,8 +147,8 @@ def _epsilons(fpr: ArrayLike, fnr: ArrayLike, delta: float) -> Array:
     """
     rates = np.asarray([fpr, fnr], dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Array = np.log(np.maximum(1 - rates[::-1] - delta, 0.0) / rates).max(axis=0).clip(0.0)
-    return found
+        epsilons: Array = np.log(np.maximum(1 - rates[::-1] - delta, 0.0) / rates).max(axis=0).clip(0.0)
+    return epsilons
 
 
 def _mus(fpr: ArrayLike, fnr: ArrayLike) -> Array:
@@ -366,13 +366,13 @@ class Finding:
 
     def sentence(self) -> str:
         """Return the result, and what it says about the claim, in one line."""
-        found = f"epsilon >= {self.epsilon:.3f} at delta = {self.delta:g} with {100 * self.confidence:g} % confidence"
+        bound = f"epsilon >= {self.epsilon:.3f} at delta = {self.delta:g} with {100 * self.confidence:g} % confidence"
         if self.claimed_epsilon is None:
-            return f"{found} ({self.method})."
+            return f"{bound} ({self.method})."
         claim = f"the claim epsilon <= {self.claimed_epsilon:g}"
         if self.contradicts:
-            return f"{found} ({self.method}): {claim} is contradicted."
-        return f"{found} ({self.method}): {claim} is not contradicted, which does not prove it."
+            return f"{bound} ({self.method}): {claim} is contradicted."
+        return f"{bound} ({self.method}): {claim} is not contradicted, which does not prove it."
 
     def basis(self) -> str:
         """Return what the bound assumes and what was measured, in one line."""

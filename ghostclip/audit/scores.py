@@ -90,12 +90,12 @@ def load_scores(path: str | Path) -> Scores:
         raise DataError(f"{path}: columns {', '.join(columns) or 'none'}; wanted 'score', and 'included' or 'member'.")
 
     def read(name: str, read_one: Callable[[object], float | None], wanted: str) -> list[float]:
-        found = [read_one(value) for value in columns[name]]
-        if None in found:
-            row = found.index(None)
-            place = f"line {lines[row]}" if lines else f"record {row + 1}"
-            raise DataError(f"{path}, {place}, column {name!r}: {columns[name][row]!r} is not {wanted}.")
-        return [value for value in found if value is not None]
+        parsed = [read_one(value) for value in columns[name]]
+        if None in parsed:
+            row = parsed.index(None)
+            location = f"line {lines[row]}" if lines else f"record {row + 1}"
+            raise DataError(f"{path}, {location}, column {name!r}: {columns[name][row]!r} is not {wanted}.")
+        return [value for value in parsed if value is not None]
 
     scores = read("score", _number, "a number")
     included = read(member, _truth, "true or false, yes or no, 1 or 0")

@@ -74,8 +74,8 @@ class NamedGroups:
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
         """Return the groups, in the user's order; refuse a parameter that belongs to no group or to several."""
-        found = {name: self._groups_of(name) for name in names}
-        wrong = [f"{name} ({', '.join(groups) or 'none'})" for name, groups in found.items() if len(groups) != 1]
+        matches = {name: self._groups_of(name) for name in names}
+        wrong = [f"{name} ({', '.join(groups) or 'none'})" for name, groups in matches.items() if len(groups) != 1]
         if wrong:
             more = f" and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else ""
             raise InvalidOptionError(
@@ -83,7 +83,7 @@ class NamedGroups:
                 f"{', '.join(wrong[:_NAMES_SHOWN])}{more}. Add a pattern such as '*' for the rest, or freeze them."
             )
         order = list(self._patterns)
-        return {name: order.index(groups[0]) for name, groups in found.items()}, tuple(order)
+        return {name: order.index(groups[0]) for name, groups in matches.items()}, tuple(order)
 
     def _groups_of(self, name: str) -> list[str]:
         """Return the groups with a pattern that the name matches; full names count before patterns."""

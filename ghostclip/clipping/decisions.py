@@ -50,27 +50,27 @@ class ClipWeights:
         """Add a factor's clipped sum to its parameter's."""
         # ``more``: other uses may follow, with which this one may cancel.
         buffer, is_new = sums.buffer(name)
-        kept = factor if self.keep_B is None else factor.masked(self.keep_B)
+        included = factor if self.keep_B is None else factor.masked(self.keep_B)
         group = self.group_of.get(name, 0)
-        # Terms of those that are formed apart may be beyond the type of the sum, and 0 times that is no number.
-        here = kept if self.ill_conditioned_B is None else kept.masked(~self.ill_conditioned_B)
+        # Terms of those that are formed in float64 may be beyond the type of the sum, and 0 times that is no number.
+        here = included if self.ill_conditioned_B is None else included.masked(~self.ill_conditioned_B)
         add = here.write_clipped_sum_ if is_new else here.add_clipped_sum_
         add(self._coefficients(group, buffer), buffer)
         if self.ill_conditioned_B is None:
             return
-        apart = self._apart.get(name)
-        if apart is None:
-            apart = self._apart[name] = torch.zeros_like(buffer, dtype=torch.float64)
+        double_sum = self._apart.get(name)
+        if double_sum is None:
+            double_sum = self._apart[name] = torch.zeros_like(buffer, dtype=torch.float64)
         index_D = self.ill_conditioned_B.nonzero().squeeze(1)
         coef_D = self.coef_GB[group].index_select(0, index_D.to(self.coef_GB[group].device))
-        kept.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), apart)
+        included.selected(index_D).in_double().add_clipped_sum_(coef_D.to(buffer.device).double(), double_sum)
         if not more:
             self._add_waiting(sums, name)
 
     def into_several(self, sums: GradientStore, joint: Joint) -> None:
         """Add the clipped sums of several parameters of the first group; no sample is ill-conditioned."""
-        kept = joint if self.keep_B is None else joint.masked(self.keep_B)
-        sums.add_several(kept.names, kept.clipped_sums(self._coefficients(0, kept.like)))
+        included = joint if self.keep_B is None else joint.masked(self.keep_B)
+        sums.add_several(included.names, included.clipped_sums(self._coefficients(0, included.like)))
 
     def finish(self, sums: GradientStore) -> None:
         """Add what waited for all uses of a parameter."""
@@ -190,8 +190,8 @@ class Decisions:
         if adaptation is not None:
             adaptation.observe(self.norm_GB, self.layout.bounds, finite_B)
         if not total.finite:
-            self._non_finite = found = finite_B.numel() - int(torch.count_nonzero(finite_B))
-            self._non_finite_total += found
+            self._non_finite = non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
+            self._non_finite_total += non_finite
         return finite_B if self._non_finite else None
 
     def close(self, rows: int, noted: Any) -> None:

@@ -149,9 +149,9 @@ class SmallLayers:
         self._formed_elements = 0
         self.gradients_full = False  # whether as many gradients wait as may where they are not stored
 
-    def takes(self, use: ParamUse, grad: Tensor, kept: frozenset[str]) -> bool:
+    def takes(self, use: ParamUse, grad: Tensor, stored: frozenset[str]) -> bool:
         """Take the gradient of a use's output if its layer is small and others may be like it."""
-        # Return whether it was taken. The gradient must not change until it was made a factor of. `kept`: parameters
+        # Return whether it was taken. The gradient must not change until it was made a factor of. `stored`: parameters
         # whose gradients are stored although their factors are smaller.
         if use.alike is None:
             return False
@@ -168,7 +168,7 @@ class SmallLayers:
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
             return False
-        always = kept and tuple(map(kept.__contains__, use.site.names))
+        always = stored and tuple(map(stored.__contains__, use.site.names))
         # What else is to be equal follows from these: sizes of parameters, types and devices are those of the form.
         key = use.alike, row_map.kind, always, grad.shape, grad.dtype, data
         self._waiting[key].append(_Waiting(use, grad, _torch.version(grad)))
@@ -198,42 +198,42 @@ class SmallLayers:
             return
         waiting, self._waiting, self._elements, self.full = self._waiting, defaultdict(list), 0, False
         all_train = next(iter(waiting.values()))[0].use.forward.around.all_train()
-        for found in waiting.values():
-            if _torch.versions([one.grad for one in found]) != [one.version for one in found]:
-                changed = next(one for one in found if _torch.version(one.grad) != one.version)
+        for uses in waiting.values():
+            if _torch.versions([one.grad for one in uses]) != [one.version for one in uses]:
+                changed = next(one for one in uses if _torch.version(one.grad) != one.version)
                 raise TamperedGradientError(tampered_message(", ".join(changed.use.site.names)))
-            if len(found) == 1 or not (all_train or _train(found)) or not self._joined(found):
-                for use, grad, _ in found:
+            if len(uses) == 1 or not (all_train or _train(uses)) or not self._joined(uses):
+                for use, grad, _ in uses:
                     self._alone(use, grad)
             if self._final:
-                for use, _, _ in found:
+                for use, _, _ in uses:
                     use.release()
 
     def finish_gradients(self) -> None:
         """Hand on all waiting gradients, those of each shape together unless too few are alike."""
         self._formed_elements, self.gradients_full = 0, False
         while self._formed:
-            found = self._formed.popitem()[1]
-            for name, factor, version in found:
+            formed = self._formed.popitem()[1]
+            for name, factor, version in formed:
                 if _torch.version(factor.grad_BP) != version:
                     raise TamperedGradientError(tampered_message(name))
-            if len(found) > _FEW:
-                joint = Joint([one.name for one in found], Dense(torch.cat([one.factor.grad_BP for one in found])))
+            if len(formed) > _FEW:
+                joint = Joint([one.name for one in formed], Dense(torch.cat([one.factor.grad_BP for one in formed])))
                 self._keep(joint)
                 self._join(joint)
                 continue
-            for name, factor, _ in found:
+            for name, factor, _ in formed:
                 self._keep(Joint([name], factor))
                 self._single(name, factor)
 
-    def _joined(self, found: Sequence[_Waiting]) -> bool:
+    def _joined(self, uses: Sequence[_Waiting]) -> bool:
         """Join uses; return False, with nothing done, where their factors have no form that can be joined."""
-        first, layers = found[0].use, len(found)
-        saved = first_saved([use.node for use, *_ in found if use.node is not None])
+        first, layers = uses[0].use, len(uses)
+        saved = first_saved([use.node for use, *_ in uses if use.node is not None])
         samples = layers * first.forward.batch_size
         formed = first.factors(
             [torch.cat(saved)] if saved else [],
-            torch.cat([grad for _, grad, _ in found]),
+            torch.cat([grad for _, grad, _ in uses]),
             lambda tensor, num_batch_dims: first.row_map.split(tensor, num_batch_dims, samples),
         )
         if any(
@@ -242,8 +242,8 @@ class SmallLayers:
         ):
             return False
         # Each target is a parameter itself.
-        names = dict(zip(first.targets, zip(*[use.site.consumed for use, *_ in found], strict=True), strict=True))
-        _note_sizes(found, formed)
+        names = dict(zip(first.targets, zip(*[use.site.consumed for use, *_ in uses], strict=True), strict=True))
+        _note_sizes(uses, formed)
         for key, factor in formed.items():
             assert isinstance(factor, (Dense, Outer))
             self._join(Joint(names[key], factor))
@@ -262,20 +262,20 @@ def _dtype(factor: Factor) -> torch.dtype | None:
     return accumulation_dtype(factor.g_NTO.dtype) if type(factor) is Outer and factor.slots == 1 else None
 
 
-def _train(found: Sequence[_Waiting]) -> bool:
+def _train(uses: Sequence[_Waiting]) -> bool:
     """Return whether all parameters of uses are still trained: one may have been frozen since the forward."""
-    leaves = [leaf for one in found for target in one.use.targets.values() for leaf in target.origin.leaves.values()]
+    leaves = [leaf for one in uses for target in one.use.targets.values() for leaf in target.origin.leaves.values()]
     return all(leaf.parameter.requires_grad for leaf in leaves)
 
 
-def _note_sizes(found: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
+def _note_sizes(uses: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
     """Note the sizes at every call site where they are the largest so far."""
     parts: dict[str, list[Factor]] = {}
-    for number, (use, grad, _) in enumerate(found):
+    for number, (use, grad, _) in enumerate(uses):
         if grad.numel() <= use.site.largest:
             continue
         saved = () if use.node is None else use.node.saved_tensors
-        parts = parts or {key: split_layers(factor, len(found)) for key, factor in formed.items()}
+        parts = parts or {key: split_layers(factor, len(uses)) for key, factor in formed.items()}
         for key, factors in parts.items():
             use.explain(key, factors[number], grad, saved, factors[number])
 
@@ -322,8 +322,8 @@ class SharedInputNorms:
         for input_NTI, other_NTO in ((factor.a_NTI, factor.g_NTO), (factor.g_NTO, factor.a_NTI)):
             readers = forward.readers.get(input_NTI.data_ptr(), 0)
             if readers > 1:
-                place = input_NTI.data_ptr(), input_NTI.shape, input_NTI.stride()
-                key = id(forward), place, input_NTI.dtype, other_NTO.dtype
+                memory = input_NTI.data_ptr(), input_NTI.shape, input_NTI.stride()
+                key = id(forward), memory, input_NTI.dtype, other_NTO.dtype
                 same = self._waiting[key]
                 same.append(_SharedInput(use, name, factor, input_NTI, other_NTO, versions(factor)))
                 if len(same) == readers:
@@ -336,31 +336,31 @@ class SharedInputNorms:
         while self._waiting:
             self._add(self._waiting.popitem()[1])
 
-    def _add(self, found: Sequence[_SharedInput]) -> None:
-        for waiting in found:
+    def _add(self, layers: Sequence[_SharedInput]) -> None:
+        for waiting in layers:
             if versions(waiting.factor) != waiting.versions:
                 raise TamperedGradientError(tampered_message(waiting.name))
-        samples, positions, inputs = found[0].input_NTI.shape
-        outputs = sum(waiting.other_NTO.shape[2] for waiting in found)
-        by = planner.formed_by(found[0].input_NTI, found[0].other_NTO)
+        samples, positions, inputs = layers[0].input_NTI.shape
+        outputs = sum(waiting.other_NTO.shape[2] for waiting in layers)
+        by = planner.formed_by(layers[0].input_NTI, layers[0].other_NTO)
         joint = planner.gram_flops(positions, inputs, outputs, **by)
         moved, calls = (_MOVED_BY_UNITS, _CALLS_BY_UNITS) if by["by_units"] else (_MOVED, _CALLS)
         if by["fused"]:
             calls = _CALLS_FUSED
-        saved = samples * (_separate_flops(found, by) - joint - moved * positions * outputs)
-        saved += (len(found) - 1) * calls
-        if len(found) > 1 and saved > 0:
-            self._total.add(found[0].name, _joint(found[0].input_NTI, [waiting.other_NTO for waiting in found]))
-            for waiting in found:
-                _note_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(found))
+        saved = samples * (_separate_flops(layers, by) - joint - moved * positions * outputs)
+        saved += (len(layers) - 1) * calls
+        if len(layers) > 1 and saved > 0:
+            self._total.add(layers[0].name, _joint(layers[0].input_NTI, [waiting.other_NTO for waiting in layers]))
+            for waiting in layers:
+                _note_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(layers))
             return
-        for waiting in found:
+        for waiting in layers:
             self._total.add_norm_of(waiting.name, waiting.factor)
 
 
-def _separate_flops(found: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
+def _separate_flops(layers: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
     """Return the FLOPs of the products of the norms one by one, per sample."""
-    sizes = [waiting.factor.sizes for waiting in found]
+    sizes = [waiting.factor.sizes for waiting in layers]
     return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
@@ -387,9 +387,9 @@ def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinis
         piece = slice(start, start + at_once)
         other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)
         outer = Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs))
-        found = outer.gram_sums()
-        if found is None:
+        gram = outer.gram_sums()
+        if gram is None:
             parts.append(outer.gram_sqnorm())
         else:
-            sums.append(found)
+            sums.append(gram)
     return end_to_end(parts) if parts else samples_joined(sums)

@@ -135,14 +135,14 @@ def _weights(path: Path, row_map: RowMap, batch_size: int, roots: Any, grads: An
     """Return the sum of the factors of each sample's values in the loss, float64."""
     # Of what was picked: the rest of the values may be in another term, whose factors are no business of this one's.
     first, *behind = path.from_the_first_pick()
-    found: Any
-    (found,) = torch.autograd.grad(roots, [GradientEdge(*first)], list(grads) or None, retain_graph=True)
+    gradient: Any
+    (gradient,) = torch.autograd.grad(roots, [GradientEdge(*first)], list(grads) or None, retain_graph=True)
     with torch.no_grad():
         for edge in behind:
-            onward = _torch.run_node(first[0], {first[1]: found})
-            found = onward[list(first[0].next_functions).index(edge)] if isinstance(onward, tuple) else onward
+            onward = _torch.run_node(first[0], {first[1]: gradient})
+            gradient = onward[list(first[0].next_functions).index(edge)] if isinstance(onward, tuple) else onward
             first = edge
-    return _by_sample(found.detach().double(), row_map, row_map.axis, batch_size)
+    return _by_sample(gradient.detach().double(), row_map, row_map.axis, batch_size)
 
 
 def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Tensor:
@@ -198,27 +198,27 @@ def remedy(reduction: str) -> str:
 
 def loss_paths(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
     """Return the paths through losses of samples ``(B,)``, by a key that is the same in the next step."""
-    found: list[Path] = []
+    path_list: list[Path] = []
     # Of a loss of very many terms the first ones are looked at: a factor of all is met on the way to each.
     # Reading a number is no operation of the training, which somebody may count.
     with suppress(RecursionError), _torch.dispatch_modes_off():
-        found.extend(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
-    return grouped(found, parameters)
+        path_list.extend(paths([((losses_B.grad_fn, losses_B.output_nr), Path())], is_output))
+    return grouped(path_list, parameters)
 
 
-def constant_of(ways: Iterable[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
+def constant_of(parallel_paths: Iterable[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
     """Return the constant factor of paths to the same values of losses, without sizes of one sample."""
     # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
     # like a count of the batch. It may follow other samples, and clipping cannot undo it.
-    return sum(_path_constant(path, batch_size, axis, counts) if path.numbers else 1.0 for path in ways)
+    return sum(_path_constant(path, batch_size, axis, counts) if path.numbers else 1.0 for path in parallel_paths)
 
 
 def _path_constant(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
-    given = [number for number in path.numbers if not number.per_feature]
-    plain = [number for number in given if number.plain]
+    scalars = [number for number in path.numbers if not number.per_feature]
+    plain = [number for number in scalars if number.plain]
     # Of one sample alone a tensor may be the sample's own weight.
-    if len(plain) < len(given) and batch_size > 1:
-        raise LossReductionError(_common(next(number for number in given if not number.plain)))
+    if len(plain) < len(scalars) and batch_size > 1:
+        raise LossReductionError(_common(next(number for number in scalars if not number.plain)))
     inner = _inner_sizes(path, batch_size, axis)
     numbers = [number for number in plain if not (number.divides and number.given in inner)]
     constant = prod(number.factor * (-1 if number.given < 0 else 1) for number in numbers)
@@ -322,8 +322,8 @@ def _over_samples(path: Path, row_map: RowMap, batch_size: int, axis: int) -> It
         return
     waiting: list[ReducedAxes] = []
     for step in steps:
-        place = samples_axis(step.sizes, batch_size, axis)
-        if place not in step.axes and not (row_map.kind == "gathered" and step is steps[-1]):
+        sample_axis = samples_axis(step.sizes, batch_size, axis)
+        if sample_axis not in step.axes and not (row_map.kind == "gathered" and step is steps[-1]):
             continue
         if step.kind != "spread":
             waiting.append(step)
@@ -339,26 +339,26 @@ def picks_samples(path: Path, batch_size: int, axis: int) -> bool:
 
 
 def common_factors(path: Path, row_map: RowMap | None, batch_size: int, axis: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield what multiplies the values of all samples alike, as far as sizes tell, with its place on a path."""
+    """Yield what multiplies the values of all samples alike, as far as sizes tell, with its index on a path."""
     # `row_map`: None where samples are not reduced.
     if not path.factors:
         return
     over = [] if row_map is None else list(map(id, _over_samples(path, row_map, batch_size, axis)))
-    places = partial(_possible_axes, batch_size=batch_size, axis=axis, turned=_is_turned(path, row_map, axis))
+    sample_axes = partial(_possible_axes, batch_size=batch_size, axis=axis, turned=_is_turned(path, row_map, axis))
     for number, factors in enumerate(path.factors):
         deeper = path.reduced[factors.depth :]
         is_single = row_map is not None and row_map.kind == "one" and all(step.kind != "joined" for step in deeper)
         if is_single and factors.sizes is not None:
             # Below the place where single samples were put together it is one sample's own.
             continue
-        behind = any(id(step) in over and set(places(step.sizes)) <= set(step.axes) for step in deeper)
-        if behind or factors.sizes is None or _lacks_samples(factors, places(factors.sizes)):
+        behind = any(id(step) in over and set(sample_axes(step.sizes)) <= set(step.axes) for step in deeper)
+        if behind or factors.sizes is None or _lacks_samples(factors, sample_axes(factors.sizes)):
             yield number, factors.values
 
 
 def _possible_axes(sizes: tuple[int, ...], batch_size: int, axis: int, *, turned: bool) -> list[int]:
     """Return the axes that may be the samples': of several with as many entries, all if they may have been turned."""
-    exact = [place for place, size in enumerate(sizes) if size == batch_size]
+    exact = [dim for dim, size in enumerate(sizes) if size == batch_size]
     return [axis] if axis in exact and not turned else exact
 
 
@@ -368,34 +368,34 @@ def _is_turned(path: Path, row_map: RowMap | None, axis: int) -> bool:
     return moved or any(node.name().startswith(_TURNS) for node, _ in path.passed())
 
 
-def _lacks_samples(factors: Factors, places: Sequence[int]) -> bool:
+def _lacks_samples(factors: Factors, axes: Sequence[int]) -> bool:
     """Return whether values are repeated along each of the axes that may be the samples', where there is one."""
     values, sizes = factors.values, factors.sizes or ()
-    owns = [place - len(sizes) + values.dim() for place in places]
-    return bool(owns) and all(own < 0 or values.shape[own] == 1 or not values.stride(own) for own in owns)
+    dims = [axis - len(sizes) + values.dim() for axis in axes]
+    return bool(dims) and all(dim < 0 or values.shape[dim] == 1 or not values.stride(dim) for dim in dims)
 
 
 def _inner_sizes(path: Path, batch_size: int, axis: int) -> set[int]:
     """Return numbers of positions of one sample, as shapes show them."""
-    found: set[int] = set()
+    inner: set[int] = set()
     for step in path.reduced:
-        place = samples_axis(step.sizes, batch_size, axis)
-        found |= set(_products(size for other, size in enumerate(step.sizes) if other != place))
-    return found - {1}
+        sample_axis = samples_axis(step.sizes, batch_size, axis)
+        inner |= set(_products(size for other, size in enumerate(step.sizes) if other != sample_axis))
+    return inner - {1}
 
 
 def _of_samples(sizes: tuple[int, ...], batch_size: int, axis: int) -> Iterator[int]:
     """Yield how many values all samples have along their axis and any others."""
-    place = samples_axis(sizes, batch_size, axis)
-    if place is not None:
-        yield sizes[place]
-        yield from (sizes[place] * size for size in _products(sizes[:place] + sizes[place + 1 :]))
+    sample_axis = samples_axis(sizes, batch_size, axis)
+    if sample_axis is not None:
+        yield sizes[sample_axis]
+        yield from (sizes[sample_axis] * size for size in _products(sizes[:sample_axis] + sizes[sample_axis + 1 :]))
 
 
 def _products(sizes: Iterable[int]) -> Iterator[int]:
-    given = list(sizes)[:_MAX_AXES]
-    for count in range(1, len(given) + 1):
-        for chosen in combinations(given, count):
+    leading = list(sizes)[:_MAX_AXES]
+    for count in range(1, len(leading) + 1):
+        for chosen in combinations(leading, count):
             yield prod(chosen)
 
 
@@ -408,15 +408,15 @@ def _divisors(
     uneven = gathered is not None and bool(
         (gathered.bincount(minlength=batch_size) * batch_size != gathered.numel()).any()
     )
-    found: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
+    divisors: dict[int, tuple[str, bool]] = {batch_size: ("samples", False)}
     if not uneven and not picks_samples(path, batch_size, axis):
         sums = [step for step in path.reduced if step.kind == "sum"]
         for number in (number for step in sums for number in _of_samples(step.sizes, batch_size, axis)):
-            found.setdefault(number, ("values", False))
+            divisors.setdefault(number, ("values", False))
         # As many as were summed are no count of what a mask lets through.
         for whole in [prod(step.count for step in sums), *(step.count for step in steps)]:
-            found[whole] = (found.get(whole, ("values", True))[0], True)
-    return found
+            divisors[whole] = (divisors.get(whole, ("values", True))[0], True)
+    return divisors
 
 
 def _readings(
@@ -424,28 +424,28 @@ def _readings(
 ) -> list[tuple[frozenset[str], list[Number]]]:
     """Return in which forms a sum may be over samples, with the factors that are left: the likeliest first."""
     # A mean, whose divisor is one of the numbers, a tensor or what is written as a divisor before others; else a sum.
-    found = list[tuple[frozenset[str], list[Number]]]()
-    for place in sorted(range(len(numbers)), key=lambda place: (numbers[place].plain, not numbers[place].divides)):
-        number = numbers[place]
+    readings = list[tuple[frozenset[str], list[Number]]]()
+    for index in sorted(range(len(numbers)), key=lambda index: (numbers[index].plain, not numbers[index].divides)):
+        number = numbers[index]
         count = round(1 / number.factor) if number.factor else 0
         form, tensor_too = divisors.get(count, ("", False))
         if form and abs(number.factor * count - 1) <= TOLERANCE and (number.plain or tensor_too):
-            rest = numbers[:place] + numbers[place + 1 :]
-            found.append((frozenset({form}) if batch_size > 1 else ANY, rest))
+            rest = numbers[:index] + numbers[index + 1 :]
+            readings.append((frozenset({form}) if batch_size > 1 else ANY, rest))
     if batch_size == 1:
-        return [*found, (ANY, numbers)]
+        return [*readings, (ANY, numbers)]
     unclear = [number for number in numbers if not number.plain or number.may_count]
     unclear.sort(key=lambda number: (number.plain, not number.divides))
     if not unclear:
-        found.append((SUM, numbers))
-    if not found:
+        readings.append((SUM, numbers))
+    if not readings:
         raise LossReductionError(
             f"the loss is a sum over samples {unclear[0].describe()}, which is neither the batch size {batch_size} "
             "nor a number of values that every sample has alike. Each sample's gradient would depend on the others, on "
             "their lengths for instance; a sum with a weight of your own is declared, loss_reduction='sum'. "
             f"{remedy(reduction)}"
         )
-    return found
+    return readings
 
 
 def _refuse_beyond_range(number: Number) -> None:

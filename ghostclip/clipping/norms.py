@@ -65,7 +65,7 @@ class SharedSamples(Protocol):
     def refuse_difference(self) -> None:
         """Refuse gradients that differ between ranks, unless sums of this step will be compared; called on all."""
 
-    def add_up(self, own: Tensor) -> Tensor:
+    def add_up(self, local: Tensor) -> Tensor:
         """Return the sum over the ranks, the same on all to the bit; called on all of them, consumes its argument."""
 
     def shape_of(self, name: str) -> torch.Size:
@@ -123,9 +123,9 @@ class NormSum:
 
     def _finish(self) -> None:
         """Work out the errors of squares that were added without."""
-        for found in _of_kinds(self._unfinished, lambda one: (one[0].kind, one[1])):
-            first, layers = found[0]
-            bounded = finished([norm for norm, _ in found])
+        for same_kind in _of_kinds(self._unfinished, lambda one: (one[0].kind, one[1])):
+            first, layers = same_kind[0]
+            bounded = finished([norm for norm, _ in same_kind])
             if layers > 1:
                 bounded = Bounded(*(part.unflatten(1, (layers, -1)).flatten(0, 1) for part in bounded))
             self._values += bounded.value_N.unbind()
@@ -138,8 +138,8 @@ class NormSum:
 
     def _multiply(self) -> None:
         """Work out the norms of products."""
-        for found in _of_kinds(self._products, lambda one: (one.g_N1.device, one.g_N1.dtype, one.a_NK[0].dtype)):
-            self._blocks += product_norms(found)
+        for products in _of_kinds(self._products, lambda one: (one.g_N1.device, one.g_N1.dtype, one.a_NK[0].dtype)):
+            self._blocks += product_norms(products)
         self._products = []
 
     def total(self) -> SquaredNorm | None:
@@ -164,10 +164,10 @@ class NormSum:
             self._found = SquaredNorm(value_B, _sum(errors, device) if errors else None, terms)
         return self._found
 
-    def replace(self, found: SquaredNorm) -> None:
+    def replace(self, norm: SquaredNorm) -> None:
         """Replace the sums, with the error of the clipped sum in it, as `total` returns them."""
         self._errors, self._terms, self._root_B = [], [], None
-        self._values, self._found = [found.value_B], found
+        self._values, self._found = [norm.value_B], norm
 
     def settle(self, index_D: Tensor, norm_D: Tensor) -> None:
         """Set the norms of a few samples, rounded up, whatever their squares add up to."""
@@ -210,12 +210,12 @@ _T = TypeVar("_T")
 _device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
-def _of_kinds(found: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
+def _of_kinds(items: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
     """Return what can be worked out in one operation, by kind."""
-    if len(found) < 2:
-        return [list(found)] if found else []
+    if len(items) < 2:
+        return [list(items)] if items else []
     alike: defaultdict[object, list[_T]] = defaultdict(list)
-    for one in found:
+    for one in items:
         alike[kind(one)].append(one)
     return alike.values()
 
@@ -281,9 +281,9 @@ class GroupNorms:
                 for number in numbers:
                     total.add(parts[number])
             elif blocks is not None:
-                apart = [norm_NK.unflatten(0, (layers, -1)) for norm_NK in blocks]
-                own = apart if len(numbers) == layers else [norm_LBK[numbers] for norm_LBK in apart]
-                total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in own])
+                by_layer = [norm_NK.unflatten(0, (layers, -1)) for norm_NK in blocks]
+                selected = by_layer if len(numbers) == layers else [norm_LBK[numbers] for norm_LBK in by_layer]
+                total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in selected])
             elif square is not None:
                 error, terms = _split_errors(square, layers)
                 value = square.value_B.chunk(layers)
@@ -296,8 +296,8 @@ class GroupNorms:
             return [(self.sums[0], list(range(len(names))))]
         whole = [number for number, name in enumerate(names) if self.is_whole(name)]
         parts = [number for number in range(len(names)) if number not in whole]
-        found = [(self.sums[0], parts)]
-        return [(total, numbers) for total, numbers in (*found, *((own, whole) for own in self._whole[:1])) if numbers]
+        sums = [(self.sums[0], parts)]
+        return [(total, numbers) for total, numbers in (*sums, *((norm, whole) for norm in self._whole[:1])) if numbers]
 
     def is_whole(self, name: str) -> bool:
         """Return whether several ranks measure a parameter that each of them has whole."""
@@ -317,28 +317,28 @@ class GroupNorms:
         if self._ranks is None:
             return
         self.finite, self.largest = False, None
-        own_GRN = torch.zeros(len(self.sums), 6, batch_size + 2, dtype=torch.float64, device=self._ranks.device)
-        for rows_RN, own, whole in zip(own_GRN, self.sums, self._whole, strict=True):
+        local_GRN = torch.zeros(len(self.sums), 6, batch_size + 2, dtype=torch.float64, device=self._ranks.device)
+        for rows_RN, norm_sum, whole in zip(local_GRN, self.sums, self._whole, strict=True):
             measured = whole.total()
             if measured is not None and self._ranks.is_first:
-                own.add(measured)
-            _write_rows(rows_RN, own.total())
+                norm_sum.add(measured)
+            _write_rows(rows_RN, norm_sum.total())
             if measured is not None:
                 rows_RN[4, :-2] = measured.value_B
                 rows_RN[5, :-2] = measured.value_B.double().square()
-        found_GRN = self._ranks.add_up(own_GRN)
-        if bool(torch.stack([_differ_B(rows_RN, self._ranks.size) for rows_RN in found_GRN]).any()):
+        total_GRN = self._ranks.add_up(local_GRN)
+        if bool(torch.stack([_differ_B(rows_RN, self._ranks.size) for rows_RN in total_GRN]).any()):
             self._ranks.refuse_difference()
-        for own, rows_RN in zip(self.sums, found_GRN, strict=True):
-            own.replace(_read_rows(rows_RN, self._ranks.dtype))
+        for norm_sum, rows_RN in zip(self.sums, total_GRN, strict=True):
+            norm_sum.replace(_read_rows(rows_RN, self._ranks.dtype))
 
     def merge(self, other: "GroupNorms") -> None:
         """Add the sums of other parameters of the same groups, and consume them."""
         self.finite, self.largest = False, None
-        for own, more in zip([*self.sums, *self._whole], [*other.sums, *other._whole], strict=True):
+        for norm_sum, more in zip([*self.sums, *self._whole], [*other.sums, *other._whole], strict=True):
             total = more.total()
             if total is not None:
-                own.add(total)
+                norm_sum.add(total)
 
     def refine(self, exact: "GroupNorms", index_D: Tensor) -> Tensor | None:
         """Replace the norms of a few samples by float64 ones, and return which samples are ill-conditioned, or None."""
@@ -346,18 +346,18 @@ class GroupNorms:
         # rounded by more than the tolerance is ill-conditioned: its contribution must be formed in float64. Where not
         # even that bounds it, its norm becomes infinite, so that it contributes nothing.
         self.finite, self.largest = False, None
-        found: list[Tensor] = []
-        for own, better in zip(self.sums, exact.sums, strict=True):
-            before, after = own.total(), better.total()
+        ill_GB: list[Tensor] = []
+        for norm_sum, better in zip(self.sums, exact.sums, strict=True):
+            before, after = norm_sum.total(), better.total()
             if before is not None and after is not None:
                 norm_D, ill_D = _settled(after, before, index_D)
-                own.settle(index_D, norm_D)
+                norm_sum.settle(index_D, norm_D)
                 # Numbers whose squares are beyond float32 are not multiplied in float32 either.
                 ill_B = ~(_at_most_B(before) < _most(before.value_B.dtype))
-                found.append(ill_B.index_copy(0, index_D.to(ill_B.device), ill_D.to(ill_B.device) | ill_B[index_D]))
-        if not found:
+                ill_GB.append(ill_B.index_copy(0, index_D.to(ill_B.device), ill_D.to(ill_B.device) | ill_B[index_D]))
+        if not ill_GB:
             return None
-        ill_B = torch.stack(_together(found, found[0].device)).any(0)
+        ill_B = torch.stack(_together(ill_GB, ill_GB[0].device)).any(0)
         return ill_B if bool(ill_B.any()) else None
 
     def norm_GB(self, batch_size: int, device: torch.device | None = None) -> list[Tensor]:
@@ -366,21 +366,21 @@ class GroupNorms:
             only = self.sums[0]
             return [torch.zeros(batch_size, device=device) if only.is_empty else only.norm_B()]
         alike = self._alike()
-        like = next((norm.value_B for found in alike for norm in found.values()), torch.zeros(0, device=device))
+        like = next((norm.value_B for norms in alike for norm in norms.values()), torch.zeros(0, device=device))
         norm_GB = [like.new_zeros(batch_size)] * len(self.sums)
-        for found in alike:
-            square_KB = torch.stack([_at_most_B(norm) for norm in found.values()])
-            for number, norm_B in zip(found, rounded_up_(square_KB.sqrt_()).unbind(), strict=True):
+        for norms in alike:
+            square_KB = torch.stack([_at_most_B(norm) for norm in norms.values()])
+            for number, norm_B in zip(norms, rounded_up_(square_KB.sqrt_()).unbind(), strict=True):
                 norm_GB[number] = self.sums[number].with_settled(norm_B)
         return norm_GB
 
     def _alike(self) -> Collection[dict[int, SquaredNorm]]:
         """Return the sums by their groups' numbers, those of each device and dtype separately."""
-        found = {number: norm for number, norm in enumerate(total.total() for total in self.sums) if norm is not None}
-        if len(found) == 1:
-            return [found]
+        norms = {number: norm for number, norm in enumerate(total.total() for total in self.sums) if norm is not None}
+        if len(norms) == 1:
+            return [norms]
         alike: defaultdict[tuple[torch.device, torch.dtype], dict[int, SquaredNorm]] = defaultdict(dict)
-        for number, norm in found.items():
+        for number, norm in norms.items():
             alike[norm.value_B.device, norm.value_B.dtype][number] = norm
         return alike.values()
 
@@ -407,7 +407,7 @@ class GroupNorms:
             self.largest = largest if self.finite else None
             return None if self.finite else ~(norm_B < _most(norm_B.dtype) ** 0.5)
         alike = self._alike()
-        self.finite = len(alike) > 0 and all(_certain(list(found.values()), doubt) for found in alike)
+        self.finite = len(alike) > 0 and all(_certain(list(norms.values()), doubt) for norms in alike)
         if self.finite:
             return None
         imprecise_B: Tensor | None = None
@@ -538,10 +538,10 @@ def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[T
     return rounded_up_((square_D + error_D).sqrt().to(dtype)), ill_D
 
 
-def loses_nothing(factor: Factor, kept: Factor) -> bool:
+def loses_nothing(factor: Factor, instantiated: Factor) -> bool:
     """Return whether no sample would be ill-conditioned if the factor's terms were weighted and added one by one."""
     # Formed gradients then say the same. True without a look where a device would be waited for.
-    inside = kept
+    inside = instantiated
     while isinstance(inside, (Permuted, Placed)):
         inside = inside.inner
     assert isinstance(inside, Dense)
@@ -567,8 +567,8 @@ def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
         return None
     parts = [
         inner(first, second)
-        for place, first in enumerate(factors)
-        for second in factors[:place]
+        for index, first in enumerate(factors)
+        for second in factors[:index]
         if not (isinstance(first, Placed) and isinstance(second, Placed) and first.disjoint_from(second))
     ]
     if not parts:
@@ -584,9 +584,9 @@ def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
 
 def terms_of_uses(factors: Sequence[Factor]) -> Terms:
     """Return the sums of the terms of several uses of one parameter, each of which is at least one term."""
-    found = [factor.terms() or _whole(factor) for factor in factors]
-    mass_B, scale_B = (sum_tensors(list(parts)) for parts in zip(*(terms[:2] for terms in found), strict=True))
-    return Terms(mass_B, scale_B, sum(terms.number for terms in found), any(terms.by_units for terms in found))
+    all_terms = [factor.terms() or _whole(factor) for factor in factors]
+    mass_B, scale_B = (sum_tensors(list(parts)) for parts in zip(*(terms[:2] for terms in all_terms), strict=True))
+    return Terms(mass_B, scale_B, sum(terms.number for terms in all_terms), any(terms.by_units for terms in all_terms))
 
 
 def _whole(factor: Factor) -> Terms:
@@ -618,8 +618,8 @@ def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredN
 def exact_norms(by_parameter: Mapping[str, Sequence[StoredFactor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
     """Return the norms of a few samples in float64; shared parameters are summed before squaring."""
     total = like.empty_like()
-    for name, held in by_parameter.items():
-        factors = [restored(one) for one in held]
+    for name, stored in by_parameter.items():
+        factors = [restored(one) for one in stored]
         if len(factors) == 1:
             total.add(name, exact_sqnorm(factors[0], index_D))
         else:

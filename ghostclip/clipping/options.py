@@ -53,10 +53,10 @@ def check_budget(
         "a model that is sharded": sharded is not None,
         f"strategy={strategy!r}": strategy not in ("auto", "bookkeeping"),
     }
-    given = next((reason for reason, holds in reasons.items() if holds), None)
-    if memory_budget < 1 and given is not None:
+    conflict = next((reason for reason, holds in reasons.items() if holds), None)
+    if memory_budget < 1 and conflict is not None:
         raise InvalidOptionError(
-            f"memory_budget={memory_budget} with {given}: below 1 every layer gets one backward or two as memory "
+            f"memory_budget={memory_budget} with {conflict}: below 1 every layer gets one backward or two as memory "
             "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
         )
 

@@ -180,10 +180,10 @@ class Pass(ABC):
         batch_size, ranks = self.forwards[0].batch_size, self._ranks
         parts: list[Tensor] = []
         for name in names:
-            held = self._spread.pop(name, [])
+            factors = self._spread.pop(name, [])
             # Whoever has no position of any sample has nothing to add.
             nothing = torch.zeros(batch_size, ranks.shape_of(name).numel(), dtype=ranks.dtype, device=ranks.device)
-            parts.append(sum_tensors([factor.materialize().flatten(1) for factor in held]) if held else nothing)
+            parts.append(sum_tensors([factor.materialize().flatten(1) for factor in factors]) if factors else nothing)
         whole_BP = ranks.add_up(torch.cat([part.to(nothing) for part in parts], dim=1))
         split = whole_BP.split([part.shape[1] for part in parts], dim=1)
         return [
@@ -272,34 +272,34 @@ class BookKeeping(Pass):
             return
         if self._sequences is not None:
             factor = self._sequences.gather(factor)
-        kept = factor if type(factor) is Dense else self._stored_form(name, factor)
+        stored = factor if type(factor) is Dense else self._stored_form(name, factor)
         if use.forward.use_counts[name] > 1:
             # Its uses are put together first: there may be as many as steps of a sequence.
-            self._waiting[name].append(formed(kept))
+            self._waiting[name].append(formed(stored))
         # A part that runs again may bring another use yet.
-        elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, kept):
-            self._add(name, kept, together=use, own=kept is not factor)
+        elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, stored):
+            self._add(name, stored, use=use, new=stored is not factor)
 
     def _stored_form(self, name: str, factor: Factor) -> Factor:
-        kept = smaller_form(factor, always=name in (self._keep or ()))
-        return kept.aligned() if type(kept) is Outer else kept
+        stored = smaller_form(factor, always=name in (self._keep or ()))
+        return stored.aligned() if type(stored) is Outer else stored
 
     def _join(self, joint: Joint) -> None:
-        kept = self._stored_form(joint.names[0], joint.factor)
-        assert isinstance(kept, (Dense, Outer))
-        self.total.add_norms_of(joint.names, kept)
-        self._joints.append(joint if kept is joint.factor else Joint(joint.names, kept))
+        stored = self._stored_form(joint.names[0], joint.factor)
+        assert isinstance(stored, (Dense, Outer))
+        self.total.add_norms_of(joint.names, stored)
+        self._joints.append(joint if stored is joint.factor else Joint(joint.names, stored))
 
-    def _add(self, name: str, kept: Factor, *, together: ParamUse | None = None, own: bool = False) -> None:
+    def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None, new: bool = False) -> None:
         if self._keeper is not None:
-            readers = None if together is None else together.forward.readers
-            kept = self._keeper.rounded(name, kept, readers=readers, own=own)
-        if together is None or not self._together.takes(together, name, kept):
-            self.total.add_norm_of(name, kept)
-        held = kept if self._keeper is None else self._keeper.stored(name, kept)
-        self.factors[name].append(held)
-        if held is kept:
-            self._versions[id(kept)] = versions(kept)
+            readers = None if use is None else use.forward.readers
+            factor = self._keeper.rounded(name, factor, readers=readers, new=new)
+        if use is None or not self._together.takes(use, name, factor):
+            self.total.add_norm_of(name, factor)
+        stored = factor if self._keeper is None else self._keeper.stored(name, factor)
+        self.factors[name].append(stored)
+        if stored is factor:
+            self._versions[id(factor)] = versions(factor)
 
     ill_conditioned_B: Tensor | None = None
     certain_B: Tensor | None = None
@@ -340,9 +340,9 @@ class BookKeeping(Pass):
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64."""
-        found = exact_norms(self.factors, self.total, index_D)
-        found.complete(len(index_D))
-        return found
+        norms = exact_norms(self.factors, self.total, index_D)
+        norms.complete(len(index_D))
+        return norms
 
     def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Contract every factor into its parameter's sum, dropping it at once."""
@@ -405,16 +405,16 @@ class Hooks(BookKeeping):
         """Return the norms of the materialised gradients."""
         for name, factor in self._whole():
             self.factors[name].append(factor)
-        for name, (held,) in self.factors.items():
-            self.total.add_norm_of(name, restored(held))
+        for name, (stored,) in self.factors.items():
+            self.total.add_norm_of(name, restored(stored))
         self._complete()
         self._leaves_out()
         return self.total
 
     def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
-        for name, (held,) in self.factors.items():
-            grad_BP = restored(held).materialize()
+        for name, (stored,) in self.factors.items():
+            grad_BP = restored(stored).materialize()
             sums.store_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
         super().add_sums(sums, weights, scale)
 
@@ -541,7 +541,7 @@ class NormPass(OneOfTwo):
         # A second use came after the first one was dropped: only the whole pass again can give the cross term.
         (self.late if name in self.arrived else self.arrived).add(name)
         if not self._waits(name, factor):
-            self._add(name, factor, together=use)
+            self._add(name, factor, use=use)
 
     def _join(self, joint: Joint) -> None:
         self.total.add_norms_of(joint.names, joint.factor)
@@ -580,7 +580,7 @@ class NormPass(OneOfTwo):
             self.total.complete(self.forwards[0].batch_size)
         return self.total
 
-    def _add(self, name: str, factor: Factor, *, together: ParamUse | None = None) -> None:
+    def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None) -> None:
         inside = factor
         while isinstance(inside, (Permuted, Placed)):
             inside = inside.inner
@@ -588,7 +588,7 @@ class NormPass(OneOfTwo):
             self.total.add(name, exact_sqnorm(factor, self._index_D))
         elif self._instantiate and isinstance(inside, Outer):
             self.total.add(name, inside.instantiated_sums() or inside.instantiated_sqnorm())
-        elif together is None or not self._together.takes(together, name, factor):
+        elif use is None or not self._together.takes(use, name, factor):
             self.total.add_norm_of(name, factor)
 
 
@@ -609,18 +609,18 @@ class SumPass(OneOfTwo):
         # Where sums are sent on as they come, none waits.
         # expected: uses that the norm pass has met; None where recomputation makes new ones. several: parameters that
         # it met more than once.
-        together = weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
-        super().__init__(repeats, puts_together=together, ranks=ranks)
+        combine = weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
+        super().__init__(repeats, puts_together=combine, ranks=ranks)
         self._sums, self._weights = sums, weights
         self._expected, self._several = expected, several
         self._kept: list[Joint] = []
         self._kept_names: frozenset[str] = frozenset()
 
-    def take_stored(self, kept: Sequence[Joint]) -> None:
+    def take_stored(self, joints: Sequence[Joint]) -> None:
         """Take small gradients of the norm pass, which replace what this backward brings of their parameters."""
         if self._puts_together:
-            self._kept = list(kept)
-            self._kept_names = frozenset(name for joint in kept for name in joint.names)
+            self._kept = list(joints)
+            self._kept_names = frozenset(name for joint in joints for name in joint.names)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output; nothing is formed where all its parameters' gradients were stored."""
@@ -663,9 +663,9 @@ class SumPass(OneOfTwo):
 
     def _add_stored(self) -> None:
         """Add what was stored instead of what this backward brought."""
-        kept, self._kept, self._kept_names = self._kept, [], frozenset()
-        while kept:
-            joint = kept.pop(0)
+        joints, self._kept, self._kept_names = self._kept, [], frozenset()
+        while joints:
+            joint = joints.pop(0)
             if len(joint.names) > 1:
                 self._join(joint)
             else:
@@ -698,5 +698,5 @@ def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
         return Permuted(smaller_form(factor.inner, always=always), factor.order)
     if not isinstance(factor, Outer) or not (always or factor.stores_gradient()):
         return factor
-    kept = factor.instantiated()
-    return kept if factor.stores_in_any_batch() or loses_nothing(factor, kept) else factor
+    instantiated = factor.instantiated()
+    return instantiated if factor.stores_in_any_batch() or loses_nothing(factor, instantiated) else factor

@@ -93,24 +93,24 @@ class LossExaminer:
         forward = forwards[0]
         if forward.is_dummy:
             return
-        given = list(grads) or [None] * len(roots)
-        begun = [self._begun(root, grad) for root, grad in zip(roots, given, strict=True)]
+        root_grads = list(grads) or [None] * len(roots)
+        begun = [self._begun(root, grad) for root, grad in zip(roots, root_grads, strict=True)]
         try:
-            found = grouped(paths(begun, is_output), frozenset(forward.use_counts))
+            path_groups = grouped(paths(begun, is_output), frozenset(forward.use_counts))
         except RecursionError:
             raise LossReductionError(f"the loss has too many terms to be followed. {remedy(self._reduction)}") from None
         refuse_changed_gradients(roots, forward)
-        for key in [key for key, alike in found.items() if all(map(_adds_nothing, alike))]:
+        for key in [key for key, alike in path_groups.items() if all(map(_adds_nothing, alike))]:
             # Whatever its form is, and whatever it would mix.
-            numbers = [number for path in found.pop(key) for number in path.numbers]
+            numbers = [number for path in path_groups.pop(key) for number in path.numbers]
             if forward.batch_size > 1 or not any(number.has_axes for number in numbers):
                 self._agree(key, [Scale(ANY, 0.0)])
         asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_ask())
-        if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(found, forward)):
+        if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(path_groups, forward)):
             with self._evidence.unseen(capture, roots, forward):
-                if found:
-                    self._prove(capture, found, forward)
+                if path_groups:
+                    self._prove(capture, path_groups, forward)
                 if self._reduction == "mean" and (asks or forward.unproven):
                     self._evidence.refuse_mean(capture, roots, forward)
             if asks:
@@ -118,19 +118,19 @@ class LossExaminer:
                 self._evidence.proved_loss(roots[0], forward)
         forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)
-        summed = self._are_summed(found, forward, roots, grads)
-        self._refuse_changed_factors(found, forward)
+        summed = self._are_summed(path_groups, forward, roots, grads)
+        self._refuse_changed_factors(path_groups, forward)
         refuse_following(roots, forward)
         for each in forwards:
             each.summed = summed
-        self._evidence.refuse_padding(capture, roots, chain.from_iterable(found.values()), forward)
+        self._evidence.refuse_padding(capture, roots, chain.from_iterable(path_groups.values()), forward)
 
     def examine_losses(self, capture: CaptureContext, losses_B: Tensor, forward: ForwardContext) -> None:
         """Refuse losses of samples with a common factor that differs from earlier steps or may follow other samples."""
         if losses_B.grad_fn is None or forward.is_dummy:
             return
-        found, size = loss_paths(losses_B, frozenset(forward.use_counts)), forward.batch_size
-        for key, alike in found.items():
+        path_groups, size = loss_paths(losses_B, frozenset(forward.use_counts)), forward.batch_size
+        for key, alike in path_groups.items():
             constant = constant_of(
                 alike, batch_size=size, axis=forward.batch_axis, counts=self._counts(is_new=key not in self._constants)
             )
@@ -141,17 +141,17 @@ class LossExaminer:
                     f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
                     f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
                 )
-        self._refuse_changed_factors(found, forward)
+        self._refuse_changed_factors(path_groups, forward)
         if size > 1:
-            self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(found.values()), forward)
+            self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(path_groups.values()), forward)
 
-    def _are_summed(self, found: dict[_Key, list[Path]], forward: ForwardContext, roots: Any, grads: Any) -> bool:
-        """Return whether the ways of a loss are sums over samples, not means; refuse factors of other steps."""
+    def _are_summed(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext, roots: Any, grads: Any) -> bool:
+        """Return whether the paths of a loss are sums over samples, not means; refuse factors of other steps."""
         forms: set[bool] = set()
-        for key, alike in found.items():
+        for key, alike in path_groups.items():
             seen = self._seen.setdefault(key, _Seen())
-            ways = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
-            scales = [self._scale(path, seen, forward, roots, grads) for path in ways]
+            placed = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
+            scales = [self._scale(path, seen, forward, roots, grads) for path in placed]
             forms |= {scale.forms == SUM for scale in scales}
             self._agree(key, scales)
         if len(forms) > 1:
@@ -168,24 +168,24 @@ class LossExaminer:
         scale = Scale(forms, sum(scale.constant for scale in scales))
         seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
 
-    def _refuse_changed_factors(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:
+    def _refuse_changed_factors(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> None:
         """Refuse factors of several values that all samples have in common, and that differ from earlier steps."""
         size, axis = forward.batch_size, forward.batch_axis
         # Of one sample alone they may be its own.
-        keys = found if size > 1 else ()
-        ways = [(key, way) for key in keys for way, path in enumerate(found[key]) if path.factors]
-        for key, way in ways:
+        keys = path_groups if size > 1 else ()
+        with_factors = [(key, index) for key in keys for index, path in enumerate(path_groups[key]) if path.factors]
+        for key, index in with_factors:
             row_map = self._seen[key].row_map if key in self._seen else None
-            for number, values in common_factors(found[key][way], row_map, size, axis):
+            for number, values in common_factors(path_groups[key][index], row_map, size, axis):
                 now = _moments(values)
-                before = self._factors.setdefault((*key, way, number, *values.shape), now)
+                before = self._factors.setdefault((*key, index, number, *values.shape), now)
                 if bool(((before - now.to(before.device)).abs() > TOLERANCE * before[0]).any()):
                     raise LossReductionError(_CHANGED.format(shape=tuple(values.shape)))
 
-    def _is_new(self, found: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
+    def _is_new(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
-        return not found.keys() <= proven.keys() or any(
-            _is_moved(path, proven[key], forward) for key, (path, *_) in found.items()
+        return not path_groups.keys() <= proven.keys() or any(
+            _is_moved(path, proven[key], forward) for key, (path, *_) in path_groups.items()
         )
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
@@ -204,12 +204,12 @@ class LossExaminer:
         reduced = (ReducedAxes("sum", sizes, tuple(range(len(sizes)))),) if sizes else ()
         return edge, Path(numbers=numbers, reduced=reduced)
 
-    def _prove(self, capture: CaptureContext, found: dict[_Key, list[Path]], forward: ForwardContext) -> None:
-        ends = [_ends(path) for path, *_ in found.values()]
+    def _prove(self, capture: CaptureContext, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> None:
+        ends = [_ends(path) for path, *_ in path_groups.values()]
         maps = LossRows(self._evidence, capture, forward, advice=remedy(self._reduction)).of(ends)
-        for key, end, (row_map, place) in zip(found, ends, maps, strict=True):
+        for key, end, (row_map, axis) in zip(path_groups, ends, maps, strict=True):
             seen = self._seen.setdefault(key, _Seen())
-            seen.row_map, seen.place = row_map, None if place is None else place - len(end.passed)
+            seen.row_map, seen.place = row_map, None if axis is None else axis - len(end.passed)
 
     def _counts(self, *, is_new: bool) -> Counts:
         """Return the batch's counts: a factor that was checked before is compared, and nothing else."""

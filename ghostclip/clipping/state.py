@@ -112,8 +112,8 @@ class ClippingState:
             self.capture.substitution.parameters.update({name: p for name, p in named if p.requires_grad})
 
         def add() -> None:
-            for name, own in sums.items():
-                self.store.add(name, own)
+            for name, clipped_sum in sums.items():
+                self.store.add(name, clipped_sum)
 
         self.all_or_nothing(add)
         self._end(rows, noted)

@@ -170,8 +170,8 @@ class GradientStore:
         is_new = buffer is None
         if buffer is None:
             buffer = self._new(parameter)
-        for kept in self._kept:
-            kept.before_change(parameter, buffer)
+        for snapshot in self._kept:
+            snapshot.before_change(parameter, buffer)
         self._in_progress[parameter] = buffer
         return buffer, is_new
 
@@ -180,14 +180,14 @@ class GradientStore:
         # Small ones become the accumulators where an optimizer owns these.
         old: list[tuple[Tensor, Tensor]] = []
         new: list[tuple[Tensor, Tensor]] = []
-        delivery, held = self._delivery, self._sums
+        delivery, accumulators = self._delivery, self._sums
         become = self.owned and sums.numel() <= _SHARED
         for name, part in zip(names, sums.unbind(), strict=True):
             parameter = self._parameters[name]
             if delivery is not None and delivery.takes(parameter):
                 delivery.add(parameter, part)
                 continue
-            if become and held.setdefault(parameter, part) is part:
+            if become and accumulators.setdefault(parameter, part) is part:
                 continue
             buffer, is_new = self.buffer(name)
             (new if is_new else old).append((buffer, part))
@@ -196,27 +196,27 @@ class GradientStore:
         if old:
             _torch.add_all_(*map(list, zip(*old, strict=True)))
 
-    def add(self, name: str, own: Tensor) -> None:
+    def add(self, name: str, clipped_sum: Tensor) -> None:
         """Add the clipped sum of a parameter; consumes it, as it may become the accumulator."""
         parameter = self._parameters[name]
-        if own.is_contiguous() and self._lacks(parameter, own.dtype):
-            self._sums[parameter] = own
+        if clipped_sum.is_contiguous() and self._lacks(parameter, clipped_sum.dtype):
+            self._sums[parameter] = clipped_sum
             if not self.owned:
-                parameter.grad = own
+                parameter.grad = clipped_sum
             return
         buffer, is_new = self.buffer(name)
         if is_new:
-            buffer.copy_(own)
+            buffer.copy_(clipped_sum)
         else:
-            buffer += own
+            buffer += clipped_sum
 
     def _lacks(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
         """Return whether a parameter has no accumulator yet, and a tensor of a dtype may become it."""
         if self.owned:
             return parameter not in self._sums
-        held = parameter.grad is not None or parameter in self._in_progress
+        occupied = parameter.grad is not None or parameter in self._in_progress
         alike = parameter.dtype == dtype and dtype in _FULL_PRECISION and type(parameter) is nn.Parameter
-        return alike and not held and not (self._delivery is not None and self._delivery.takes(parameter))
+        return alike and not occupied and not (self._delivery is not None and self._delivery.takes(parameter))
 
     def _buffer_of_whole(self, name: str, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         whole = self._whole.get(parameter)
@@ -254,20 +254,20 @@ class GradientStore:
                 if not self.owned and parameter.dtype in _FULL_PRECISION:
                     parameter.grad = part
                 continue
-            for kept in self._kept:
-                kept.before_change(parameter, before)
+            for snapshot in self._kept:
+                snapshot.before_change(parameter, before)
             _torch.local(before).add_(_torch.local(part))
 
     def drop_if(self, doubt: Tensor) -> None:
         """Zero every sum where one bool is true, without reading it."""
         shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
         alike: defaultdict[int, list[Tensor]] = defaultdict(list)
-        for parameter, held in {**self._sums, **shown}.items():
-            for kept in self._kept:
-                kept.before_change(parameter, held)
-            own = _torch.local(held)
-            base = _torch.base_of(own)
-            alike[id(own if base is None else base)].append(own)
+        for parameter, total in {**self._sums, **shown}.items():
+            for snapshot in self._kept:
+                snapshot.before_change(parameter, total)
+            local = _torch.local(total)
+            base = _torch.base_of(local)
+            alike[id(local if base is None else base)].append(local)
         for parts in alike.values():
             base = _torch.base_of(parts[0])
             # Sums that were formed together are all that one tensor holds.
@@ -281,11 +281,11 @@ class GradientStore:
             return None
         if parameter.dtype in _FULL_PRECISION and grad.is_contiguous():
             return grad
-        kept = self._sums.get(parameter)
-        if kept is None or self._versions.get(parameter) != _torch.version(grad):
-            kept = grad.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous().clone()
-            self._sums[parameter] = kept
-        return kept
+        total = self._sums.get(parameter)
+        if total is None or self._versions.get(parameter) != _torch.version(grad):
+            total = grad.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous().clone()
+            self._sums[parameter] = total
+        return total
 
     def _new(self, parameter: nn.Parameter) -> Tensor:
         dtype = parameter.dtype
@@ -319,11 +319,11 @@ class GradientStore:
         """Return the per-sample gradients of each backward since the last call, and drop them."""
         if self.samples_apart:
             return self._samples.pop(parameter, [])
-        found = getattr(parameter, "grad_sample", None)
-        if found is None:
+        samples = getattr(parameter, "grad_sample", None)
+        if samples is None:
             return []
         parameter.grad_sample = None  # type: ignore[attr-defined]
-        return found if isinstance(found, list) else [found]
+        return samples if isinstance(samples, list) else [samples]
 
     def drop_stale_samples(self) -> None:
         """Drop per-sample gradients of a finished batch before those of the next are formed."""
@@ -344,7 +344,7 @@ class GradientStore:
     def let_go(self) -> None:
         """Drop sums of 16-bit parameters, which are held beside ``p.grad``, where the caller has set that to None."""
         if self._sums and not self.owned:
-            self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter.grad is not None}
+            self._sums = {parameter: total for parameter, total in self._sums.items() if parameter.grad is not None}
 
     def finish(self) -> None:
         """Note that a backward is complete: sums of 16-bit parameters that nobody owns are shown in ``p.grad``."""
@@ -355,13 +355,13 @@ class GradientStore:
         if self.owned:
             return
         rounded: list[tuple[Tensor, Tensor]] = []
-        for parameter, kept in self._sums.items():
+        for parameter, total in self._sums.items():
             grad = parameter.grad
-            if grad is kept or (grad is None and parameter.dtype in _FULL_PRECISION):
+            if grad is total or (grad is None and parameter.dtype in _FULL_PRECISION):
                 continue
             if grad is None:
-                grad = parameter.grad = torch.empty_like(kept, dtype=parameter.dtype)
-            rounded.append((_torch.local(grad), _torch.local(kept)))
+                grad = parameter.grad = torch.empty_like(total, dtype=parameter.dtype)
+            rounded.append((_torch.local(grad), _torch.local(total)))
         if rounded:
             _torch.copy_all_(*zip(*rounded, strict=True))
         for parameter in self._sums:
@@ -372,28 +372,28 @@ class GradientStore:
         if len(shown) == len(self._sums):
             self._sums.clear()
         else:
-            self._sums = {parameter: kept for parameter, kept in self._sums.items() if parameter not in self._shown}
+            self._sums = {parameter: total for parameter, total in self._sums.items() if parameter not in self._shown}
 
     def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's clipped sum, float32 at least; None when nothing contributed."""
         # A copy where the sum is owned, else the accumulator itself, unless `p.grad` was changed since the backward.
         if self.owned:
-            kept = self._sums.get(parameter)
-            return None if kept is None else kept.clone()
+            total = self._sums.get(parameter)
+            return None if total is None else total.clone()
         self._check(parameter)
         return parameter.grad if parameter in self._shown else self._sums.get(parameter)
 
     def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters to whose sums, which an optimizer owns, nothing contributed."""
         # By identity: the hash of a tensor is worked out in Python.
-        held = set(map(id, self._sums))
-        return [parameter for parameter in parameters if id(parameter) not in held]
+        with_sum = set(map(id, self._sums))
+        return [parameter for parameter in parameters if id(parameter) not in with_sum]
 
     def _check(self, parameter: nn.Parameter) -> None:
-        kept, grad = self._sums.get(parameter), parameter.grad
-        if kept is None or grad is None:
+        total, grad = self._sums.get(parameter), parameter.grad
+        if total is None or grad is None:
             return
-        stranger = parameter.dtype in _FULL_PRECISION and grad is not kept
+        stranger = parameter.dtype in _FULL_PRECISION and grad is not total
         if stranger or _torch.version(grad) != self._versions.get(parameter, _torch.version(grad)):
             name = next((key for key, value in self._parameters.items() if value is parameter), "?")
             raise TamperedGradientError(
@@ -404,10 +404,10 @@ class GradientStore:
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the accumulators, None where nothing contributed, to an owner for its release, and drop them."""
-        held = {id(parameter): own for parameter, own in self._sums.items()}
-        sums = [held.get(id(parameter)) for parameter in parameters]
-        for kept in self._kept:
-            kept.give_up()
+        by_id = {id(parameter): total for parameter, total in self._sums.items()}
+        sums = [by_id.get(id(parameter)) for parameter in parameters]
+        for snapshot in self._kept:
+            snapshot.give_up()
         self._sums.clear()
         return sums
 
@@ -424,17 +424,17 @@ class GradientStore:
             A copy of each sum that is added to before the end, on its device: the size of the trainable parameters.
         """
         assert self.owned, "an optimizer runs attempts"
-        kept, had_sum = SumsBefore(self._sums), self.has_sum
-        self._kept.append(kept)
+        before, had_sum = SumsBefore(self._sums), self.has_sum
+        self._kept.append(before)
 
         def restore() -> None:
-            sums = kept.put_back()
+            sums = before.put_back()
             self.drop_samples()
             self.reset()
             self._sums.update(sums)
-            self.has_sum = had_sum and not kept.released
+            self.has_sum = had_sum and not before.released
 
-        return restore, lambda: self._kept.remove(kept)
+        return restore, lambda: self._kept.remove(before)
 
     def reset(self) -> None:
         """Forget all sums; of an owner, its release in ``p.grad`` and ``p.grad_sample`` stay until it drops them."""

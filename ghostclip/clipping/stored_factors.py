@@ -46,15 +46,15 @@ class Keeper:
         self._names = names
         self._copies: dict[Any, tuple[ReferenceType[torch.UntypedStorage], int, Tensor]] = {}
 
-    def rounded(self, name: str, factor: Factor, *, readers: dict[int, int] | None = None, own: bool = False) -> Factor:
+    def rounded(self, name: str, factor: Factor, *, readers: dict[int, int] | None = None, new: bool = False) -> Factor:
         """Return the factor that is measured, stored and contracted: rounded to 16 bits, or the factor itself."""
-        # readers: number of uses that read the memory at an address; copies' addresses are added. own: nobody else
+        # readers: number of uses that read the memory at an address; copies' addresses are added. new: nobody else
         # reads the numbers of a factor that are gradients.
         if name not in self._names:
             return factor
         if type(factor) is Dense and _is_wide(factor.grad_BP):
             half_BP = factor.grad_BP.to(ROUNDED)
-            return Dense(factor.grad_BP.copy_(half_BP) if own else half_BP)
+            return Dense(factor.grad_BP.copy_(half_BP) if new else half_BP)
         if type(factor) is not Outer or not (_is_wide(factor.a_NTI) and _is_wide(factor.g_NTO)):
             return factor
         copies = []
@@ -87,9 +87,9 @@ class Keeper:
         self._copies.clear()
 
 
-def restored(held: StoredFactor) -> Factor:
+def restored(stored: StoredFactor) -> Factor:
     """Return the factor whose norm was taken, to the bit, from its stored form."""
-    return Dense(held) if isinstance(held, Tensor) else held
+    return Dense(stored) if isinstance(stored, Tensor) else stored
 
 
 def _is_wide(tensor: Tensor) -> bool:
@@ -201,7 +201,7 @@ class Repeats:
             self._first[number] = [value.clone() for value in values]
             return
         before = self._first.get(number, [])
-        if [kept.shape for kept in before] != [kept.shape for kept in values]:
+        if [tensor.shape for tensor in before] != [tensor.shape for tensor in values]:
             self._unlike = self._unlike or name
             return
         for was, now in zip(before, values, strict=True):
@@ -234,9 +234,9 @@ class Verdict(NamedTuple):
 
     def require(self) -> None:
         """Refuse if it did; the device is waited for."""
-        found = self.differs_K.tolist()
-        if any(found):
-            raise TamperedGradientError(_unlike(self.names[found.index(True)]))
+        differs = self.differs_K.tolist()
+        if any(differs):
+            raise TamperedGradientError(_unlike(self.names[differs.index(True)]))
 
 
 def _unlike(name: str) -> str:

@@ -84,18 +84,18 @@ class OnePass:
         state = self._state
         listener.streams.join()
         with torch.no_grad(), full_precision():
-            held = PendingBackward(listener, listener.norms(), state.forward_of(listener))
+            pending = PendingBackward(listener, listener.norms(), state.forward_of(listener))
             if self._held is None:
-                self._add_sums(held, held.total, state.scale(state.capture.forward, per_sample=per_sample))
+                self._add_sums(pending, pending.total, state.scale(state.capture.forward, per_sample=per_sample))
         if self._held is None:
             state.close(listener)
         else:
-            self._held.append(held)
+            self._held.append(pending)
 
-    def _add_sums(self, held: PendingBackward, total: GroupNorms, scale: float, rows: int | None = None) -> None:
-        state, listener = self._state, held.listener
+    def _add_sums(self, pending: PendingBackward, total: GroupNorms, scale: float, rows: int | None = None) -> None:
+        state, listener = self._state, pending.listener
         weights = state.decisions.weights(
-            total, held.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B, rows=rows
+            total, pending.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B, rows=rows
         )
         state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
 
@@ -108,13 +108,13 @@ class OnePass:
         finally:
             self._held, self.loss_elsewhere = None, False
 
-    def conclude(self, held: Sequence[PendingBackward], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
+    def conclude(self, pending: Sequence[PendingBackward], totals: Sequence[GroupNorms], rows: Sequence[int]) -> None:
         """Add the clipped sums of deferred backwards, as one backward over samples of each."""
         # Norms are over all parts of the model; `rows`: how many samples of each have norms.
         state = self._state
         before = state.decisions.passes
         with torch.no_grad(), full_precision():
-            for one, total, count in zip(held, totals, rows, strict=True):
+            for one, total, count in zip(pending, totals, rows, strict=True):
                 self._add_sums(one, total, state.scale(one.forward, per_sample=False), count)
                 state.close(one.listener, rows=count)
         state.decisions.merge_passes(before)
@@ -180,12 +180,12 @@ class TwoPasses:
             repeats.begin_again()
             norms.streams.join()
             with torch.no_grad(), full_precision():
-                found = norms.norms()
+                measured = norms.norms()
                 if total is not None:
                     if index_D is not None:
-                        ill_conditioned_B = total.refine(found, index_D)
+                        ill_conditioned_B = total.refine(measured, index_D)
                     break
-                total = found
+                total = measured
                 imprecise_B = self._imprecise_B(total)
             if not self._any_rank(imprecise_B is not None, norms):
                 break
@@ -198,9 +198,9 @@ class TwoPasses:
         if sharded is None:
             return again
         order = int.from_bytes(hashlib.blake2b(repr(norms.order).encode(), digest_size=7).digest(), "big")
-        found = sharded.agree("second backward", 2 * order + again)
-        sharded.delivery.order(at_once=len({value // 2 for value in found}) == 1)
-        return any(value % 2 for value in found)
+        answers = sharded.agree("second backward", 2 * order + again)
+        sharded.delivery.order(at_once=len({value // 2 for value in answers}) == 1)
+        return any(value % 2 for value in answers)
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
         """Read which norms must be computed in float64, and whether the step before repeated itself, with one wait."""
@@ -243,10 +243,10 @@ class PartialBookKeeping(BookKeeping):
 
     def exact(self, index_D: Tensor) -> GroupNorms:
         """Return the norms of a few samples from float64, of stored factors and of those formed once more."""
-        found = exact_norms(self.factors, self.total, index_D)
+        norms = exact_norms(self.factors, self.total, index_D)
         if self.measured_again is not None:
-            found.merge(self.measured_again(index_D))
-        return found
+            norms.merge(self.measured_again(index_D))
+        return norms
 
 
 class Parts:

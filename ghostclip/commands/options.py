@@ -42,19 +42,19 @@ DELTA: Final[Options] = {
 FILE: Final[dict[str, Any]] = {"type": Path, "metavar": "FILE"}
 
 
-def require_least(given: dict[str, Any], least: dict[str, int]) -> None:
+def require_least(args: dict[str, Any], least: dict[str, int]) -> None:
     """Refuse numbers that are too small; what was left out is none."""
     for name, number in least.items():
-        if given[name] is not None and given[name] < number:
-            raise InvalidOptionError(f"--{name.replace('_', '-')} is {given[name]}: must be at least {number}")
+        if args[name] is not None and args[name] < number:
+            raise InvalidOptionError(f"--{name.replace('_', '-')} is {args[name]}: must be at least {number}")
 
 
-def require_files(given: dict[str, Any]) -> None:
+def require_files(args: dict[str, Any]) -> None:
     """Refuse files of ``--plot`` and ``--json`` that could not be written, before anything is computed for them."""
-    if given.get("plot") is not None:
-        require_picture(given["plot"], "--plot")
-    if given["json"] is not None and str(given["json"]) != "-":
-        require_writable(given["json"], "--json")
+    if args.get("plot") is not None:
+        require_picture(args["plot"], "--plot")
+    if args["json"] is not None and str(args["json"]) != "-":
+        require_writable(args["json"], "--json")
 
 
 def write_json(path: Path | None, values: dict[str, Any], *, indent: int = 2) -> None:

@@ -68,7 +68,7 @@ INSPECT: Final[Options] = {
 }  # fmt: skip
 
 
-def run_inspect(given: dict[str, Any]) -> int:
+def run_inspect(args: dict[str, Any]) -> int:
     """Say how a model's gradients would be clipped, what that costs and what is refused.
 
     examples:
@@ -94,20 +94,20 @@ def run_inspect(given: dict[str, Any]) -> int:
     from ghostclip.validation.inspection import DEVICES, inspect_model
     from ghostclip.validation.sources import InspectionRequest, load_source
 
-    require_least(given, {"batch_size": 2, "sequence_length": 1})
-    require_files(given)
-    request = InspectionRequest(**{one.name: given[one.name] for one in fields(InspectionRequest)})
+    require_least(args, {"batch_size": 2, "sequence_length": 1})
+    require_files(args)
+    request = InspectionRequest(**{one.name: args[one.name] for one in fields(InspectionRequest)})
     is_factory = request.full and ":" in request.model
     refuse_any((is_factory, "--full: a factory's model has its real sizes already; leave it out"))
     with quietly("inspecting"):
-        found = inspect_model(
+        inspection = inspect_model(
             load_source(request),
             proof=load_source(replace(request, full=False)) if request.full else None,
-            devices=given["device_memory"] or DEVICES,
-            **{name: given[name] for name in ("strategy", "trainable", "optimizer")},
+            devices=args["device_memory"] or DEVICES,
+            **{name: args[name] for name in ("strategy", "trainable", "optimizer")},
         )
-    write_page(given["json"], found)
-    return 0 if found.ok else EXIT_REFUSED
+    write_page(args["json"], inspection)
+    return 0 if inspection.ok else EXIT_REFUSED
 
 
 PLAN: Final[Options] = {
@@ -134,7 +134,7 @@ PLAN: Final[Options] = {
 }  # fmt: skip
 
 
-def run_plan(given: dict[str, Any]) -> int:
+def run_plan(args: dict[str, Any]) -> int:
     """Say what a training takes of each of many devices, private against non-private.
 
     examples:
@@ -159,21 +159,21 @@ def run_plan(given: dict[str, Any]) -> int:
 
     from ghostclip.scaling import Mesh, load_planned, plan_devices
 
-    require_least(given, {"context_length": 1, "batch_size": 1, "microbatches": 1})
-    require_files(given)
-    mesh = Mesh.parse(given["mesh"])
+    require_least(args, {"context_length": 1, "batch_size": 1, "microbatches": 1})
+    require_files(args)
+    mesh = Mesh.parse(args["mesh"])
     with quietly("planning"):
         # Of two samples: what all of a batch have in common counts half.
         planned = load_planned(
-            given["model"], batch_size=2, context_length=given["context_length"],
-            dtype=getattr(torch, given["dtype"]), trainable=given["trainable"], mesh=mesh,
+            args["model"], batch_size=2, context_length=args["context_length"],
+            dtype=getattr(torch, args["dtype"]), trainable=args["trainable"], mesh=mesh,
         )  # fmt: skip
-        found = plan_devices(
-            planned, mesh=mesh, device_bytes=given["device_memory"], batch_size=given["batch_size"] or 0,
-            optimizer=given["optimizer"], checkpointing=given["checkpointing"],
-            microbatches=given["microbatches"] or 0,
+        plan = plan_devices(
+            planned, mesh=mesh, device_bytes=args["device_memory"], batch_size=args["batch_size"] or 0,
+            optimizer=args["optimizer"], checkpointing=args["checkpointing"],
+            microbatches=args["microbatches"] or 0,
         )  # fmt: skip
-    write_page(given["json"], found)
+    write_page(args["json"], plan)
     return 0
 
 
@@ -205,7 +205,7 @@ what to tune, and in which order:
 """
 
 
-def run_plan_privacy(given: dict[str, Any]) -> int:
+def run_plan_privacy(args: dict[str, Any]) -> int:
     """Compare ways to draw records and to add noise for a privacy budget, and recommend one.
 
     examples:
@@ -220,11 +220,11 @@ def run_plan_privacy(given: dict[str, Any]) -> int:
     from ghostclip.mechanisms import plan_privacy
     from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
 
-    require_files(given)
-    missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if given[name] is None]
+    require_files(args)
+    missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if args[name] is None]
     refuse_any((bool(missing), f"{', '.join(missing)}: needed."))
-    require_least(given, {"samples": 1, "batch_size": 1, "epochs": 1})
-    samples, size, momentum = given["samples"], given["batch_size"], given["momentum"]
+    require_least(args, {"samples": 1, "batch_size": 1, "epochs": 1})
+    samples, size, momentum = args["samples"], args["batch_size"], args["momentum"]
     refuse_any(
         (size > samples, f"--batch-size {size}: must be from 1 to --samples, {samples}."),
         (not 0 <= momentum < 1, f"--momentum {momentum:g}: must be at least 0 and below 1."),
@@ -232,25 +232,25 @@ def run_plan_privacy(given: dict[str, Any]) -> int:
 
     def plans_at(batch_size: int) -> list[CalibratedMechanism]:
         return plan_privacy(
-            num_samples=samples, batch_size=batch_size, epochs=given["epochs"], target_epsilon=given["target_epsilon"],
-            target_delta=given["delta"], momentum=momentum, learning_rates=_SCHEDULES[given["schedule"]],
+            num_samples=samples, batch_size=batch_size, epochs=args["epochs"], target_epsilon=args["target_epsilon"],
+            target_delta=args["delta"], momentum=momentum, learning_rates=_SCHEDULES[args["schedule"]],
         )  # fmt: skip
 
     sizes = [size * times for times in _LARGER if size * times <= samples]
     with Working("comparing mechanisms"):
         by_size = {one: plans_at(one) for one in sizes}
     plans = by_size[size]
-    too_large = delta_too_large(given["delta"], samples)
+    too_large = delta_too_large(args["delta"], samples)
     if too_large:
         print(f"warning: {too_large}", file=sys.stderr)
     rows = [_row(plan) for plan in plans]
     batches = {
-        one: {described(p.mechanism): noise_to_batch(p, num_samples=samples, batch_size=one) for p in found}
-        for one, found in by_size.items()
+        one: {described(p.mechanism): noise_to_batch(p, num_samples=samples, batch_size=one) for p in candidates}
+        for one, candidates in by_size.items()
     }
-    if str(given["json"]) != "-":
+    if str(args["json"]) != "-":
         _show(plans, rows, batches, recommendation(plans))
-    write_json(given["json"], {"mechanisms": rows, "noise_to_batch": batches, "recommendation": recommendation(plans)})
+    write_json(args["json"], {"mechanisms": rows, "noise_to_batch": batches, "recommendation": recommendation(plans)})
     return 0
 
 
@@ -282,5 +282,5 @@ def _show(
     sizes = list(batches.values())
     for name in sizes[0]:
         # Where an epoch has fewer batches than a mechanism has bands, there is no such mechanism.
-        print(f"{name:34}" + "".join(f"{found[name]:>12.3g}" if name in found else f"{'-':>12}" for found in sizes))
+        print(f"{name:34}" + "".join(f"{column[name]:>12.3g}" if name in column else f"{'-':>12}" for column in sizes))
     print("", "proved by", *(f"  {row['mechanism']}: {row['theorem']}" for row in rows), "", _ADVICE, sep="\n", end="")

@@ -54,10 +54,10 @@ Segment = tuple[float, float, int]
 """(σ, q, steps)."""
 
 
-def _mechanism(given: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
+def _mechanism(args: dict[str, Any]) -> tuple[float | None, float | None, int | None]:
     """Return σ, q and the number of steps that options give, None for what they leave out."""
     names = ("noise_multiplier", "sample_rate", "samples", "batch_size", "steps", "epochs")
-    sigma, rate, samples, batch, steps, epochs = (given[name] for name in names)
+    sigma, rate, samples, batch, steps, epochs = (args[name] for name in names)
     refuse_any(
         (rate is not None and batch is not None, "--sample-rate and --batch-size: give one of the two."),
         (batch is not None and samples is None,
@@ -91,24 +91,24 @@ def _require_noise(name: str, sigma: float) -> None:
         raise InvalidOptionError(f"{name} {sigma:g}: must be from 0 to {_MOST_NOISE:g}.")
 
 
-def _bounds(segments: Sequence[Segment], given: dict[str, Any]) -> Bounds:
+def _bounds(segments: Sequence[Segment], args: dict[str, Any]) -> Bounds:
     from ghostclip.accounting import bounding_accountant
 
-    accountant, relation = given["accountant"], given["neighbours"]
+    accountant, relation = args["accountant"], args["neighbours"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = bounding_accountant(accountant, relation=relation)
         made.load_state_dict({"mechanism": made.mechanism(), "relation": relation, "history": list(segments)})
-        return made.epsilon_bounds(given["delta"])
+        return made.epsilon_bounds(args["delta"])
 
 
-def _release(given: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
+def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
     """Print ε of segments with all that it assumes, after what was solved for, write files of it, and return 0."""
     from ghostclip.accounting import delta_too_large, epsilon_too_large
 
-    delta, relation, solved = given["delta"], given["neighbours"], solved or {}
+    delta, relation, solved = args["delta"], args["neighbours"], solved or {}
     with Working("bounding epsilon"):
-        bounds = _bounds(segments, given)
+        bounds = _bounds(segments, args)
     shown = [f"noise multiplier {sigma:g}, sample rate {rate:g}, {steps} steps" for sigma, rate, steps in segments[:4]]
     shown += [f"and {len(segments) - 4} more segments"] if len(segments) > 4 else []
     full = all(rate == 1 for _, rate, _ in segments)
@@ -122,23 +122,23 @@ def _release(given: dict[str, Any], segments: list[Segment], solved: dict[str, A
         f"sampling: {sampling} (shuffled batches: one step of rate 1 per epoch)",
         f"neighbours: {relation}: {_RELATIONS[relation]}",
         "a sample: what is clipped as one, once in the data set",
-        f"accountant: {given['accountant']}",
+        f"accountant: {args['accountant']}",
         sep="\n",
     )
-    said = [text for text in (delta_too_large(delta, given["samples"]), epsilon_too_large(bounds.upper)) if text]
+    said = [text for text in (delta_too_large(delta, args["samples"]), epsilon_too_large(bounds.upper)) if text]
     for text in said:
         print(f"warning: {text}", file=sys.stderr)
     plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
     values = {
         **solved, "epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta, "segments": segments,
-        "sampling": "full" if full else "poisson", "neighbours": relation, "accountant": given["accountant"],
+        "sampling": "full" if full else "poisson", "neighbours": relation, "accountant": args["accountant"],
         "warnings": said,
     }  # fmt: skip
-    target = {"target_epsilon": given["target_epsilon"]} if solved else {}
-    write_json(given["json"], {**values, **target})
-    if given["plot"] is not None:
+    target = {"target_epsilon": args["target_epsilon"]} if solved else {}
+    write_json(args["json"], {**values, **target})
+    if args["plot"] is not None:
         with Working("drawing"):
-            _plot(segments, given, given["plot"])
+            _plot(segments, args, args["plot"])
     return 0
 
 
@@ -151,7 +151,7 @@ def _rounded(value: float, towards: Callable[[float], int]) -> str:
     return f"{towards(value / unit * slack) * unit:.5g}"
 
 
-def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
+def _plot(segments: list[Segment], args: dict[str, Any], path: Path) -> None:
     """Draw ε against the steps of a training, and against the noise it might have had, each with the lower bound."""
     total = sum(steps for _, _, steps in segments)
     at = sorted({max(1, round(total * point / _POINTS)) for point in range(1, _POINTS + 1)})
@@ -159,16 +159,16 @@ def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
     noisier = [[(sigma * scale, rate, steps) for sigma, rate, steps in segments] for scale in scales]
     one = len(segments) == 1
     noise, middle = [changed[0][0] for changed in noisier] if one else scales, len(scales) // 2
-    by_steps = [_bounds(_until(segments, steps), given) for steps in at]
-    by_noise = [_bounds(changed, given) for changed in noisier]
+    by_steps = [_bounds(_until(segments, steps), args) for steps in at]
+    by_noise = [_bounds(changed, args) for changed in noisier]
     here = by_steps[-1].upper
     this = f"this training: ε ≤ {math.ceil(here * 1e3) / 1e3:g}" if math.isfinite(here) else "this training"
     with picture(path, size=(9, 4.0)) as figure:
         left, right = figure.subplots(1, 2)
-        for axes, places, curve, place in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
-            _draw_bounds(axes, places, curve)
-            axes.plot([place], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
-            axes.set_ylabel(f"ε at δ = {given['delta']:g}")
+        for axes, xs, curve, x in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
+            _draw_bounds(axes, xs, curve)
+            axes.plot([x], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
+            axes.set_ylabel(f"ε at δ = {args['delta']:g}")
         left.set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
         varied = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
         right.set(xlabel=varied, xscale="log", yscale="log")
@@ -180,11 +180,11 @@ def _plot(segments: list[Segment], given: dict[str, Any], path: Path) -> None:
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 
 
-def _draw_bounds(axes: Axes, places: Sequence[float], curve: Sequence[Bounds]) -> None:
+def _draw_bounds(axes: Axes, xs: Sequence[float], curve: Sequence[Bounds]) -> None:
     # The bounds nearly coincide: a thin dashed line on a broad one shows both.
-    axes.plot(places, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
+    axes.plot(xs, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
     lows = [one.lower for one in curve]
-    axes.plot(places, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
+    axes.plot(xs, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
     axes.grid(alpha=0.3)
 
 
@@ -206,7 +206,7 @@ EPSILON: Final[Options] = {
 }  # fmt: skip
 
 
-def run_epsilon(given: dict[str, Any]) -> int:
+def run_epsilon(args: dict[str, Any]) -> int:
     """Bound epsilon of a private training.
 
     examples:
@@ -217,9 +217,9 @@ def run_epsilon(given: dict[str, Any]) -> int:
       ghostclip epsilon --segment 1.2 0.01 500 --segment 0.8 0.01 100
           noise that changes on the way: noise multiplier, sample rate and steps of each part
     """
-    require_files(given)
-    sigma, rate, steps = _mechanism(given)
-    segments = [*([] if given["schedule"] is None else _read(given["schedule"])), *map(_segment, given["segment"])]
+    require_files(args)
+    sigma, rate, steps = _mechanism(args)
+    segments = [*([] if args["schedule"] is None else _read(args["schedule"])), *map(_segment, args["segment"])]
     for number, (noise, share, _) in enumerate(segments, start=1):
         _require_noise(f"segment {number}: noise multiplier", noise)
         _require_rate(f"segment {number}: sample rate {share:g}", share)
@@ -236,7 +236,7 @@ def run_epsilon(given: dict[str, Any]) -> int:
         raise InvalidOptionError(f"{missing}: needed (or --segment, or --schedule).")
     else:
         segments.insert(0, (sigma, rate, steps))
-    return _release(given, segments)
+    return _release(args, segments)
 
 
 def _segment(row: Iterable[Any]) -> Segment:
@@ -275,7 +275,7 @@ CALIBRATE: Final[Options] = {
 }  # fmt: skip
 
 
-def run_calibrate(given: dict[str, Any]) -> int:
+def run_calibrate(args: dict[str, Any]) -> int:
     """Find the noise, sample rate or number of steps that keeps a privacy budget.
 
     examples:
@@ -288,9 +288,9 @@ def run_calibrate(given: dict[str, Any]) -> int:
     """
     from ghostclip import accounting
 
-    require_files(given)
-    values = dict(zip(("noise_multiplier", "sample_rate", "steps"), _mechanism(given), strict=True))
-    if given["target_epsilon"] is None:
+    require_files(args)
+    values = dict(zip(("noise_multiplier", "sample_rate", "steps"), _mechanism(args), strict=True))
+    if args["target_epsilon"] is None:
         raise InvalidOptionError("--target-epsilon: needed (`ghostclip epsilon` tells what given values cost).")
     known = {name: value for name, value in values.items() if value is not None}
     if len(known) != 2:
@@ -301,11 +301,11 @@ def run_calibrate(given: dict[str, Any]) -> int:
     (name,) = values.keys() - known
     with Working("searching", logger="ghostclip.accounting.calibration"):
         solved = getattr(accounting, f"get_{name}")(
-            target_epsilon=given["target_epsilon"], target_delta=given["delta"], accountant=given["accountant"],
-            relation=given["neighbours"], **known,
+            target_epsilon=args["target_epsilon"], target_delta=args["delta"], accountant=args["accountant"],
+            relation=args["neighbours"], **known,
         )  # fmt: skip
     sigma, rate, steps = {**values, name: solved}.values()
-    return _release(given, [(sigma, rate, steps)], {name: solved})
+    return _release(args, [(sigma, rate, steps)], {name: solved})
 
 
 LEDGER: Final[Options] = {
@@ -320,7 +320,7 @@ _SAID: Final = (
 )  # fmt: skip
 
 
-def run_ledger(given: dict[str, Any]) -> int:
+def run_ledger(args: dict[str, Any]) -> int:
     """Check a ledger, and say what was released with it and what that costs.
 
     examples:
@@ -333,16 +333,16 @@ def run_ledger(given: dict[str, Any]) -> int:
     from ghostclip.privacy.ledger_file import LedgerFile
     from ghostclip.privacy.summary import rounded_down, rounded_up
 
-    path, delta = given["file"], given["delta"]
+    path, delta = args["file"], args["delta"]
     if not path.exists():
         # An engine would begin a new one: ε = 0.
         raise DataError(f"{path}: no such file; expected the ledger of a training.")
-    require_files(given)
+    require_files(args)
     # Its chain is verified when it is read. A training may write on meanwhile: ε is then of more lines, never of fewer.
     parts = _by_mechanism(path, lines=LedgerFile(path).place()["lines"])
     bounds = PrivacyEngine(ledger=path).epsilon_bounds(delta)
     releases = sum(part["releases"] for part in parts)
-    if str(given["json"]) != "-":
+    if str(args["json"]) != "-":
         print(f"{path}: every line continues the one before it; {releases} releases")
         for part in parts:
             said = ", ".join(f"{name.replace('_', ' ')} {part[name]}" for name in _SAID if name in part)
@@ -352,7 +352,7 @@ def run_ledger(given: dict[str, Any]) -> int:
         print("whole lines that were cut off its end are missed only by a checkpoint that has seen them")
     plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
     values = {"epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta}
-    write_json(given["json"], {"ledger": str(path), "releases": releases, **values, "mechanisms": parts})
+    write_json(args["json"], {"ledger": str(path), "releases": releases, **values, "mechanisms": parts})
     return 0
 
 
@@ -391,7 +391,7 @@ AUDIT: Final[Options] = {
 }  # fmt: skip
 
 
-def run_audit(given: dict[str, Any]) -> int:
+def run_audit(args: dict[str, Any]) -> int:
     """Test a claimed epsilon with the scores of an attack.
 
     examples:
@@ -410,17 +410,17 @@ def run_audit(given: dict[str, Any]) -> int:
     from ghostclip.audit import audit_scores, load_scores, plot_audit
 
     for name in ("plot", "json"):
-        if given[name] is not None and given[name].resolve() == given["scores"].resolve():
-            raise DataError(f"--{name} {given[name]}: would replace the scores.")
-    require_files(given)
-    scores = load_scores(given["scores"])
-    if given["lower_is_member"]:
+        if args[name] is not None and args[name].resolve() == args["scores"].resolve():
+            raise DataError(f"--{name} {args[name]}: would replace the scores.")
+    require_files(args)
+    scores = load_scores(args["scores"])
+    if args["lower_is_member"]:
         scores = scores.negated()
     names = ("delta", "confidence", "method", "threshold", "guesses", "claimed_epsilon")
-    finding = audit_scores(scores, **{name: given[name] for name in names})
+    finding = audit_scores(scores, **{name: args[name] for name in names})
     print(finding.sentence())
     print(finding.basis())
-    if given["plot"] is not None:
-        plot_audit(scores, finding, given["plot"])
-    write_json(given["json"], finding.as_dict())
+    if args["plot"] is not None:
+        plot_audit(scores, finding, args["plot"])
+    write_json(args["json"], finding.as_dict())
     return EXIT_CONTRADICTED if finding.contradicts else 0

@@ -113,10 +113,10 @@ def empty_like(one: Any, two: Any, *, path: str = "batch") -> Any:
         names = [field.name for field in dataclasses.fields(one) if field.init]
         parts = {n: empty_like(getattr(one, n), getattr(two, n), path=f"{path}.{n}") for n in names}
         return dataclasses.replace(one, **parts)
-    own: Any = getattr(one, "__dict__", None)
-    if own and not isinstance(one, type) and not callable(one) and own.keys() == vars(two).keys():
+    attributes: Any = getattr(one, "__dict__", None)
+    if attributes and not isinstance(one, type) and not callable(one) and attributes.keys() == vars(two).keys():
         made = copy.copy(one)
-        vars(made).update({n: empty_like(own[n], vars(two)[n], path=f"{path}.{n}") for n in own})
+        vars(made).update({n: empty_like(attributes[n], vars(two)[n], path=f"{path}.{n}") for n in attributes})
         return made
     raise DataError(
         f"{path}: a Poisson batch may hold no record, and an empty {type(one).__name__} cannot be built; collate "
@@ -190,22 +190,22 @@ class _Company:
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._collate, begun = collate, time.monotonic()
-        found: list[tuple[int, Any, _Batch]] = []
+        tried: list[tuple[int, Any, _Batch]] = []
         for number in range(min(len(dataset), _TRIED)):
-            lengths = len({size for size, _, _ in found})
+            lengths = len({size for size, _, _ in tried})
             slow = time.monotonic() - begun > _PATIENCE
-            if (len(found) >= _LEAST and slow) or (len(found) >= _COMPANY and lengths > 1):
+            if (len(tried) >= _LEAST and slow) or (len(tried) >= _COMPANY and lengths > 1):
                 break
             record = dataset[number]
             batch = _tensors(_collated(collate, [record], 0))
-            found.append((sum(tensor.numel() for tensor in batch.values()), record, batch))
-        found.sort(key=lambda one: -one[0])
-        self.records = [record for _, record, _ in found]  # all of one length only if no other length was met
-        self.alone = found[0][2], found[-1][2]  # the first one, and the last one, collated alone
+            tried.append((sum(tensor.numel() for tensor in batch.values()), record, batch))
+        tried.sort(key=lambda one: -one[0])
+        self.records = [record for _, record, _ in tried]  # all of one length only if no other length was met
+        self.alone = tried[0][2], tried[-1][2]  # the first one, and the last one, collated alone
 
-    def of(self, *places: int, seed: int = 0) -> _Batch:
+    def of(self, *indices: int, seed: int = 0) -> _Batch:
         """Return the tensors of a batch of some of the records."""
-        return _tensors(_collated(self._collate, [self.records[place] for place in places], seed))
+        return _tensors(_collated(self._collate, [self.records[index] for index in indices], seed))
 
     def name(self) -> str:
         """Return the name of the collate function."""
@@ -224,14 +224,14 @@ def _padding_in(company: _Company) -> tuple[Padded, ...]:
     longest, shortest = company.alone
     pair = company.of(0, 1)
     axes = {name: _axis_of_records(longest.get(name), tensor) for name, tensor in pair.items()}
-    kept = {name for name, axis in axes.items() if axis is not None}
-    apart = kept | {name for name in pair if name not in longest or _listed(name, pair, longest)}
-    _refuse_joined(pair, apart, company)
+    stacked = {name for name, axis in axes.items() if axis is not None}
+    separated = stacked | {name for name in pair if name not in longest or _listed(name, pair, longest)}
+    _refuse_joined(pair, separated, company)
     count = len(company.records) - 1
     for seed in range(_SEEDS):
-        places = 1 + seed % count, 1 + (seed + 1 + seed // count) % count
-        one, other = (company.of(0, place, seed=seed) for place in places)
-        if any(name in other and tensor.shape != other[name].shape for name, tensor in one.items() if name in kept):
+        indices = 1 + seed % count, 1 + (seed + 1 + seed // count) % count
+        one, other = (company.of(0, index, seed=seed) for index in indices)
+        if any(name in other and tensor.shape != other[name].shape for name, tensor in one.items() if name in stacked):
             continue
         mixed = _mixed_in(one, other, axes, longest)
         if mixed:
@@ -252,10 +252,10 @@ def _axis_of_records(one: Tensor | None, pair: Tensor) -> int | None:
     return next((axis for axis in range(pair.dim()) if (one.shape[axis], pair.shape[axis]) == (1, 2)), None)
 
 
-def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> None:
+def _refuse_joined(pair: _Batch, separated: Collection[str], company: _Company) -> None:
     """Refuse two records in an odd number of rows, where no part of the batch shows that they are separate."""
-    rows = [tensor.shape[0] for name, tensor in pair.items() if tensor.dim() > 1 and name not in apart]
-    shown = any(tensor.dim() > 1 and name in apart for name, tensor in pair.items())
+    rows = [tensor.shape[0] for name, tensor in pair.items() if tensor.dim() > 1 and name not in separated]
+    shown = any(tensor.dim() > 1 and name in separated for name, tensor in pair.items())
     if rows and not shown and not any(count % 2 == 0 for count in rows):
         raise DataError(
             f"{company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
@@ -265,7 +265,7 @@ def _refuse_joined(pair: _Batch, apart: Collection[str], company: _Company) -> N
 
 def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone: _Batch) -> str:
     """Return where the rows of the record that two batches share differ; '' where they do not."""
-    places = {(i, j) for i in range(2) for j in range(2)}
+    matches = {(i, j) for i in range(2) for j in range(2)}
     for name, tensor in one.items():
         axis, beside = axes.get(name), other.get(name)
         listed = _listed(name, one, alone), _listed(name, other, alone)
@@ -278,8 +278,8 @@ def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone:
             continue
         rows = listed if axis is None else (tensor.movedim(axis, 0), beside.movedim(axis, 0))
         # Records may come in another order, all of their values together.
-        places = {(i, j) for i, j in places if _same(rows[0][i], rows[1][j])}
-        if not places:
+        matches = {(i, j) for i, j in matches if _same(rows[0][i], rows[1][j])}
+        if not matches:
             return name or "batch"
     return ""
 
@@ -287,8 +287,8 @@ def _mixed_in(one: _Batch, other: _Batch, axes: Mapping[str, int | None], alone:
 def _listed(name: str, pair: _Batch, alone: _Batch) -> list[Tensor]:
     """Return the values of two records where a batch is a list of them; empty where it is none."""
     parts = name.split(_WITHIN)
-    for place, part in enumerate(parts):
-        second = _WITHIN.join([*parts[:place], "1", *parts[place + 1 :]])
+    for index, part in enumerate(parts):
+        second = _WITHIN.join([*parts[:index], "1", *parts[index + 1 :]])
         if part == "0" and second in pair and second not in alone:
             return [pair[name], pair[second]]
     return []
@@ -321,8 +321,8 @@ def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
     for row in beside:
         for leading in (False, True):
             more = row.shape[-1] - length
-            kept, added = (row[..., more:], row[..., :more]) if leading else (row[..., :length], row[..., length:])
-            if length and _same(kept, alone):
+            content, added = (row[..., more:], row[..., :more]) if leading else (row[..., :length], row[..., length:])
+            if length and _same(content, alone):
                 first = added.flatten()[0]
                 return (float(first) if bool((added == first).all()) else None), leading
     return None, None
@@ -362,9 +362,9 @@ def _tensors(batch: Any, name: str = "", depth: int = 0) -> _Batch:
     elif dataclasses.is_dataclass(batch) or hasattr(batch, "__dict__"):
         items = vars(batch).items() if hasattr(batch, "__dict__") else ()
     return {
-        place: tensor
+        path: tensor
         for key, value in items
-        for place, tensor in _tensors(value, f"{name}{_WITHIN}{key}" if name else str(key), depth + 1).items()
+        for path, tensor in _tensors(value, f"{name}{_WITHIN}{key}" if name else str(key), depth + 1).items()
     }
 
 

@@ -51,10 +51,10 @@ def run_in_parts(
 
 
 def _all_parts(
-    batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy, place: tuple[Savepoint, int]
+    batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy, savepoint_and_axis: tuple[Savepoint, int]
 ) -> list[Any]:
-    """Run the parts of a batch until all of them fit; ``place`` is a savepoint, and the axis of the samples."""
-    savepoint, axis = place
+    """Run the parts of a batch until all of them fit, each time from a savepoint, along the axis of the samples."""
+    savepoint, axis = savepoint_and_axis
     done = 0
     results: list[Any] = []
     while done < size or not results:
@@ -94,20 +94,20 @@ def count_rows(batch: Any, *, axis: int = 0) -> int | None:
     if isinstance(batch, torch.Tensor):
         return batch.shape[axis if axis < batch.dim() else 0] if batch.dim() else None
     items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((found for found in (count_rows(item, axis=axis) for item in items) if found is not None), None)
+    return next((rows for rows in (count_rows(item, axis=axis) for item in items) if rows is not None), None)
 
 
 def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
     """Return some samples of a nested batch: rows of its tensors, entries of lists with one entry per sample."""
-    found: list[bool] = []
+    sliced: list[bool] = []
 
     def pick(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            place = batch_axis_of(item, batch_size=size, axis=axis)
-            if place is None:
+            dim = batch_axis_of(item, batch_size=size, axis=axis)
+            if dim is None:
                 return item
-            found.append(True)
-            return item[rows] if place == 0 else item.narrow(place, rows.start, rows.stop - rows.start)
+            sliced.append(True)
+            return item[rows] if dim == 0 else item.narrow(dim, rows.start, rows.stop - rows.start)
         if isinstance(item, Mapping):
             picked = {key: pick(value) for key, value in item.items()}
             return picked if type(item) is dict else type(item)(picked)  # type: ignore[call-arg]
@@ -117,7 +117,7 @@ def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
         return item
 
     picked = pick(batch)
-    if not found:
+    if not sliced:
         raise DataError(
             f"a batch of {size} samples is to be run in parts and cannot be split: no tensor in it has {size} rows. "
             "Use a max_physical_batch_size that takes it whole."

@@ -31,12 +31,12 @@ def records_by_user(users: Sequence[Hashable] | torch.Tensor | np.ndarray) -> li
         DataError: If there are no records.
     """
     owners = users.tolist() if isinstance(users, (torch.Tensor, np.ndarray)) else users
-    found: dict[Hashable, list[int]] = {}
+    records_of: dict[Hashable, list[int]] = {}
     for record, user in enumerate(owners):
-        found.setdefault(user, []).append(record)
-    if not found:
+        records_of.setdefault(user, []).append(record)
+    if not records_of:
         raise DataError("users: empty; give the user of each record.")
-    return [np.array(records, dtype=np.int64) for records in found.values()]
+    return [np.array(records, dtype=np.int64) for records in records_of.values()]
 
 
 class UserPoisson:

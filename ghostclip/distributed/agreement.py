@@ -70,13 +70,13 @@ class Leaving:
         try:
             yield
         except Exception as error:
-            place = f"{self._model}.{self._backwards}"
-            found = None if isinstance(error, GhostClipError) else _reason_of_others(place)
-            if found is None and _is_of_waiting(error):
-                found = _reason_of_others(_place())
-            _leave(place, found or error, waited=found is not None)
-            if found is not None:
-                raise found from error
+            point = f"{self._model}.{self._backwards}"
+            reason = None if isinstance(error, GhostClipError) else _reason_of_others(point)
+            if reason is None and _is_of_waiting(error):
+                reason = _reason_of_others(_place())
+            _leave(point, reason or error, waited=reason is not None)
+            if reason is not None:
+                raise reason from error
             raise
         finally:
             self._inside = False
@@ -92,19 +92,19 @@ def noting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        place = _place()
+        point = _place()
         if _is_of_waiting(error):
-            found = _reason_of_others(place)
-            if found is not None:
-                raise found from error
+            reason = _reason_of_others(point)
+            if reason is not None:
+                raise reason from error
         elif not getattr(error, _ELSEWHERE, False):
-            _left.noted = place
-            _say(place, error, waited=False)
+            _left.noted = point
+            _say(point, error, waited=False)
         raise
     if _left.noted:
-        place, _left.noted = _left.noted, ""
+        point, _left.noted = _left.noted, ""
         with contextlib.suppress(RuntimeError):
-            _torch.meeting_store().set(_key(distributed.get_rank(), place), "")
+            _torch.meeting_store().set(_key(distributed.get_rank(), point), "")
 
 
 def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
@@ -129,22 +129,22 @@ def _is_of_waiting(error: Exception) -> bool:
 
 def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
     """Return the error that the other ranks raise where a rank does not go on, of its class if it is the library's."""
-    own = getattr(errors, kind, None)
-    if not (isinstance(own, type) and issubclass(own, GhostClipError)):
-        own = InvalidOptionError
-    found: GhostClipError = own(f"rank {rank} was refused, and no rank goes on without it: {message}")
-    setattr(found, _ELSEWHERE, True)
-    return found
+    error_type = getattr(errors, kind, None)
+    if not (isinstance(error_type, type) and issubclass(error_type, GhostClipError)):
+        error_type = InvalidOptionError
+    error: GhostClipError = error_type(f"rank {rank} was refused, and no rank goes on without it: {message}")
+    setattr(error, _ELSEWHERE, True)
+    return error
 
 
 def require_company() -> None:
     """Refuse to meet ranks that may still wait in a backward that this one has left, and would take this for it."""
-    place = _left.place
+    point = _left.place
     # A group of another run knows nothing of it.
-    if not place or _left.group != id(distributed.group.WORLD):
+    if not point or _left.group != id(distributed.group.WORLD):
         return
     if not _left.is_alone:
-        _left.is_alone = not _all_left(place)
+        _left.is_alone = not _all_left(point)
     if _left.is_alone:
         raise InvalidOptionError(
             "this rank has left a backward in which the others wait for it, and cannot meet them again "
@@ -153,10 +153,10 @@ def require_company() -> None:
     _left.place = ""
 
 
-def _all_left(place: str) -> bool:
+def _all_left(point: str) -> bool:
     """Return whether every rank has left a backward by itself, and none because another did not arrive."""
     store: Any = _torch.meeting_store()
-    keys = [_key(rank, place) for rank in range(distributed.get_world_size())]
+    keys = [_key(rank, point) for rank in range(distributed.get_world_size())]
     try:
         store.wait(keys, store.timeout)
         return not any(json.loads(store.get(key))[2] for key in keys)
@@ -164,32 +164,32 @@ def _all_left(place: str) -> bool:
         return False
 
 
-def _key(rank: int, place: str) -> str:
-    return f"ghostclip/left/{rank}/{place}"
+def _key(rank: int, point: str) -> str:
+    return f"ghostclip/left/{rank}/{point}"
 
 
-def _leave(place: str, error: Exception, *, waited: bool) -> None:
+def _leave(point: str, error: Exception, *, waited: bool) -> None:
     if not _torch.several_ranks() or distributed.get_world_size() == 1:
         return
-    _left.group, _left.place, _left.reason, _left.is_alone = id(distributed.group.WORLD), place, str(error), False
-    _say(place, error, waited=waited)
+    _left.group, _left.place, _left.reason, _left.is_alone = id(distributed.group.WORLD), point, str(error), False
+    _say(point, error, waited=waited)
 
 
-def _say(place: str, error: Exception, *, waited: bool) -> None:
+def _say(point: str, error: Exception, *, waited: bool) -> None:
     # The process that holds the store may be gone: then the error that counts is this rank's own.
     with contextlib.suppress(RuntimeError):
         said = json.dumps([type(error).__name__, str(error), waited])
-        _torch.meeting_store().set(_key(distributed.get_rank(), place), said)
+        _torch.meeting_store().set(_key(distributed.get_rank(), point), said)
 
 
-def _reason_of_others(place: str) -> GhostClipError | None:
+def _reason_of_others(point: str) -> GhostClipError | None:
     """Return why another rank has left a point of the program; None if nobody has published a reason."""
     if not _torch.several_ranks():
         return None
     store: Any = _torch.meeting_store()
     for rank in range(distributed.get_world_size()):
         with contextlib.suppress(RuntimeError):
-            said = rank != distributed.get_rank() and store.check([_key(rank, place)]) and store.get(_key(rank, place))
+            said = rank != distributed.get_rank() and store.check([_key(rank, point)]) and store.get(_key(rank, point))
             kind, message, waited = json.loads(said) if said else ("", "", True)
             if not waited:
                 return elsewhere(rank, kind, message)
@@ -222,9 +222,9 @@ def is_first(group: Group = None) -> bool:
 def share_noise(source: KeyedNoise, group: Group = None) -> None:
     """Give all ranks' sources rank 0's key and position, so that they draw one noise; refuse different levels."""
     require_group()
-    found = gathered("noise", (source.level, source.shared_state()), group)
-    require_equal("level of noise", [level for level, _ in found])
-    source.load_state_dict(found[0][1])
+    states = gathered("noise", (source.level, source.shared_state()), group)
+    require_equal("level of noise", [level for level, _ in states])
+    source.load_state_dict(states[0][1])
 
 
 def require_agreement(what: str, value: Any, group: Group = None) -> None:
@@ -234,24 +234,24 @@ def require_agreement(what: str, value: Any, group: Group = None) -> None:
 
 def gathered(what: str, value: Any, group: Group = None) -> list[Any]:
     """Return every rank's plain Python value, in the order of the ranks; called on all of them."""
-    # Raises on all ranks if one of them refused to go on, or is at another place of the program.
+    # Raises on all ranks if one of them refused to go on, or is at another point of the program.
     if world_size(group) == 1:
         return [value]
     require_company()
-    found: list[Any] = [None] * world_size(group)
-    distributed.all_gather_object(found, (what, value), group=group)
-    for rank, (_, other) in enumerate(found):
+    answers: list[Any] = [None] * world_size(group)
+    distributed.all_gather_object(answers, (what, value), group=group)
+    for rank, (_, other) in enumerate(answers):
         if isinstance(other, _Refusal):
             raise known_to_all(elsewhere(rank, other.kind, other.message))
-    for rank, (place, _) in enumerate(found):
-        if place != found[0][0]:
+    for rank, (label, _) in enumerate(answers):
+        if label != answers[0][0]:
             raise known_to_all(
                 InvalidOptionError(
-                    f"rank {rank} exchanges its {place}, rank 0 its {found[0][0]}: call the same functions with the "
+                    f"rank {rank} exchanges its {label}, rank 0 its {answers[0][0]}: call the same functions with the "
                     "same arguments in the same order on every rank."
                 )
             )
-    return [other for _, other in found]
+    return [other for _, other in answers]
 
 
 def common_numbers(what: str, group: Group = None) -> random.Random:
@@ -264,8 +264,8 @@ def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
     # If rank 0 raises, all ranks raise, with the same class if it is one of the library's.
     with telling(what, group):
         value = work() if is_first(group) else None
-    found: _T = gathered(what, value, group)[0]
-    return found
+    shared: _T = gathered(what, value, group)[0]
+    return shared
 
 
 @contextlib.contextmanager
@@ -399,9 +399,9 @@ def _require_consistent(shares: Sequence[Share], copies: int) -> None:
                 f"the noise of rank {rank} is not that of rank 0: load the same checkpoint on every rank. Nothing was "
                 "released."
             )
-    held = [share for share in shares if share.draw >= 0]
+    drawn = [share for share in shares if share.draw >= 0]
     rows = sum(share.rows for share in shares)
-    if held and ({share[1:3] for share in held} != {held[0][1:3]} or rows != held[0].records * copies):
+    if drawn and ({share[1:3] for share in drawn} != {drawn[0][1:3]} or rows != drawn[0].records * copies):
         each = "; ".join(f"rank {rank}: {share}" for rank, share in enumerate(shares))
         raise InvalidOptionError(
             f"the ranks do not hold one draw whose records all went through the model ({each}). Iterate over the "
@@ -413,12 +413,12 @@ def _require_consistent(shares: Sequence[Share], copies: int) -> None:
 
 def _shares(share: Share | None, group: Group) -> list[Share | None]:
     """Return every rank's share, None of those that refuse."""
-    own = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
-    found = [torch.empty_like(own) for _ in range(world_size(group))]
+    packed = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
+    all_packed = [torch.empty_like(packed) for _ in range(world_size(group))]
     require_company()
-    distributed.all_gather(found, own, group=group)
+    distributed.all_gather(all_packed, packed, group=group)
     _left.steps += 1  # all ranks have met for a step, which voids earlier notes
-    return [_unpacked(other) for other in torch.stack(found).tolist()]
+    return [_unpacked(other) for other in torch.stack(all_packed).tolist()]
 
 
 def _packed(share: Share | None) -> list[int]:

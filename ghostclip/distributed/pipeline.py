@@ -65,17 +65,17 @@ class StageNoise(SharedNoise):
         self,
         source: KeyedNoise,
         sizes: Sequence[Size],
-        own: Sequence[int],
+        indices: Sequence[int],
         *,
         copies: int,
         group: Group = None,
         groups: Sequence[Group] = (),
     ) -> None:
-        """Begin with the sizes of all stages' trainable parameters, of which ``own`` are this rank's."""
+        """Begin with the sizes of all stages' trainable parameters, of which ``indices`` are this rank's."""
         # `copies`: ranks that work on the same samples. Sums of copies of these stages are added up over `groups`.
         self._source, self._group, self._agreed = source, group, True
         self.level = source.level
-        self._sizes, self._own = sizes, own
+        self._sizes, self._own = sizes, indices
         self._copies, self._groups = copies, groups
 
     # Also here, beside `add_all_`: a source whose class has only one of the two is given tensors one by one.
@@ -89,19 +89,19 @@ class StageNoise(SharedNoise):
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
-        found = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
-        if found != [self._sizes[number] for number in self._own]:
+        sizes = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
+        if sizes != [self._sizes[number] for number in self._own]:
             raise InvalidOptionError(
-                f"noise was asked for {len(found)} sums that are not those of this rank's stages in their order. Give "
+                f"noise was asked for {len(sizes)} sums that are not those of this rank's stages in their order. Give "
                 "the optimizer stage.submod.parameters(), as they were when the noise was made."
             )
         for group in self._groups:
             add_up_(tensors, group)
         if std == 0 or not tensors:
             return
-        own = {id(tensor) for tensor in tensors}
+        local_ids = {id(tensor) for tensor in tensors}
         for pack in packs(self._all_sums(tensors), self._source._block_size):
-            mine = [id(tensor) in own for tensor in pack]
+            mine = [id(tensor) in local_ids for tensor in pack]
             if not any(mine):
                 self._source.skip()
             elif len(pack) == 1:
@@ -111,9 +111,9 @@ class StageNoise(SharedNoise):
 
     def _all_sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sums of all stages, those of others without memory."""
-        device, own = tensors[0].device, dict(zip(self._own, tensors, strict=True))
+        device, local = tensors[0].device, dict(zip(self._own, tensors, strict=True))
         return [
-            own[number] if number in own else torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements)
+            local[number] if number in local else torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements)
             for number, size in enumerate(self._sizes)
         ]
 
@@ -283,9 +283,9 @@ class PipelineClipper:
             # Nobody waits for this rank inside the schedule any more.
             with telling("step of a pipeline", self._group):
                 sizes = [(record.sizes(), samples) for record in records]
-            found = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
-            require_equal("samples of the microbatches", found)
-            self._conclude(records, found[0][0], sum(found[0][0]) if samples is None else samples)
+            pairs = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
+            require_equal("samples of the microbatches", pairs)
+            self._conclude(records, pairs[0][0], sum(pairs[0][0]) if samples is None else samples)
 
     def _conclude(self, records: Sequence[_Record], sizes: Sequence[int], samples: int) -> None:
         squares = torch.zeros(sum(sizes), dtype=torch.float64, device=self._stages[0].device)
@@ -323,12 +323,12 @@ class PipelineClipper:
         for source in sources:
             source.load_state_dict(states[0])
         trained = [[p for p in stage.submod.parameters() if p.requires_grad] for stage in self._stages]
-        sizes, numbers = self._places([p for own in trained for p in own])
-        found = []
-        for source, own in zip(sources, trained, strict=True):
-            places, numbers = numbers[: len(own)], numbers[len(own) :]
-            found.append(StageNoise(source, sizes, places, copies=world_size(self._group), group=self._group))
-        return found
+        sizes, numbers = self._places([p for parameters in trained for p in parameters])
+        noises = []
+        for source, parameters in zip(sources, trained, strict=True):
+            indices, numbers = numbers[: len(parameters)], numbers[len(parameters) :]
+            noises.append(StageNoise(source, sizes, indices, copies=world_size(self._group), group=self._group))
+        return noises
 
     def noise_of(self, source: KeyedNoise, parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> StageNoise:
         """Return noise for all stages of this rank together; called on all ranks of the training.
@@ -351,20 +351,20 @@ class PipelineClipper:
                 )
         require_agreement("noise_generator", "none" if source.generator is None else "given")
         share_noise(source)
-        sizes, own = self._places([p for p in parameters if p.requires_grad])
-        return StageNoise(source, sizes, own, copies=world_size(self._group), groups=groups)
+        sizes, indices = self._places([p for p in parameters if p.requires_grad])
+        return StageNoise(source, sizes, indices, copies=world_size(self._group), groups=groups)
 
     def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:
         """Return what noise depends on of all stages' sums, by stage, and which of them are of some parameters."""
         stage_of = {id(p): stage.stage_index for stage in self._stages for p in stage.submod.parameters()}
-        own = [
+        local = [
             (stage_of[id(p)], number, Size(p.numel(), torch.promote_types(p.dtype, torch.float32)))
             for number, p in enumerate(parameters)
         ]
         # Stages are on one rank each, so that a number belongs to one parameter of its stage.
-        found = sorted(of for of_rank in gathered("noise of a pipeline", own, self._group) for of in of_rank)
-        places = {(stage, number): place for place, (stage, number, _) in enumerate(found)}
-        return [size for *_, size in found], [places[stage, number] for stage, number, _ in own]
+        entries = sorted(of for of_rank in gathered("noise of a pipeline", local, self._group) for of in of_rank)
+        index_of = {(stage, number): index for index, (stage, number, _) in enumerate(entries)}
+        return [size for *_, size in entries], [index_of[stage, number] for stage, number, _ in local]
 
     def reset(self) -> None:
         """Forget the sums of all stages of this rank."""
@@ -405,10 +405,10 @@ class _Record:
                 f"stage {self._number}: no backward ran in this step of the pipeline. Call the schedule's step, once, "
                 "with targets and a loss."
             )
-        return [held.forward.batch_size for held in self.in_order()]
+        return [pending.forward.batch_size for pending in self.in_order()]
 
     def squares(self) -> Tensor:
-        norms = [held.total.norm_GB(held.forward.batch_size)[0] for held in self.in_order()]
+        norms = [pending.total.norm_GB(pending.forward.batch_size)[0] for pending in self.in_order()]
         return torch.cat([norm_B.double() for norm_B in norms]).square_()
 
 
@@ -416,18 +416,18 @@ class _Record:
 def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
     """Note each microbatch's backward, and request none of its weight gradients."""
     record, backward = _Record(stage, clipper), stage.backward_one_chunk
-    with clipper.holding(loss_elsewhere=not stage.is_last) as held:
+    with clipper.holding(loss_elsewhere=not stage.is_last) as pending:
 
         @functools.wraps(backward)
         def run(number: int, *args: Any, **options: Any) -> None:
-            before = len(held)
+            before = len(pending)
             backward(number, *args, **options)
-            if len(held) != before + 1 or number in record.held:
+            if len(pending) != before + 1 or number in record.held:
                 raise GhostClipError(
                     f"stage {stage.stage_index}: the backward of microbatch {number} reached no trainable parameter, "
                     "or ran twice. Run the schedule's step once, on a model whose stages all add to the loss."
                 )
-            record.held[number] = held[-1]
+            record.held[number] = pending[-1]
 
         stage.backward_one_chunk, stage.dw_builder = run, _nothing_is_left
         # What lies in ``.grad`` is of steps before: a schedule divides it by its microbatches.
@@ -495,9 +495,9 @@ def _of_whole_gradients(policy: ClipPolicy) -> ClipPolicy:
 
 def _require_every_stage(numbers: Sequence[tuple[int, int]]) -> None:
     if sorted(numbers) != [(number, len(numbers)) for number in range(len(numbers))]:
-        found = ", ".join(f"{number} of {count}" for number, count in sorted(numbers)) or "none"
+        listing = ", ".join(f"{number} of {count}" for number, count in sorted(numbers)) or "none"
         raise InvalidOptionError(
-            f"stages of a pipeline: {found}. Every stage of one pipeline must be given, by the one rank of the group "
+            f"stages of a pipeline: {listing}. Every stage of one pipeline must be given, by the one rank of the group "
             "that runs it."
         )
 

@@ -109,16 +109,16 @@ class StagesClipper:
 
     def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters to whose sums nothing contributed."""
-        found = [(parameter, self._of.get(id(parameter))) for parameter in parameters]
-        return [parameter for parameter, one in found if one is None or one.without_sum([parameter])]
+        owners = [(parameter, self._of.get(id(parameter))) for parameter in parameters]
+        return [parameter for parameter, one in owners if one is None or one.without_sum([parameter])]
 
     def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sums and drop them, as `GhostClipper.hand_over_sums`."""
-        found: dict[int, Tensor | None] = {}
+        sum_of: dict[int, Tensor | None] = {}
         for one in self.pipeline.clippers:
-            own = [p for p in parameters if self._of[id(p)] is one]
-            found.update(zip(map(id, own), one.hand_over_sums(own), strict=True))
-        return [found[id(p)] for p in parameters]
+            stage_parameters = [p for p in parameters if self._of[id(p)] is one]
+            sum_of.update(zip(map(id, stage_parameters), one.hand_over_sums(stage_parameters), strict=True))
+        return [sum_of[id(p)] for p in parameters]
 
     own_gradients = _on_each("own_gradients")
     mark_empty_batch = _on_each("mark_empty_batch")
@@ -355,11 +355,11 @@ class Pipeline(nn.Module):
     def _run(self, args: Any, kwargs: Any, target: Any, losses: list[Tensor] | None) -> None:
         """Run one step of the schedule: the first stage takes inputs, the last one targets."""
         first, last = any(s.is_first for s in self._stages), any(s.is_last for s in self._stages)
-        found: list[Tensor] = []
-        options: dict[str, Any] = {"target": target, "losses": found} if last else {}
+        step_losses: list[Tensor] = []
+        options: dict[str, Any] = {"target": target, "losses": step_losses} if last else {}
         self._schedule.step(*(args if first else ()), **(kwargs if first else {}), **options)
         if losses is not None:
-            losses += found
+            losses += step_losses
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Discard what was accumulated since the last step.
@@ -386,19 +386,19 @@ class Pipeline(nn.Module):
         Cost:
             Rank 0 holds the states of all stages in main memory.
         """
-        kept = {name: state[name] for name in each if name in state}
+        entries = {name: state[name] for name in each if name in state}
         if self.shares.number > 0:
             return dict(state)
-        own = _tree.mapped(_on_cpu, (dict(state[whole]), kept))
+        payload = _tree.mapped(_on_cpu, (dict(state[whole]), entries))
         ranks: list[Any] | None = [None] * self.shares.copies if distributed.get_rank(self._group) == 0 else None
         distributed.gather_object(
-            (self._key(), own), ranks, dst=distributed.get_global_rank(self._group, 0), group=self._group
+            (self._key(), payload), ranks, dst=distributed.get_global_rank(self._group, 0), group=self._group
         )
         if ranks is None:
             return dict(state)
         model = {name: value for _, (part, _) in ranks for name, value in part.items()}
-        rest = {name: value for name, value in state.items() if name not in kept}
-        return {**rest, whole: model, _OF_STAGES: {key: kept for key, (_, kept) in ranks}}
+        rest = {name: value for name, value in state.items() if name not in entries}
+        return {**rest, whole: model, _OF_STAGES: {key: entries for key, (_, entries) in ranks}}
 
     def own_part(self, state: Mapping[str, Any], *, whole: str) -> dict[str, Any]:
         """Return what this rank continues with.
@@ -415,9 +415,9 @@ class Pipeline(nn.Module):
         """
         saved = state.get(_OF_STAGES, {})
         if self._key() not in saved:
-            found = ", ".join(saved) or "none"
+            names = ", ".join(saved) or "none"
             raise ResumeError(
-                f"checkpoint with stages {found} of the ranks, this rank has stages {self._key()}. Resume with as many "
+                f"checkpoint with stages {names} of the ranks, this rank has stages {self._key()}. Resume with as many "
                 "ranks along the pipeline, and the same stages on each."
             )
         prefixes = tuple(f"stages.{stage.stage_index}." for stage in self._stages)

@@ -135,9 +135,9 @@ def _with_blocks(placement: Placement, blocks: dict[int, int]) -> Placement:
     if not blocks:
         return placement
     shape: list[int] = []
-    places: list[int] = []
+    dims: list[int] = []
     for dim, size in enumerate(placement.shape):
         shape += [blocks[dim], size // blocks[dim]] if dim in blocks else [size]
-        places.append(len(shape) - 1)
-    axes = (axis if axis.divides is None else axis._replace(divides=places[axis.divides]) for axis in placement.axes)
+        dims.append(len(shape) - 1)
+    axes = (axis if axis.divides is None else axis._replace(divides=dims[axis.divides]) for axis in placement.axes)
     return Placement(placement.mesh, tuple(axes), tuple(shape))

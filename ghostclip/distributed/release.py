@@ -229,13 +229,13 @@ def noise_for(replicas: int, module: nn.Module, source: KeyedNoise, *, shares: S
     ranks = world_size()
     wrappers = (nn.parallel.DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel)
     in_parts = shares is not None
-    together = isinstance(module, wrappers) or in_parts
+    one_model = isinstance(module, wrappers) or in_parts
     if in_parts and source.level == "exact":
         raise InvalidOptionError(
             "noise_level='exact' with parameters that ranks hold in parts: integers are summed for whole parameters. "
             "Use noise_level='secure'."
         )
-    if replicas != ranks and (replicas > 1 or together):
+    if replicas != ranks and (replicas > 1 or one_model):
         raise InvalidOptionError(
             f"module {type(module).__name__} on {ranks} ranks, batches shared by {replicas}: every rank must take its "
             "share of each batch. Leave out distributed=False, or pass the model without its wrapper on ranks that "

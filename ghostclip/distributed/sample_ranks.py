@@ -77,11 +77,11 @@ def along(mesh: DeviceMesh, sample_mesh_axes: Sequence[str], what: str) -> tuple
             f"sample_mesh_axes={axes!r}: name the one axis of the mesh whose ranks have {what} "
             f"(the mesh has {', '.join(map(repr, names)) or 'no names'})."
         )
-    own, others = mesh[axes[0]], [name for name in names if name != axes[0]]
+    submesh, others = mesh[axes[0]], [name for name in names if name != axes[0]]
     count, number = 1, 0
     for name in others:
         count, number = count * mesh[name].size(), number * mesh[name].size() + mesh.get_local_rank(name)
-    return own.get_group(), Shares(count, number, own.size(), tuple(mesh[name].get_group() for name in others))
+    return submesh.get_group(), Shares(count, number, submesh.size(), tuple(mesh[name].get_group() for name in others))
 
 
 def require_all_ranks(shares: Shares, what: str) -> None:
@@ -95,18 +95,18 @@ def require_all_ranks(shares: Shares, what: str) -> None:
         )
 
 
-def require_same_samples(shares: Shares, given: Sequence[Tensor], different: str) -> None:
+def require_same_samples(shares: Shares, inputs: Sequence[Tensor], different: str) -> None:
     """Refuse samples that differ between ranks that share them; called on all ranks of the training.
 
     Cost:
         One pass over the tensors, one wait for each device, one exchange of a few bytes.
     """
-    own = [_torch.local(tensor.detach()).contiguous().reshape(-1) for tensor in given]
-    prints = read_prints([content_prints([flat]) for flat in own])
-    layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in given])
-    found = gathered("inputs", (shares.number, layout, prints))
+    flattened = [_torch.local(tensor.detach()).contiguous().reshape(-1) for tensor in inputs]
+    prints = read_prints([content_prints([flat]) for flat in flattened])
+    layout = repr([(tuple(tensor.shape), tensor.dtype) for tensor in inputs])
+    answers = gathered("inputs", (shares.number, layout, prints))
     of_share: dict[int, tuple[int, Any]] = {}
-    for rank, (number, *values) in enumerate(found):
+    for rank, (number, *values) in enumerate(answers):
         first, before = of_share.setdefault(number, (rank, values))
         if before != values:
             raise known_to_all(
@@ -147,10 +147,10 @@ class SampleRanks:
         """Note whether `require_equal_sums` follows the backward of this forward."""
         self._will_name, self._differ = will_name, False
 
-    def add_up(self, own: Tensor) -> Tensor:
+    def add_up(self, local: Tensor) -> Tensor:
         """Return the sum over the ranks, the same on all to the bit; called on all of them, overwrites its argument."""
-        distributed.all_reduce(own, group=self._group)
-        return own
+        distributed.all_reduce(local, group=self._group)
+        return local
 
     @contextmanager
     def refused_together(self, what: str) -> Iterator[None]:
@@ -173,17 +173,17 @@ class SampleRanks:
             Norms count such a parameter once, on one rank. That others' gradients are the same is what this shows.
         """
         names = sorted(name for name in sums if name not in self._divided)
-        own = [self._flat_sum(sums[name], name) for name in names]
+        flat_sums = [self._flat_sum(sums[name], name) for name in names]
         worst = ""
-        if own:
-            total = self.add_up(torch.cat(own)) / distributed.get_world_size(self._group)
-            sizes = [part.numel() for part in own]
-            for name, mine, mean in zip(names, own, total.split(sizes), strict=True):
+        if flat_sums:
+            total = self.add_up(torch.cat(flat_sums)) / distributed.get_world_size(self._group)
+            sizes = [part.numel() for part in flat_sums]
+            for name, mine, mean in zip(names, flat_sums, total.split(sizes), strict=True):
                 if not bool((mine - mean).norm() <= _ALIKE * mean.norm()):
                     worst = worst or name
-        found = [name for name in gathered("sums of whole parameters", worst) if name]
-        if found:
-            raise known_to_all(UnsupportedModelError(_DIFFER.format(f"parameter '{found[0]}'")))
+        differing = [name for name in gathered("sums of whole parameters", worst) if name]
+        if differing:
+            raise known_to_all(UnsupportedModelError(_DIFFER.format(f"parameter '{differing[0]}'")))
         will_name, self._will_name = self._will_name, False
         if will_name and self._differ:
             self.refuse_difference()
@@ -285,8 +285,8 @@ class SplitSequences:
             Those of rank 0, 1, ... one after another. In the backward each rank's are given the sum of what all ranks
             have found for them.
         """
-        found: Tensor = _AllPositions.apply(part_BT, self.group, self.ranks)
-        return found
+        whole_BT: Tensor = _AllPositions.apply(part_BT, self.group, self.ranks)
+        return whole_BT
 
     def begin(self, forward: ForwardContext) -> None:
         """Refuse a backward through forwards that differ between ranks; called on all of them.
@@ -297,8 +297,8 @@ class SplitSequences:
         Raises:
             InvalidOptionError: On all ranks, if their batches or layers' sizes differ.
         """
-        found = repr((forward.sizes, sorted(forward.use_counts.items()), forward.unplanned))
-        digest = hashlib.blake2b(found.encode(), digest_size=8).hexdigest()
+        description = repr((forward.sizes, sorted(forward.use_counts.items()), forward.unplanned))
+        digest = hashlib.blake2b(description.encode(), digest_size=8).hexdigest()
         what = "samples of a batch, and sizes of the layers' data (a digest),"
         require_equal(what, gathered(what, (forward.batch_size, digest), self.group))
 

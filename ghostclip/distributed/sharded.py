@@ -186,10 +186,10 @@ class ShardDelivery:
         self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
 
     def _whole(self, parameter: nn.Parameter, placement: Placement, device: torch.device) -> Tensor:
-        found = self._waiting.pop(id(parameter), None)
-        if found is None:
+        total = self._waiting.pop(id(parameter), None)
+        if total is None:
             return torch.zeros(placement.shape, dtype=_wide(parameter), device=device)
-        return found.reshape(placement.shape)
+        return total.reshape(placement.shape)
 
     def _receive(self, sent: _Sent) -> None:
         """Wait for a bucket, add up copies (HSDP), and split it into parameters."""
@@ -206,18 +206,18 @@ class ShardDelivery:
         start = 0
         for parameter in sent.parameters:
             part, start = _rank_part_of(sent.out, start, placements[id(parameter)])
-            held: Any = parameter
-            part = part.view(held.to_local().shape).to(held.to_local().device)
+            dtensor: Any = parameter
+            part = part.view(dtensor.to_local().shape).to(dtensor.to_local().device)
             self._arrived.append(
                 (
                     parameter,
                     DTensor.from_local(
                         part,
-                        held.device_mesh,
-                        held.placements,
+                        dtensor.device_mesh,
+                        dtensor.placements,
                         run_check=False,
-                        shape=held.shape,
-                        stride=torch.empty(held.shape, device="meta").stride(),
+                        shape=dtensor.shape,
+                        stride=torch.empty(dtensor.shape, device="meta").stride(),
                     ),
                 )
             )
@@ -293,7 +293,7 @@ class ShardedModel:
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
         """Return the buckets, in the order in which a backward completes them."""
-        found: dict[int, tuple[list[nn.Parameter], list[Placement]]] = {}
+        by_gather: dict[int, tuple[list[nn.Parameter], list[Placement]]] = {}
         seen: set[int] = set()
         for path, module, unit in _with_units(model, frozenset(self.units)):
             for key, parameter in module.named_parameters(recurse=False):
@@ -306,11 +306,11 @@ class ShardedModel:
                 if isinstance(module, nn.Embedding):
                     _refuse_empty_parts(name, self.placements[name])
                 # What one rank sums up for all by itself waits for no other.
-                together = id(parameter) if unit is None else _torch.gathered_together(unit)
-                parameters, placements = found.setdefault(together, ([], []))
+                gather_key = id(parameter) if unit is None else _torch.gathered_together(unit)
+                parameters, placements = by_gather.setdefault(gather_key, ([], []))
                 parameters.append(parameter)
                 placements.append(delivered)
-        return [bucket for pair in reversed(list(found.values())) for bucket in _of_one_mesh(*pair)]
+        return [bucket for pair in reversed(list(by_gather.values())) for bucket in _of_one_mesh(*pair)]
 
     def _delivered(self, name: str, parameter: Any) -> Placement:
         """Return how a parameter's clipped sum, of this rank's part where ranks share samples, goes to other ranks."""
@@ -386,9 +386,9 @@ class ShardedModel:
             due = self._schedule.take(self._number)
             asks, self.proves_again = due or self._is_due, due and not self._is_due
         else:
-            found = gathered("forward", able)
-            self._proved = [before or now for before, now in zip(self._proved, found, strict=True)]
-            asks, self.proves_again = any(found), False
+            able_ranks = gathered("forward", able)
+            self._proved = [before or now for before, now in zip(self._proved, able_ranks, strict=True)]
+            asks, self.proves_again = any(able_ranks), False
         self._proves = asks
         if self.shared_samples is not None:
             self.shared_samples.begin(will_name=asks)
@@ -516,24 +516,24 @@ def _part_of(placement: Placement) -> tuple[int, ...]:
 
 def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:
     """Return every module once with its path and the unit it belongs to."""
-    found: dict[nn.Module, tuple[str, nn.Module | None]] = {}
+    unit_of: dict[nn.Module, tuple[str, nn.Module | None]] = {}
 
     def visit(path: str, module: nn.Module, unit: nn.Module | None) -> None:
         unit = module if module in units else unit
-        found[module] = path, unit
+        unit_of[module] = path, unit
         for name, child in module.named_children():
-            if child not in found:
+            if child not in unit_of:
                 visit(f"{path}.{name}" if path else name, child, unit)
 
     visit("", model, None)
-    return [(path, module, unit) for module, (path, unit) in found.items()]
+    return [(path, module, unit) for module, (path, unit) in unit_of.items()]
 
 
 def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) -> list[Bucket]:
     """Split the parameters of one gathering into reductions of one mesh and one dtype."""
-    found: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
+    by_mesh: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
     for parameter, placement in zip(parameters, placements, strict=True):
-        of_kind = found.setdefault((placement.mesh, placement.divided, _wide(parameter)), ([], []))
+        of_kind = by_mesh.setdefault((placement.mesh, placement.divided, _wide(parameter)), ([], []))
         of_kind[0].append(parameter)
         of_kind[1].append(placement)
-    return [Bucket(*pair) for pair in found.values()]
+    return [Bucket(*pair) for pair in by_mesh.values()]

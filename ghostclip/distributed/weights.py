@@ -76,11 +76,11 @@ def broadcast_parameters(model: nn.Module, group: Group = None) -> None:
     if world_size(group) == 1:
         return
     layouts = [(name, _layout(tensor)) for name, tensor in _tensors(model)]
-    found = gathered("parameters to broadcast", layouts, group)
-    for rank, other in enumerate(found):
-        if other != found[0]:
+    by_rank = gathered("parameters to broadcast", layouts, group)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: {_first_difference(rank, dict(found[0]), dict(other))} Only copies of one "
+                f"{type(model).__name__}: {_first_difference(rank, dict(by_rank[0]), dict(other))} Only copies of one "
                 "model can be broadcast."
             )
     first = 0 if group is None else distributed.get_global_rank(group, 0)
@@ -103,10 +103,10 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
         _WeightEntry(name, _layout(tensor), tensor.requires_grad, digest, _part(name, tensor))
         for (name, tensor), digest in zip(_tensors(model), digests(model), strict=True)
     ]
-    found = gathered("digest of the model", _brief(entries), group)
+    ranks = gathered("digest of the model", _brief(entries), group)
     # Of what ranks hold in parts, only those that hold the same ones have the same values.
-    own: dict[bytes, bytes] = {}
-    if len({common for common, _, _ in found}) > 1 or any(own.setdefault(part, is_) != is_ for _, part, is_ in found):
+    seen: dict[bytes, bytes] = {}
+    if len({common for common, _, _ in ranks}) > 1 or any(seen.setdefault(part, is_) != is_ for _, part, is_ in ranks):
         raise UnsupportedModelError(_complaint(type(model).__name__, gathered("parameters", entries, group)))
 
 
@@ -114,8 +114,8 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
 def digests(model: nn.Module) -> list[int]:
     """Return a 64-bit digest of each parameter, then each buffer, equal only for bit-equal values."""
     # All are under way before the first is waited for.
-    found = [content_prints([_torch.local(tensor.detach()).contiguous().reshape(-1)]) for _, tensor in _tensors(model)]
-    return [number for number, _ in read_prints(found)]
+    prints = [content_prints([_torch.local(tensor.detach()).contiguous().reshape(-1)]) for _, tensor in _tensors(model)]
+    return [number for number, _ in read_prints(prints)]
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -126,8 +126,8 @@ def _brief(entries: Sequence[_WeightEntry]) -> tuple[bytes, bytes, bytes]:
     """Return digests of what all ranks must have in common, of which parts this rank has, and of their values."""
     common = [entry if not entry.part else entry._replace(digest=0, part="") for entry in entries]
     parts = [entry.part for entry in entries]
-    own = [entry.digest for entry in entries if entry.part]
-    first, second, third = (hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for of in (common, parts, own))
+    mine = [entry.digest for entry in entries if entry.part]
+    first, second, third = (hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for of in (common, parts, mine))
     return first, second, third
 
 
@@ -140,10 +140,10 @@ def _part(name: str, tensor: torch.Tensor) -> str:
     return str(placement_of(name, tensor).here) if _torch.is_sharded_tensor(tensor) else ""
 
 
-def _complaint(model: str, found: list[list[_WeightEntry]]) -> str:
+def _complaint(model: str, entries: list[list[_WeightEntry]]) -> str:
     """Return an error text about the first difference between ranks, and its remedy."""
-    for entry in found[0]:
-        others = [{other.name: other for other in rank}.get(entry.name) for rank in found]
+    for entry in entries[0]:
+        others = [{other.name: other for other in rank}.get(entry.name) for rank in entries]
         ranks = [rank for rank, other in enumerate(others) if other is None or _differs(entry, other)]
         if not ranks:
             continue
@@ -159,7 +159,7 @@ def _complaint(model: str, found: list[list[_WeightEntry]]) -> str:
             "checkpoint or seed alike on every rank, or call ghostclip.distributed.broadcast_parameters(model) on "
             "every rank before make_private, which gives all of them rank 0's. Stages of a pipeline go into a Pipeline."
         )
-    layouts = [{entry.name: entry.layout for entry in rank} for rank in found]
+    layouts = [{entry.name: entry.layout for entry in rank} for rank in entries]
     rank = next(rank for rank, other in enumerate(layouts) if list(other.items()) != list(layouts[0].items()))
     return (
         f"{model}: {_first_difference(rank, layouts[0], layouts[rank])} Ranks that share batches train copies of one "
@@ -214,8 +214,8 @@ def parts_for(saved: Any, like: Any) -> Any:
         return saved
     from torch.distributed.tensor import DTensor
 
-    placement, held = placement_of("saved state", like), like.to_local()
-    part = saved.reshape(placement.shape)[placement.here.slices].reshape(held.shape).to(held.device).contiguous()
+    placement, local = placement_of("saved state", like), like.to_local()
+    part = saved.reshape(placement.shape)[placement.here.slices].reshape(local.shape).to(local.device).contiguous()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -106,10 +106,10 @@ class PrivateCriterion:
     # weights multiply, but the batch's total weight does not divide. Any other callable must return one loss per
     # sample.
     def __init__(self, clipper: GhostClipper, criterion: Callable[..., torch.Tensor]) -> None:
-        own = getattr(criterion, "reduction", None)
-        if own in ("mean", "sum") and own != clipper.loss_reduction:
+        reduction = getattr(criterion, "reduction", None)
+        if reduction in ("mean", "sum") and reduction != clipper.loss_reduction:
             raise LossReductionError(
-                f"criterion {type(criterion).__name__}(reduction={own!r}): the loss was declared with "
+                f"criterion {type(criterion).__name__}(reduction={reduction!r}): the loss was declared with "
                 f"loss_reduction={clipper.loss_reduction!r}. Say the same in both."
             )
         self.clipper = clipper
@@ -137,7 +137,7 @@ class PrivateCriterion:
         """Let the clipper know how losses were computed."""
         if shape is None:
             self.clipper.know_loss(
-                losses, lambda *own, **named: self._losses(own, named, None), args, kwargs, criterion=self.criterion
+                losses, lambda *other, **named: self._losses(other, named, None), args, kwargs, criterion=self.criterion
             )
             return
         # Positions lie behind the samples for it, so that samples can be exchanged.
@@ -146,17 +146,17 @@ class PrivateCriterion:
             for leaf in _tree.leaves((args, kwargs))
         ]
 
-        def changed(change: Callable[[Tensor], Tensor], given: Any) -> Any:
+        def changed(change: Callable[[Tensor], Tensor], arguments: Any) -> Any:
             numbers = iter(flat)
-            return _tree.mapped(lambda leaf: change(leaf) if next(numbers) else leaf, given)
+            return _tree.mapped(lambda leaf: change(leaf) if next(numbers) else leaf, arguments)
 
         def again(*args: Any, **kwargs: Any) -> torch.Tensor:
             samples = next(len(leaf) for leaf in itertools.compress(_tree.leaves((args, kwargs)), flat))
             args, kwargs = changed(lambda leaf: leaf.flatten(0, 1), (args, kwargs))
             return self._losses(args, kwargs, (samples, *shape[1:]))
 
-        given = changed(lambda leaf: leaf.unflatten(0, shape[:2]), (args, kwargs))
-        self.clipper.know_loss(losses, again, *given, criterion=self.criterion)
+        arguments = changed(lambda leaf: leaf.unflatten(0, shape[:2]), (args, kwargs))
+        self.clipper.know_loss(losses, again, *arguments, criterion=self.criterion)
 
     def _losses(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int] | None) -> torch.Tensor:
         values = self._unreduced(args, kwargs)
@@ -175,12 +175,12 @@ class PrivateCriterion:
         """Call the criterion without its reduction, which is restored afterwards."""
         if not hasattr(self.criterion, "reduction"):
             return self.criterion(*args, **kwargs)
-        own = self.criterion.reduction
+        reduction = self.criterion.reduction
         self.criterion.reduction = "none"
         try:
             return self.criterion(*args, **kwargs)
         finally:
-            self.criterion.reduction = own
+            self.criterion.reduction = reduction
 
     def _counted(self, values: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return a mask of the positions that count in a mean where the criterion ignores some, None if all count."""
@@ -260,10 +260,10 @@ class Deferral:
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
         """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
-        given = tuple(args), dict(kwargs)
-        calls = {leaf.call for leaf in _tree.leaves(given) if isinstance(leaf, DeferredOutput)}
+        arguments = tuple(args), dict(kwargs)
+        calls = {leaf.call for leaf in _tree.leaves(arguments) if isinstance(leaf, DeferredOutput)}
         call = calls.pop() if len(calls) == 1 else None
-        return None if call is None or call.known else DeferredLoss(self, self._clipper, call, given)
+        return None if call is None or call.known else DeferredLoss(self, self._clipper, call, arguments)
 
     def compute(self, loss: DeferredLoss) -> Tensor:
         """Compute a batch's losses ``(B,)`` and add its clipped sum."""
@@ -276,17 +276,17 @@ class Deferral:
             return f"{_HERE}{len(paths) - 1}"
 
         # An output is a plain value among the arguments: graphs are compiled for these.
-        given = _tree.mapped(noted, loss.given)
+        arguments = _tree.mapped(noted, loss.given)
         self._paths = paths
-        losses_B, output = self.step(call.args, call.kwargs, given, loss.changes)
+        losses_B, output = self.step(call.args, call.kwargs, arguments, loss.changes)
         call.computed(output)
         return losses_B
 
-    def _losses(self, model: nn.Module, args: Any, kwargs: Any, given: Any, changes: Any) -> tuple[Tensor, Any]:
+    def _losses(self, model: nn.Module, args: Any, kwargs: Any, arguments: Any, changes: Any) -> tuple[Tensor, Any]:
         output = model(*args, **kwargs)
         paths = self._paths
-        own, named = _from_values(given, lambda number: _followed(output, paths[number]))
-        losses_B = self._criterion.per_sample(*own, **named)
+        positional, named = _from_values(arguments, lambda number: _followed(output, paths[number]))
+        losses_B = self._criterion.per_sample(*positional, **named)
         return _changed(losses_B, changes), output if isinstance(output, Tensor) else None
 
 
@@ -300,12 +300,12 @@ def _changed(losses_B: Tensor, changes: Sequence[tuple[str, float]]) -> Tensor:
 _HERE: Final = "\0output"
 
 
-def _from_values(given: Any, value: Callable[[int], Any]) -> Any:
+def _from_values(arguments: Any, value: Callable[[int], Any]) -> Any:
     def back(leaf: Any) -> Any:
         placed = isinstance(leaf, str) and leaf.startswith(_HERE)
         return value(int(leaf[len(_HERE) :])) if placed else leaf
 
-    return _tree.mapped(back, given)
+    return _tree.mapped(back, arguments)
 
 
 class DeferredCall:
@@ -450,12 +450,12 @@ class DeferredLoss(PrivateLoss):
         clipper: GhostClipper,
         call: DeferredCall,
         # arguments of the criterion, deferred outputs among them
-        given: Any,
+        arguments: Any,
         # arithmetic on the loss: names of operators with numbers
         changes: tuple[tuple[str, float], ...] = (),
     ) -> None:
         self._deferral, self._clipper = deferral, clipper
-        self.call, self.given, self.changes = call, given, changes
+        self.call, self.given, self.changes = call, arguments, changes
         self._computed: Tensor | None = None
         self._gone_back = False
 

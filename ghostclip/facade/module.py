@@ -426,8 +426,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             Missing and unexpected keys, as torch returns them.
         """
-        own = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
-        return self._module.load_state_dict(own, strict=strict, assign=assign)
+        state = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        return self._module.load_state_dict(state, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
         """Look up on the model the attributes that the facade lacks."""
@@ -445,8 +445,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 f"{value.__name__} in place of a private model's class: a model is divided (fully_shard) before its "
                 "optimizer is made. Divide the model, build the optimizer from its parameters, then call make_private."
             )
-        own = name in self.__dict__ or name == "training" or _is_method(type(self), name)
-        if own or getattr(value, "__self__", None) is self or _torch.child_of(self, "_module") is None:
+        on_facade = name in self.__dict__ or name == "training" or _is_method(type(self), name)
+        if on_facade or getattr(value, "__self__", None) is self or _torch.child_of(self, "_module") is None:
             super().__setattr__(name, value)
         else:
             setattr(self._module, name, value)

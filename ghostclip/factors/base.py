@@ -253,7 +253,7 @@ def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
     """
     errors = [part.error_B for part in parts if part.error_B is not None]
     terms = [part.terms for part in parts if part.terms is not None]
-    together = (
+    all_terms = (
         Terms(
             torch.cat([part.mass_B for part in terms]),
             torch.cat([part.scale_B for part in terms]),
@@ -263,4 +263,4 @@ def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
         if terms
         else None
     )
-    return SquaredNorm(torch.cat([part.value_B for part in parts]), torch.cat(errors) if errors else None, together)
+    return SquaredNorm(torch.cat([part.value_B for part in parts]), torch.cat(errors) if errors else None, all_terms)

@@ -69,10 +69,10 @@ class Geometry:
         # A convolution of the two has exactly so many positions. A view, unless zeros before and behind differ, or a
         # transposed convolution's output padding left room for windows that it does not have.
         amounts, regular = [], True
-        for place, (before, behind) in enumerate(self.padding):
-            seen = (positions[place] - 1) * self.stride[place] + self.dilation[place] * (self.kernel[place] - 1) + 1
-            missing = seen - x.shape[x.dim() - len(positions) + place] - before
-            regular = regular and before == behind and missing > behind - self.stride[place]
+        for dim, (before, behind) in enumerate(self.padding):
+            seen = (positions[dim] - 1) * self.stride[dim] + self.dilation[dim] * (self.kernel[dim] - 1) + 1
+            missing = seen - x.shape[x.dim() - len(positions) + dim] - before
+            regular = regular and before == behind and missing > behind - self.stride[dim]
             amounts.append((before, missing))
         if regular:
             return x, [before for before, _ in amounts]
@@ -82,18 +82,18 @@ class Geometry:
         """Return windows ``(..., *kernel, *positions)``, a view of the padded input."""
         lead, dims = x.dim() - len(positions), len(positions)
         x = self._padded(x)
-        for place in range(dims):
-            x = self.unfolded_along(x, lead + place, place, positions[place])
+        for dim in range(dims):
+            x = self.unfolded_along(x, lead + dim, dim, positions[dim])
         return x.permute(*range(lead), *range(lead + dims, lead + 2 * dims), *range(lead, lead + dims))
 
     def _padded(self, x: Tensor) -> Tensor:
         amounts = [n for pair in reversed(self.padding) for n in pair]
         return functional.pad(x, amounts) if any(amounts) else x
 
-    def unfolded_along(self, x: Tensor, axis: int, place: int, count: int) -> Tensor:
+    def unfolded_along(self, x: Tensor, axis: int, dim: int, count: int) -> Tensor:
         """Return the first ``count`` windows along one axis of the padded input, their entries as last axis."""
-        step = self.dilation[place]
-        windows = x.unfold(axis, step * (self.kernel[place] - 1) + 1, self.stride[place])
+        step = self.dilation[dim]
+        windows = x.unfold(axis, step * (self.kernel[dim] - 1) + 1, self.stride[dim])
         if step > 1:
             windows = windows[..., ::step]
         return windows if windows.shape[axis] == count else windows.narrow(axis, 0, count)
@@ -138,17 +138,17 @@ class Geometry:
         return self._kernel_gradient(x, g_BKO.flatten(0, 1), x.new_empty(self.shape), pads, self.groups)
 
     def _kernel_gradient(self, x: Tensor, g: Tensor, kernel: Tensor, pads: list[int], groups: int) -> Tensor:
-        places = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
+        settings = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
         with full_convolutions():
-            found: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *places, [False, True, False])
-        gradient: Tensor = found[1]
+            gradients: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *settings, [False, True, False])
+        gradient: Tensor = gradients[1]
         return gradient
 
     def window_squares(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
         """Return the squared norm of every window, ``(B, S, K, *positions)``."""
         squares = self._padded(x_BKC.square().unflatten(2, (self.groups, -1)).sum(3).transpose(1, 2))
-        for place, count in enumerate(positions):
-            squares = self.unfolded_along(squares, 3 + place, place, count).sum(-1)
+        for dim, count in enumerate(positions):
+            squares = self.unfolded_along(squares, 3 + dim, dim, count).sum(-1)
         return squares
 
     def window_gram(self, x_BKC: Tensor, positions: Sequence[int]) -> Tensor:
@@ -161,18 +161,18 @@ class Geometry:
         x_NCP = self.by_group(x_BKC)
         rows, space, dims = x_BKC.shape[1], x_BKC.shape[3:], len(positions)
         gram = products.batched(x_NCP.mT, x_NCP).view(-1, rows, *space, rows, *space)
-        for place in range(dims):
-            if self.kernel[place] > 1 or space[place] != positions[place]:
-                gram = self._along(gram, place, positions[place])
+        for dim in range(dims):
+            if self.kernel[dim] > 1 or space[dim] != positions[dim]:
+                gram = self._along(gram, dim, positions[dim])
         return gram.reshape(-1, rows * prod(positions), rows * prod(positions))
 
-    def _along(self, gram: Tensor, place: int, count: int) -> Tensor:
-        axes = (2 + place, 3 + place + len(self.kernel))
-        size, pad = gram.shape[axes[0]], self.padding[place][0]
+    def _along(self, gram: Tensor, dim: int, count: int) -> Tensor:
+        axes = (2 + dim, 3 + dim + len(self.kernel))
+        size, pad = gram.shape[axes[0]], self.padding[dim][0]
         shape = list(gram.shape)
         shape[axes[0]] = shape[axes[1]] = count
         total = gram.new_zeros(shape)
-        for offset in range(0, self.kernel[place] * self.dilation[place], self.dilation[place]):
+        for offset in range(0, self.kernel[dim] * self.dilation[dim], self.dilation[dim]):
             first, last = max(0, pad - offset), min(count, size + pad - offset)
             if first < last:
                 into, part = total, gram
@@ -318,8 +318,8 @@ def unfolded_in_phases(geometry: Geometry, x_BKC: Tensor, positions: torch.Size)
         dilation=(*geometry.dilation[:-1], 1, 1),
         groups=geometry.groups,
     )
-    apart = x_BKC.unflatten(-1, (-1, stride)).mT.contiguous().unflatten(2, (geometry.groups, -1))
-    windows = phases.windows(apart, (*positions[:-1], 1, positions[-1])).movedim(1, 5 + last)
+    by_phase = x_BKC.unflatten(-1, (-1, stride)).mT.contiguous().unflatten(2, (geometry.groups, -1))
+    windows = phases.windows(by_phase, (*positions[:-1], 1, positions[-1])).movedim(1, 5 + last)
     return windows.transpose(3 + last, 4 + last)
 
 
@@ -328,8 +328,8 @@ def unfolded_channels_last(geometry: Geometry, x_BKC: Tensor, positions: torch.S
     x_BSK = x_BKC.unflatten(2, (geometry.groups, -1)).movedim((2, 3), (1, -1))
     amounts = [n for pair in reversed(geometry.padding) for n in pair]
     windows = (functional.pad(x_BSK, [0, 0, *amounts]) if any(amounts) else x_BSK).contiguous()
-    for place, count in enumerate(positions):
-        windows = geometry.unfolded_along(windows, 3 + place, place, count)
+    for dim, count in enumerate(positions):
+        windows = geometry.unfolded_along(windows, 3 + dim, dim, count)
     return windows.movedim(3 + len(positions), -1)
 
 
@@ -339,10 +339,10 @@ def _cheapest(x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> _Layout:
         return unfolded
     positions, stride, dilation = g_BKO.shape[-1], geometry.stride[-1], geometry.dilation[-1]
     pixels = x_BKC.shape[3:].numel() / (prod(geometry.kernel) * g_BKO.shape[3:].numel())
-    together = geometry.shape[1] * (geometry.kernel[-1] if dilation == 1 else 1)
+    contiguous = geometry.shape[1] * (geometry.kernel[-1] if dilation == 1 else 1)
     costs: dict[_Layout, float] = {
         unfolded: _ELEMENT + _RUN / positions + (_STRIDED if stride > 1 else 0),
-        unfolded_channels_last: _ELEMENT + _RUN / together + _PIXEL_TO_LAST * pixels,
+        unfolded_channels_last: _ELEMENT + _RUN / contiguous + _PIXEL_TO_LAST * pixels,
     }
     if stride > 1 and dilation == 1 and geometry.kernel[-1] % stride == 0:
         costs[unfolded_in_phases] = _ELEMENT + _RUN / positions + _PIXEL_TO_PHASE * pixels
@@ -465,13 +465,13 @@ class Windows(Outer):
         square_KNT = torch.stack([gram_NTT.diagonal(dim1=1, dim2=2) for gram_NTT in (a_NTT, g_NTT)])
         value_N = g_NTT.mul_(a_NTT).sum((1, 2))
         absolute_N = g_NTT.abs_().sum((1, 2))
-        found = Unfinished(value_N, *self._position_norms(), (inputs, outputs), absolute_N, square_KNT)
-        return found._replace(by_units=self._by_units())
+        unfinished = Unfinished(value_N, *self._position_norms(), (inputs, outputs), absolute_N, square_KNT)
+        return unfinished._replace(by_units=self._by_units())
 
     def gram_sqnorm(self) -> SquaredNorm:
         """Return squared norms from a Gram of windows, unfolded a few samples at a time."""
-        found = [part._by_windows().gram_sqnorm() for part in self._in_parts(self._at_once())]
-        return found[0] if len(found) == 1 else end_to_end(found)
+        norms = [part._by_windows().gram_sqnorm() for part in self._in_parts(self._at_once())]
+        return norms[0] if len(norms) == 1 else end_to_end(norms)
 
     def _at_once(self) -> int:
         positions, inputs, _ = self.sizes
@@ -493,8 +493,8 @@ class Windows(Outer):
         terms = self.terms()
         assert terms is not None
         value_B = self._formed_squares()
-        found = Masses(terms.mass_B, terms.scale_B, torch.zeros_like(value_B))
-        error_B = formed_error(value_B, found, self.sizes[0] if self._by_units() else 0)
+        term_masses = Masses(terms.mass_B, terms.scale_B, torch.zeros_like(value_B))
+        error_B = formed_error(value_B, term_masses, self.sizes[0] if self._by_units() else 0)
         return SquaredNorm(value_B, error_B, terms)
 
     def instantiated_sums(self) -> Unfinished | None:
@@ -506,12 +506,12 @@ class Windows(Outer):
         return self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0
 
     def _formed_sums(self) -> Unfinished:
-        found = Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])
-        return found._replace(by_units=self._by_units())
+        unfinished = Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])
+        return unfinished._replace(by_units=self._by_units())
 
     def _formed_squares(self) -> Tensor:
-        found = [square_sums(grads) for _, grads in KernelGradients(*self._operands(), self.geometry).pieces()]
-        return torch.cat(found) if found else to_accumulation(self.x_BKC.new_zeros(0))
+        squares = [square_sums(grads) for _, grads in KernelGradients(*self._operands(), self.geometry).pieces()]
+        return torch.cat(squares) if squares else to_accumulation(self.x_BKC.new_zeros(0))
 
     def _operands(self) -> tuple[Tensor, Tensor]:
         """Return input and output gradient as products take them: in 16 bits where matrix units do."""
@@ -523,14 +523,14 @@ class Windows(Outer):
         """Return the positions' outer products; None where there is one position, or none."""
         if self.sizes[0] <= 1 or self.x_BKC.numel() == 0:
             return None
-        found = masses(*self._position_norms(), *self.sizes[1:])
-        return self._terms(found.mass_N, found.scale_N)
+        term_masses = masses(*self._position_norms(), *self.sizes[1:])
+        return self._terms(term_masses.mass_N, term_masses.scale_N)
 
     def terms_at_most(self) -> Terms:
         """Return terms that are no smaller than those of `terms`, from the norms of inputs and output gradients."""
         # By Cauchy and Schwarz; no pixel lies in more windows than `covering`. A norm comes out 2e-5 too small at most.
-        places = zip(self.geometry.kernel, self.geometry.stride, self.geometry.dilation, strict=True)
-        covering = prod(size if step > 1 else -(-size // stride) for size, stride, step in places)
+        axes = zip(self.geometry.kernel, self.geometry.stride, self.geometry.dilation, strict=True)
+        covering = prod(size if step > 1 else -(-size // stride) for size, stride, step in axes)
         positions, inputs, outputs = self.sizes
         x_B, g_B = (to_accumulation(t.flatten(1)) for t in (self.x_BKC, self.g_BKO))
         x_B, g_B = (torch.linalg.vector_norm(t, dim=1) for t in (x_B, g_B))

@@ -156,9 +156,9 @@ class Head(Factor):
             if self.index_D is None:
                 yield _Chunk(samples, None, samples)
                 continue
-            places = ((self.index_D >= start) & (self.index_D < start + at_once)).nonzero().squeeze(1)
-            if len(places):
-                yield _Chunk(samples, (self.index_D[places] - start).to(self.x_BTI.device), places)
+            indices = ((self.index_D >= start) & (self.index_D < start + at_once)).nonzero().squeeze(1)
+            if len(indices):
+                yield _Chunk(samples, (self.index_D[indices] - start).to(self.x_BTI.device), indices)
 
     def tiles(self, chunk: _Chunk) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the vocabulary and gradients of their logits, ``(C, T, K)``, of a chunk's samples."""
@@ -183,7 +183,7 @@ class Head(Factor):
         if whole and shared.wants_bias and shared.bias_BV is None:
             bias_BV = self.x_BTI.new_empty(len(self.x_BTI), self.shape[0], dtype=self.dtype)
         rows = [self._no_rows(ids_BU) for ids_BU in shared.met] if norms and whole else []
-        found: list[tuple[_Chunk, Norms]] = []
+        chunk_norms: list[tuple[_Chunk, Norms]] = []
         for chunk in self._chunks():
             collectors: list[Collector] = []
             a_CTI = self.inputs(chunk)
@@ -195,21 +195,21 @@ class Head(Factor):
             if into is not None:
                 collectors.append(WeightSum(a_CTI, into.coef_D[chunk.places], into.out_VI))
             if norms:
-                found.append((chunk, norms_of(a_CTI, self.shape[0])))
-                collectors.append(found[-1][1])
+                chunk_norms.append((chunk, norms_of(a_CTI, self.shape[0])))
+                collectors.append(chunk_norms[-1][1])
             for tile, g_CTK in self.tiles(chunk):
                 for collector in collectors:
                     collector.take(tile, g_CTK)
         shared.input_BTI = shared.input_BTI if input_BTI is None else input_BTI
         shared.bias_BV = shared.bias_BV if bias_BV is None else bias_BV
         shared.rows, shared.met = shared.rows + rows, [] if rows else shared.met
-        return self._in_order(found) if norms else None
+        return self._in_order(chunk_norms) if norms else None
 
-    def _in_order(self, found: Sequence[tuple[_Chunk, Norms]]) -> Bounded:
-        if self.index_D is None and found:
-            return Bounded(*(torch.cat(parts) for parts in zip(*(norms.found() for _, norms in found), strict=True)))
+    def _in_order(self, chunks: Sequence[tuple[_Chunk, Norms]]) -> Bounded:
+        if self.index_D is None and chunks:
+            return Bounded(*(torch.cat(parts) for parts in zip(*(norms.found() for _, norms in chunks), strict=True)))
         total = Bounded(*(self.x_BTI.new_zeros(4, self.batch_size, dtype=self.dtype).unbind()))
-        for chunk, norms in found:
+        for chunk, norms in chunks:
             for whole_D, part_C in zip(total, norms.found(), strict=True):
                 whole_D[chunk.places] = part_C.to(whole_D)
         return total
@@ -223,28 +223,28 @@ class Head(Factor):
         if not self.x_BTI.numel() or not self.batch_size:
             return no_error(self.x_BTI.new_zeros(self.batch_size, dtype=self.dtype))
         whole = self.index_D is None and not self.double
-        found = self._shared.norms if whole else None
-        if found is None:
-            found = self._sweep(norms=True)
-        assert found is not None
+        bounded = self._shared.norms if whole else None
+        if bounded is None:
+            bounded = self._sweep(norms=True)
+        assert bounded is not None
         if whole:
-            self._shared.norms = found
-        error_B = None if self.x_BTI.shape[1] == 1 else found.error_N
-        return SquaredNorm(found.value_N.clamp(min=0), error_B, self._terms(found))
+            self._shared.norms = bounded
+        error_B = None if self.x_BTI.shape[1] == 1 else bounded.error_N
+        return SquaredNorm(bounded.value_N.clamp(min=0), error_B, self._terms(bounded))
 
     def terms(self) -> Terms | None:
         """Return the positions' outer products; None where there is one position, which is added as it is."""
         return self.sqnorm().terms
 
-    def _terms(self, found: Bounded) -> Terms | None:
-        return None if self.x_BTI.shape[1] <= 1 else Terms(found.mass_N, found.scale_N, self.x_BTI.shape[1])
+    def _terms(self, bounded: Bounded) -> Terms | None:
+        return None if self.x_BTI.shape[1] <= 1 else Terms(bounded.mass_N, bounded.scale_N, self.x_BTI.shape[1])
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the hidden states, ``(B, T, I)``, formed with norms that are still missing."""
         shared = self._shared
         if shared.input_BTI is None:
-            found = self._sweep(norms=not shared.summed and self.x_BTI.numel() > 0)
-            shared.norms = found if shared.norms is None else shared.norms
+            norms = self._sweep(norms=not shared.summed and self.x_BTI.numel() > 0)
+            shared.norms = norms if shared.norms is None else shared.norms
         input_BTI, shared.input_BTI, shared.wants_input = shared.input_BTI, None, False
         assert input_BTI is not None
         return input_BTI
@@ -252,8 +252,8 @@ class Head(Factor):
     def bias_gradients(self) -> Tensor:
         """Return every sample's gradient of the bias, shape ``(B, V)``, formed with whatever else is wanted."""
         if self._shared.bias_BV is None:
-            found = self._sweep(norms=not self._shared.summed and self.x_BTI.numel() > 0)
-            self._shared.norms = found if self._shared.norms is None else self._shared.norms
+            norms = self._sweep(norms=not self._shared.summed and self.x_BTI.numel() > 0)
+            self._shared.norms = norms if self._shared.norms is None else self._shared.norms
         assert self._shared.bias_BV is not None
         return self._shared.bias_BV
 
@@ -270,12 +270,12 @@ class Head(Factor):
         _, row_BUI, mass_BU = self._no_rows(ids_BU)
         for chunk in self._chunks():
             # A slice is written through, what an index picks is not.
-            place = chunk.places
-            rows, masses = row_BUI[place], mass_BU[place]
-            picked = RowsAt(self.inputs(chunk), ids_BU[place], rows, masses)
+            index = chunk.places
+            rows, masses = row_BUI[index], mass_BU[index]
+            picked = RowsAt(self.inputs(chunk), ids_BU[index], rows, masses)
             for tile, g_CTK in self.tiles(chunk):
                 picked.take(tile, g_CTK)
-            row_BUI[place], mass_BU[place] = rows, masses
+            row_BUI[index], mass_BU[index] = rows, masses
         return row_BUI, mass_BU
 
     def _no_rows(self, ids_BU: Tensor) -> _Rows:

@@ -70,8 +70,8 @@ def _form(factor: Factor) -> tuple[int, int, int] | None:
 
 
 def _moved_moved(first: Placed | Permuted, second: Placed | Permuted) -> InnerProducts:
-    places = [factor.index if isinstance(factor, Placed) else factor.order for factor in (first, second)]
-    if places[0] == places[1]:
+    moves = [factor.index if isinstance(factor, Placed) else factor.order for factor in (first, second)]
+    if moves[0] == moves[1]:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
 
@@ -130,15 +130,15 @@ def _head_rows(head: Head, rows: Rows) -> InnerProducts:
 def _rows_rows(first: Rows, second: Rows) -> InnerProducts:
     pairs_1, sums_1 = first.segments()
     pairs_2, sums_2 = second.segments()
-    place = torch.searchsorted(pairs_2, pairs_1).clamp(max=max(pairs_2.numel() - 1, 0))
+    index = torch.searchsorted(pairs_2, pairs_1).clamp(max=max(pairs_2.numel() - 1, 0))
     zero_B = sums_1.new_zeros(first.batch_size)
     if pairs_1.numel() == 0 or pairs_2.numel() == 0:
         return InnerProducts(zero_B, zero_B)
-    met_K1 = (pairs_2[place] == pairs_1).unsqueeze(1)
-    found = _added(sums_1 * sums_2[place] * met_K1)
+    met_K1 = (pairs_2[index] == pairs_1).unsqueeze(1)
+    products = _added(sums_1 * sums_2[index] * met_K1)
     # What belongs to no sample has no gradient.
     sample_K = (pairs_1 // first.matrix[0]).clamp(max=first.batch_size - 1)
-    return InnerProducts(*(add_rows_(zero_B.clone(), sample_K, part_K) for part_K in found))
+    return InnerProducts(*(add_rows_(zero_B.clone(), sample_K, part_K) for part_K in products))
 
 
 def _dense_rows(dense: Dense, rows: Rows) -> InnerProducts:

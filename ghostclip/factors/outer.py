@@ -155,13 +155,13 @@ class Outer(Factor):
         """Return the positions' outer products; None where there is one position, which is added as it is."""
         if self.a_NTI.shape[1] <= 1 or not len(self.a_NTI):
             return None
-        found = masses(position_norms(self.a_NTI), position_norms(self.g_NTO), *self.sizes[1:])
-        return self._terms(found.mass_N, found.scale_N)
+        term_masses = masses(position_norms(self.a_NTI), position_norms(self.g_NTO), *self.sizes[1:])
+        return self._terms(term_masses.mass_N, term_masses.scale_N)
 
-    def _summed(self, found: Bounded) -> SquaredNorm:
+    def _summed(self, bounded: Bounded) -> SquaredNorm:
         """Return the squared norms of samples from those of their slots."""
-        value_B, error_B = self._per_sample(found.value_N).clamp_(min=0), self._per_sample(found.error_N)
-        return SquaredNorm(value_B, error_B, self._terms(found.mass_N, found.scale_N))
+        value_B, error_B = self._per_sample(bounded.value_N).clamp_(min=0), self._per_sample(bounded.error_N)
+        return SquaredNorm(value_B, error_B, self._terms(bounded.mass_N, bounded.scale_N))
 
     def _by_units(self) -> bool:
         """Return whether matrix units form products of one of the two tensors at least."""

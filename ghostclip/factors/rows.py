@@ -66,27 +66,27 @@ class Rows(Factor):
             terms = Terms(measured.mass_N, measured.scale_N, self.ids_BT.shape[1])
             return SquaredNorm(measured.value_N, measured.error_N, terms)
         g_BTI = to_accumulation(self.g_BTI)
-        found = self._repeated
-        if found is None:
+        repeated = self._repeated
+        if repeated is None:
             return no_error(square_sums(g_BTI.flatten(1)))
-        norm_BT = position_norms(g_BTI).index_put(found.place, g_BTI.new_zeros((), dtype=g_BTI.dtype))
+        norm_BT = position_norms(g_BTI).index_put(repeated.place, g_BTI.new_zeros((), dtype=g_BTI.dtype))
         square_B = sum_of_squares([norm_BT]).double()
-        add_rows_(square_B, found.sample_K, self._added_up(found).square_().sum(1))
+        add_rows_(square_B, repeated.sample_K, self._added_up(repeated).square_().sum(1))
         return no_error(square_B.to(norm_BT.dtype))
 
     def terms(self) -> Terms | None:
         """Return the gradients of rows that their sample looks up again; the others are added as they are."""
         if runtime.wait(self.g_BTI):
             return self.sqnorm().terms
-        found = self._repeated
-        if found is None:
+        repeated = self._repeated
+        if repeated is None:
             return None
-        norm_R = position_norms(self.g_BTI)[found.place]
-        mass_K = add_rows_(norm_R.new_zeros(len(found.row_K)), found.segment_R, norm_R)
+        norm_R = position_norms(self.g_BTI)[repeated.place]
+        mass_K = add_rows_(norm_R.new_zeros(len(repeated.row_K)), repeated.segment_R, norm_R)
         mass_B, scale_B = norm_R.new_zeros(2, self.batch_size).unbind()
         # Rows do not overlap: their roundings add up as the sides of a box do.
-        mass_B = add_rows_(mass_B, found.sample_K, mass_K.square()).sqrt_()
-        return Terms(mass_B, add_rows_(scale_B, found.place[0], norm_R.square()), self.ids_BT.shape[1])
+        mass_B = add_rows_(mass_B, repeated.sample_K, mass_K.square()).sqrt_()
+        return Terms(mass_B, add_rows_(scale_B, repeated.place[0], norm_R.square()), self.ids_BT.shape[1])
 
     @cached_property
     def _repeated(self) -> "_Repeated | None":
@@ -105,10 +105,10 @@ class Rows(Factor):
         row_K = pairs_K - sample_K * max(1, self.matrix[0])
         return _Repeated((sample_R, order_BT[sample_R, place_R]), segment_R, sample_K, row_K)
 
-    def _added_up(self, found: "_Repeated") -> Tensor:
+    def _added_up(self, repeated: "_Repeated") -> Tensor:
         """Return the sums of the repeated rows' gradients, shape ``(K, I)``, float64."""
-        sums_KI = torch.zeros(len(found.row_K), self.g_BTI.shape[-1], dtype=torch.float64, device=self.g_BTI.device)
-        return add_rows_(sums_KI, found.segment_R, self.g_BTI[found.place].double())
+        sums_KI = torch.zeros(len(repeated.row_K), self.g_BTI.shape[-1], dtype=torch.float64, device=self.g_BTI.device)
+        return add_rows_(sums_KI, repeated.segment_R, self.g_BTI[repeated.place].double())
 
     def segments(self) -> tuple[Tensor, Tensor]:
         """Return sorted pairs ``sample · V + row``, ``(K,)``, and the gradient added up over each, ``(K, I)``."""
@@ -145,11 +145,11 @@ class Rows(Factor):
         # On a CPU what a sample adds to one row is added up before.
         matrix = out.view(self.matrix)
         weighted_BTI = self.g_BTI.to(out.dtype) * coef_B.view(-1, 1, 1)
-        found = None if runtime.wait(self.g_BTI) else self._repeated
-        if found is not None:
-            weighted_BTI[found.place] = 0
-            weighted_KI = self._added_up(found).mul_(coef_B[found.sample_K].unsqueeze(1))
-            add_rows_(matrix, found.row_K, weighted_KI.to(out.dtype))
+        repeated = None if runtime.wait(self.g_BTI) else self._repeated
+        if repeated is not None:
+            weighted_BTI[repeated.place] = 0
+            weighted_KI = self._added_up(repeated).mul_(coef_B[repeated.sample_K].unsqueeze(1))
+            add_rows_(matrix, repeated.row_K, weighted_KI.to(out.dtype))
         add_rows_(matrix, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
     def masked(self, keep_B: Tensor) -> "Rows":

@@ -167,8 +167,8 @@ class Stacked(_Reshaped):
     def terms(self) -> Terms | None:
         return self._together([part.terms() for part in self.parts.values()])
 
-    def _together(self, found: Sequence[Terms | None]) -> Terms | None:
-        return terms_side_by_side([terms for terms in found if terms is not None], self._zero_B.device)
+    def _together(self, parts: Sequence[Terms | None]) -> Terms | None:
+        return terms_side_by_side([terms for terms in parts if terms is not None], self._zero_B.device)
 
     def materialize(self) -> Tensor:
         full = self._zero_B.new_zeros(self.batch_size, *self.shape)

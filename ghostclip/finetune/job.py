@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 EXIT_REFUSED, EXIT_INTERRUPTED = 2, 130
 
 
-def run(given: dict[str, Any]) -> int:
+def run(args: dict[str, Any]) -> int:
     """Run the job with the options that were given, and return the exit status: 130 where it can be resumed."""
     ranks = Ranks.started()
     try:
         with joined(ranks):
-            return _run(given, ranks)
+            return _run(args, ranks)
     except (GhostClipError, OSError) as error:
         if ranks.is_first or not is_known_to_all(error):
             raise
         return EXIT_REFUSED
 
 
-def _run(given: dict[str, Any], ranks: Ranks) -> int:
+def _run(args: dict[str, Any], ranks: Ranks) -> int:
     with refused_together("options"):
-        options, state = _options(given, ranks)
+        options, state = _options(args, ranks)
         require_same(options)
     stay_local(options.model, options.tokenizer)
     with Working("preparing"), refused_together("preparations"):
@@ -70,22 +70,22 @@ def _run(given: dict[str, Any], ranks: Ranks) -> int:
         raise SystemExit(_say_interrupted(prepared)) from None
 
 
-def _options(given: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunState | None]:
-    options = FinetuneOptions(**given)
+def _options(args: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunState | None]:
+    options = FinetuneOptions(**args)
     if not options.resume:
-        require_together(given)
-    if ranks.count > 1 and given.get("comparison_steps"):
+        require_together(args)
+    if ranks.count > 1 and args.get("comparison_steps"):
         raise InvalidOptionError(
             "--comparison-steps: a run of several processes is compared with nothing; leave it out"
         )
-    choose = partial(files.choose_folder, given.get("output"), resume=options.resume)
-    given = {**given, "output": from_first("output folder", choose)}
+    choose = partial(files.choose_folder, args.get("output"), resume=options.resume)
+    args = {**args, "output": from_first("output folder", choose)}
     if options.resume:
-        recorded, state = from_first("resume point", partial(files.interrupted_run, given["output"]))
-        return resumed_options(recorded, given), state
+        recorded, state = from_first("resume point", partial(files.interrupted_run, args["output"]))
+        return resumed_options(recorded, args), state
     require_known_model(options.model)
-    from_first("output folder", partial(files.require_usable, given["output"], overwrite=options.overwrite))
-    return FinetuneOptions(**given), None
+    from_first("output folder", partial(files.require_usable, args["output"], overwrite=options.overwrite))
+    return FinetuneOptions(**args), None
 
 
 def _require_libraries() -> None:

@@ -234,15 +234,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(word(one.name), help=one.metadata["help"], **how)
 
 
-def require_together(given: dict[str, object]) -> None:
+def require_together(args: dict[str, object]) -> None:
     """Refuse options of this command line that would be ignored beside the others."""
-    task = given.get("task", FinetuneOptions.task)
+    task = args.get("task", FinetuneOptions.task)
     refuse_any(*(
-        (ignored and name in given, f"{word(name)} {why}")
+        (ignored and name in args, f"{word(name)} {why}")
         for names, ignored, why in (
-            ("layers hidden_size heads toy", "model" in given,
+            ("layers hidden_size heads toy", "model" in args,
              "goes with --toy, whose sizes it sets; --model has its own"),
-            ("lora_alpha lora_targets", "lora" not in given, "goes with --lora"),
+            ("lora_alpha lora_targets", "lora" not in args, "goes with --lora"),
             ("prompt_column answer_column", task != "answers", "goes with --task answers"),
             ("label_column labels", task != "classify", "goes with --task classify"),
             ("text_column", task == "answers", "goes with --task text or classify"),
@@ -252,22 +252,22 @@ def require_together(given: dict[str, object]) -> None:
     ))  # fmt: skip
 
 
-def resumed_options(recorded: dict[str, Any], given: dict[str, Any]) -> FinetuneOptions:
+def resumed_options(recorded: dict[str, Any], args: dict[str, Any]) -> FinetuneOptions:
     """Return the options of an interrupted run with what was given now; what would make it another run is refused."""
-    asked = FinetuneOptions(**given).recorded()
+    asked = FinetuneOptions(**args).recorded()
     if set(recorded) != set(asked):
         raise ResumeError(
             "the interrupted run was started by another version "
             f"(options {sorted(set(recorded) ^ set(asked))} differ): start anew"
         )
-    for name in sorted(set(given) - NOT_RECORDED - CHANGEABLE_ON_RESUME):
+    for name in sorted(set(args) - NOT_RECORDED - CHANGEABLE_ON_RESUME):
         if asked[name] != recorded[name]:
             raise ResumeError(
                 f"{word(name)} is {asked[name]} but the interrupted run has {recorded[name]}: "
                 "leave the option out, or start anew elsewhere"
             )
     data = None if recorded["data"] is None else Path(recorded["data"])
-    return FinetuneOptions(**{**recorded, "data": data, **given})
+    return FinetuneOptions(**{**recorded, "data": data, **args})
 
 
 def word(name: str) -> str:

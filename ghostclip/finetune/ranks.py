@@ -191,8 +191,8 @@ def _divide_layers(model: Any, mesh: Any) -> None:
     for path, module in model.named_modules():
         style = plan.get(pattern_of(path))
         names = [f"{path}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        own = {name: plan.get(pattern_of(name), style) for name in names if name in known}
-        styles.update({name: found for name, found in {**own, path: style}.items() if found is not None})
+        by_parameter = {name: plan.get(pattern_of(name), style) for name in names if name in known}
+        styles.update({name: chosen for name, chosen in {**by_parameter, path: style}.items() if chosen is not None})
     try:
         apply_tensor_parallelism(model, mesh, styles)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -148,16 +148,16 @@ def card(run: FinetuneRun, record: dict[str, Any]) -> str:
     """Return the model card, in Markdown as Hugging Face has it."""
     options, mechanism, privacy = run.options, run.mechanism, record["privacy"]
     library, _, kind = loader_of(options).partition(".")
-    given = ""
+    arguments = ""
     if options.lora is not None and options.task == "classify":
         # Adapters lie on a model that knows neither labels nor padding.
         labels = labels_of(options)
-        given = f", num_labels={len(labels)}, id2label={dict(enumerate(labels))}, pad_token_id={run.tokens.pad_id}"
+        arguments = f", num_labels={len(labels)}, id2label={dict(enumerate(labels))}, pad_token_id={run.tokens.pad_id}"
     bound = f"ε ≤ {rounded_up(privacy['epsilon'])} at δ = {mechanism.delta:.4g} for one {options.unit}"
     # A path of the machine that trained is nobody's business.
     named = options.model is not None and not Path(options.model).exists()
     return _CARD.format(
-        library=library, kind=kind, given=given, base=f"base_model: {options.model}\n" if named else "",
+        library=library, kind=kind, given=arguments, base=f"base_model: {options.model}\n" if named else "",
         title=run.model_text.partition(", weights from")[0], version=ghostclip.__version__,
         guarantee=f"**{bound}.** {privacy['summary']}"
         if privacy["private"]
@@ -183,7 +183,7 @@ def draw(
     """Draw loss above and ε below, over the private steps, as PNG; the budget is ε and δ."""
     shown = [(step, loss) for step, loss in enumerate(losses, start=1) if loss is not None]
     steps, values = [step for step, _ in shown], [loss for _, loss in shown]
-    last, (places, spent) = max(1, len(losses)), zip(*epsilons, strict=True)
+    last, (epsilon_steps, spent) = max(1, len(losses)), zip(*epsilons, strict=True)
     most = f"{math.ceil(spent[-1] * 1e3) / 1e3:g}" if math.isfinite(spent[-1]) else "∞"
     with picture(path, size=(8.0, 5.4)) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -193,7 +193,7 @@ def draw(
         upper.plot([0, last], held_out, "D", label="held out, first and last", **diamonds)
         upper.set_ylabel(f"loss ({unit})")
         upper.margins(y=0.1)
-        lower.plot(places, spent, color=ORANGE, linewidth=2.0, label=f"spent: ε ≤ {most}")
+        lower.plot(epsilon_steps, spent, color=ORANGE, linewidth=2.0, label=f"spent: ε ≤ {most}")
         label = f"most that may be spent: {budget[0]:g}"
         lower.axhline(budget[0], color=BLACK, linewidth=1.2, linestyle="--", label=label)
         lower.set(ylim=(0.0, 1.15 * max(budget[0], *spent)), xlim=(0, last))
@@ -209,7 +209,7 @@ _WIDTH, _LABEL = 100, 14
 def plan_text(run: FinetuneRun) -> str:
     """Say what is about to happen."""
     data, mechanism, unit = run.data, run.mechanism, run.options.unit
-    given = "" if run.options.delta is not None else f" (1/(10 N), N = training {unit}s)"
+    rule = "" if run.options.delta is not None else f" (1/(10 N), N = training {unit}s)"
     epochs = mechanism.steps * mechanism.sample_rate
     done = f", of which {run.state.step} are done or counted as spent" if run.state.step else ""
     documents = "1 document" if data["documents"] == 1 else f"{data['documents']} documents"
@@ -224,7 +224,7 @@ def plan_text(run: FinetuneRun) -> str:
         ("data", f"{data['source']}: {cut}{data['training']} training and {data['held_out']} held-out {unit}s of up to "
          f"{data['passage_length']} tokens ({data['tokens']}); {unit_is}"),
         ("model", run.model_text),
-        ("privacy", f"ε ≤ {mechanism.target_epsilon:g} at δ = {mechanism.delta:.3g}{given}, for one {unit}; "
+        ("privacy", f"ε ≤ {mechanism.target_epsilon:g} at δ = {mechanism.delta:.3g}{rule}, for one {unit}; "
          f"σ = {mechanism.noise_multiplier:.3f}, C = {mechanism.max_grad_norm:g}, q = {mechanism.sample_rate:.4f}"),
         ("training", f"{mechanism.steps} private steps of {mechanism.batch_size} {unit}s on average "
          f"({epochs:.3g} epochs){done}"),
@@ -237,11 +237,11 @@ def result_text(run: FinetuneRun, record: dict[str, Any], unchecked: str | None)
     adapters = "" if run.options.lora is None else "adapters alone; "
     held_out = f"on {run.data['evaluated']} held-out {run.options.unit}s"
     if "held_out_perplexity" in record:
-        found = record["held_out_perplexity"]
-        quality = ("perplexity", f"{found['before']:.2f} → {found['after']:.2f} per token {held_out}")
+        scores = record["held_out_perplexity"]
+        quality = ("perplexity", f"{scores['before']:.2f} → {scores['after']:.2f} per token {held_out}")
     else:
-        found = record["held_out_accuracy"]
-        quality = ("accuracy", f"{found['before']:.1%} → {found['after']:.1%} {held_out}")
+        scores = record["held_out_accuracy"]
+        quality = ("accuracy", f"{scores['before']:.1%} → {scores['after']:.1%} {held_out}")
     guarantee = "NONE: the noise was fixed with --unsafe-noise-seed"
     if privacy["private"]:
         guarantee = (

@@ -35,11 +35,11 @@ RECORD, PLOT, RESUME_FOLDER = f"{PRIVATE}/run.json", f"{PRIVATE}/plot.png", f"{P
 RESUME_STATE, LEDGER = f"{RESUME_FOLDER}/state.pt", f"{RESUME_FOLDER}/ledger.txt"
 
 
-def choose_folder(given: Path | None, *, resume: bool) -> Path:
+def choose_folder(requested: Path | None, *, resume: bool) -> Path:
     """Return the folder given; else the newest interrupted run to resume, or the first default that holds nothing."""
     base, number = FinetuneOptions.output, 1
-    if given is not None:
-        return given
+    if requested is not None:
+        return requested
     if resume:
         states = list(base.parent.glob(f"{base.name}*/{RESUME_STATE}"))
         if not states:

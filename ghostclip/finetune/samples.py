@@ -169,10 +169,10 @@ def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]
         documents = [text for file in _text_files(path) for text in _read_file(file, text_column)]
     else:
         raise DataError(f"{path}: no such file or folder")
-    found = [text for text in documents if text.strip()]
-    if not found:
+    nonempty = [text for text in documents if text.strip()]
+    if not nonempty:
         raise DataError(f"{path}: holds no text, so there is nothing to train on")
-    return found
+    return nonempty
 
 
 def read_rows(path: Path | None, columns: Sequence[str]) -> list[tuple[str, ...]]:
@@ -187,11 +187,11 @@ def read_rows(path: Path | None, columns: Sequence[str]) -> list[tuple[str, ...]
         error=DataError,
     )  # fmt: skip
     rows = []
-    for place, row in _table(path):
-        cells = tuple(_cell(row, column, place, (str, int, float)) for column in columns)
+    for location, row in _table(path):
+        cells = tuple(_cell(row, column, location, (str, int, float)) for column in columns)
         empty = [column for column, text in zip(columns, cells, strict=True) if not text.strip()]
         if empty:
-            raise DataError(f"{place}: {empty[0]!r} is empty; mend the row or leave it out")
+            raise DataError(f"{location}: {empty[0]!r} is empty; mend the row or leave it out")
         rows.append(cells)
     if not rows:
         raise DataError(f"{path}: holds no row, so there is nothing to train on")
@@ -216,15 +216,15 @@ def _text_files(path: Path) -> list[Path]:
     for root, folders, names in os.walk(path, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(root, name) for name in names if not name.startswith(".")]
-    found = sorted(file for file in files if file.suffix.lower() in READ_SUFFIXES)
-    if not found:
+    text_files = sorted(file for file in files if file.suffix.lower() in READ_SUFFIXES)
+    if not text_files:
         raise DataError(f"{path}: no text file in this folder (looked for {' '.join(sorted(READ_SUFFIXES))})")
-    return found
+    return text_files
 
 
 def _read_file(path: Path, text_column: str) -> list[str]:
     if path.suffix.lower() in TABLE_SUFFIXES:
-        return [_cell(row, text_column, place, (str,)) for place, row in _table(path)]
+        return [_cell(row, text_column, location, (str,)) for location, row in _table(path)]
     if path.suffix.lower() == ".json":
         raise DataError(f"{path}: .json is not read; write one object per line and name the file .jsonl")
     return [_decode(path)]
@@ -267,17 +267,17 @@ def _table(path: Path) -> Iterator[tuple[str, _Row]]:
         yield f"{path}, line {number}", row
 
 
-def _cell(row: _Row, column: str, place: str, kinds: tuple[type, ...]) -> str:
+def _cell(row: _Row, column: str, location: str, kinds: tuple[type, ...]) -> str:
     if column not in row:
         present = [str(name) for name in row]
         raise DataError(
-            f"{place}: no column {column!r} (found: {', '.join(present) or 'none'})"
+            f"{location}: no column {column!r} (found: {', '.join(present) or 'none'})"
             f"{did_you_mean(column, present)}; name it with --text-column, --label-column, --prompt-column or "
             "--answer-column"
         )
     value = row[column]
     if value is not None and not isinstance(value, kinds):
-        raise DataError(f"{place}: {column!r} holds a {type(value).__name__}, not text")
+        raise DataError(f"{location}: {column!r} holds a {type(value).__name__}, not text")
     return "" if value is None else str(value)
 
 

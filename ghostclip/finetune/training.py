@@ -159,8 +159,8 @@ class FinetuneTrainer(DPTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute the clipped sum of a logical batch, and measure memory once."""
         # Dropout follows from seed, step and share of the samples, so that it is the same in a resumed run.
-        place = f"{self.run.state.seed} {self.run.ranks.rank // self.run.mesh.tp} {self.run.state.step}"
-        torch.manual_seed(digest_of(place))
+        seed_text = f"{self.run.state.seed} {self.run.ranks.rank // self.run.mesh.tp} {self.run.state.step}"
+        torch.manual_seed(digest_of(seed_text))
         if not self._taken:
             for bar in self._bars():
                 # No estimate of the time that is left: it would follow from checks and measurements.
@@ -183,9 +183,9 @@ class FinetuneTrainer(DPTrainer):
         """Note what the step was, over all processes, and save where that is due; return whether to stop."""
         state, sharing = self.run.state, self.run.mesh.tp
         is_due = time.monotonic() - self._saved >= self.run.options.checkpoint_seconds
-        found = gathered("step", (*self._step, self.stop_requested, is_due))
+        by_rank = gathered("step", (*self._step, self.stop_requested, is_due))
         # As many processes, one after the other, have the same samples.
-        losses, samples = (sum(column) for column in list(zip(*found[::sharing], strict=True))[:2])
+        losses, samples = (sum(column) for column in list(zip(*by_rank[::sharing], strict=True))[:2])
         loss = losses / samples if samples else math.nan
         state.losses.append(loss if math.isfinite(loss) else None)
         state.samples.append(samples)
@@ -196,8 +196,8 @@ class FinetuneTrainer(DPTrainer):
                 bar.bar_format, bar.initial, bar.start_t = None, bar.n + 1, time.time()
         if self._taken > _UNTIMED_STEPS:
             self.timed.append((samples, time.perf_counter() - self._began))
-        stopping = any(asked for _, _, asked, _ in found)
-        if found[0][3] and not stopping:
+        stopping = any(asked for _, _, asked, _ in by_rank)
+        if by_rank[0][3] and not stopping:
             self.save()
         return stopping
 

@@ -80,14 +80,14 @@ def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> 
 
 def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Yield the nodes of a graph with their counterparts."""
-    own, other = list(graph.graph.nodes), list(grown.graph.nodes)
-    alike = len(own) == len(other) and all(
+    nodes, other = list(graph.graph.nodes), list(grown.graph.nodes)
+    alike = len(nodes) == len(other) and all(
         (one.op, str(one.target)) == (two.op, str(two.target)) or one.op in ("placeholder", "get_attr")
-        for one, two in zip(own, other, strict=True)
+        for one, two in zip(nodes, other, strict=True)
     )
     if not alike:
         raise NoGraphError("with one sample more it runs other operations, so that its sample axes are not known")
-    return dict(zip(own, other, strict=True))
+    return dict(zip(nodes, other, strict=True))
 
 
 def values_of(node: fx.Node) -> list[Tensor]:
@@ -111,8 +111,8 @@ def named(node: fx.Node) -> str:
     # Its operation, its shapes, and the module it runs in where that is known.
     shapes = ", ".join(str(tuple(value.shape)) for value in values_of(node))
     stack = node.meta.get("nn_module_stack")
-    place = "" if not stack else f" in {next(reversed(stack.values()))[0]}"
-    return f"{operation(node) or node.name} of shape {shapes}{place}"
+    module = "" if not stack else f" in {next(reversed(stack.values()))[0]}"
+    return f"{operation(node) or node.name} of shape {shapes}{module}"
 
 
 class _Reader:
@@ -122,11 +122,11 @@ class _Reader:
         self.layouts: dict[fx.Node, SampleLayout | None] = {}
         self.depends: set[fx.Node] = set()
         self._batch_size, self._pairs = batch_size, pairs
-        places = [None] * inputs.fixed + list(inputs.in_batch)
+        axes = [None] * inputs.fixed + list(inputs.in_batch)
         self._given = {
-            node: place
-            for node, place in zip((n for n in pairs if n.op == "placeholder"), places, strict=False)
-            if place is not None
+            node: axis
+            for node, axis in zip((n for n in pairs if n.op == "placeholder"), axes, strict=False)
+            if axis is not None
         }
 
     def read(self, node: fx.Node) -> None:
@@ -156,9 +156,9 @@ class _Reader:
     def _compare_numbers(self, node: fx.Node) -> None:
         """Refuse numbers that follow the batch size: a sample's loss would depend on the number of samples."""
         name = operation(node)
-        for own, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
-            if own != other and name not in _PLACES:
-                raise NoGraphError(f"{named(node)} is given {own} where one sample more makes it {other}: it follows B")
+        for one, other in zip(_numbers(node), _numbers(self._pairs[node]), strict=False):
+            if one != other and name not in _PLACES:
+                raise NoGraphError(f"{named(node)} is given {one} where one sample more makes it {other}: it follows B")
 
     def _layout(self, node: fx.Node, value: Tensor) -> SampleLayout | None:
         shape, grown = tuple(value.shape), tuple(self._pairs[node].meta["val"].shape)
@@ -193,20 +193,20 @@ class _Reader:
         if name == "repeat" and len(known) == 1 and known[0][1].outer and known[0][1].axis == axis:
             times = rows // known[0][1].rows
             return SampleLayout(axis, times * known[0][1].outer, known[0][1].inner)
-        found = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows and layout.outer}
-        if not found and node not in self.depends:
+        folds = {(layout.outer, layout.inner) for _, layout in known if layout.rows == rows and layout.outer}
+        if not folds and node not in self.depends:
             return SampleLayout(axis, 0, rows)
-        if len(found) != 1:
+        if len(folds) != 1:
             raise NoGraphError(f"{named(node)}: how the {rows} rows of each sample lie along axis {axis} is not known")
-        return SampleLayout(axis, *found.pop())
+        return SampleLayout(axis, *folds.pop())
 
     def _refuse_taken(self, node: fx.Node, name: str) -> None:
         """Refuse rows that are picked along the sample axis by values that depend on samples."""
         source = self.layouts.get(first_of(node))
         if source is None:
             return
-        given: Any = node.args[1:]
-        picked: Any = given[0] if name == "index" else [None] * given[0] + [given[1]]
+        arguments: Any = node.args[1:]
+        picked: Any = arguments[0] if name == "index" else [None] * arguments[0] + [arguments[1]]
         if source.axis < len(picked) and picked[source.axis] in self.depends:
             raise NoGraphError(f"{named(node)} gathers rows across samples by their values")
 
@@ -217,8 +217,8 @@ class _Reader:
         if layout is None or name not in _ALONG or len(node.args) <= _ALONG[name]:
             return
         along: Any = node.args[_ALONG[name]]
-        places = along if isinstance(along, (list, tuple)) else [along]
-        if layout.axis in [place % len(shape_of(node)) for place in places if isinstance(place, int)]:
+        axes = along if isinstance(along, (list, tuple)) else [along]
+        if layout.axis in [axis % len(shape_of(node)) for axis in axes if isinstance(axis, int)]:
             raise NoGraphError(f"{named(node)} runs along the samples: they mix")
 
 

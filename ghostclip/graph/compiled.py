@@ -133,9 +133,9 @@ class Part(NamedTuple):
 class Sizes:
     """The sizes of physical batches."""
 
-    def __init__(self, given: Sequence[int] | None) -> None:
-        self._fixed = given is not None
-        self._sizes = sorted(set(given or ()), reverse=True)
+    def __init__(self, sizes: Sequence[int] | None) -> None:
+        self._fixed = sizes is not None
+        self._sizes = sorted(set(sizes or ()), reverse=True)
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -146,14 +146,14 @@ class Sizes:
         """Return the parts of a batch, the largest first; only the last one is padded."""
         if not self._fixed and (not self._sizes or samples >= 2 * self._sizes[0]):
             self._sizes = sorted({max(2, samples), max(2, -(-samples // _SMALLER))}, reverse=True)
-        found: list[Part] = []
+        parts: list[Part] = []
         start = 0
         while start < samples:
             size = self._next(samples - start)
             count = min(size, samples - start)
-            found.append(Part(start, count, size))
+            parts.append(Part(start, count, size))
             start += count
-        return found
+        return parts
 
     def _next(self, left: int) -> int:
         """Return the largest size that is filled, or the smallest one that takes all remaining samples as cheaply."""
@@ -261,17 +261,17 @@ class CompiledStep:
     ) -> Callable[..., Any]:
         """Return the compiled step, from disk where an equal one was compiled before."""
         about = inputs.trainable, inputs.held, inputs.in_batch, surroundings(flat[0].device.type)
-        place = entry_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
+        entry = entry_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
         with torch.no_grad(), full_precision():
-            found = None if place is None else place.found()
-        refused = None if found is not None else self._refuses(self.joint.graph)
+            loaded = None if entry is None else entry.found()
+        refused = None if loaded is not None else self._refuses(self.joint.graph)
         if refused is not None:
             raise NoGraphError(refused)
-        made = self._made(flat, axes, inputs, clipping, options) if found is None else found
-        if place is not None:
-            self.key = place.key
-            if found is None:
-                place.keep(made)
+        made = self._made(flat, axes, inputs, clipping, options) if loaded is None else loaded
+        if entry is not None:
+            self.key = entry.key
+            if loaded is None:
+                entry.keep(made)
         return made
 
     def _made(
@@ -299,14 +299,14 @@ class CompiledStep:
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
         """Compute a padded physical batch of which the first ``count`` samples count."""
         # None where the model is no longer what the graph was traced on.
-        own = self._watched.tensors()
-        if own is None:
+        model_tensors = self._watched.tensors()
+        if model_tensors is None:
             return None
         self.runs += 1
         with torch.no_grad(), full_precision(), _torch.overrides_off():
-            found = self._run(self._valid_B(count), *own, *tensors)
+            outputs = self._run(self._valid_B(count), *model_tensors, *tensors)
             # The next run of a CUDA graph writes to the same memory.
-            certain_B, losses_B, *rest = [x.clone() for x in found] if self._is_overwritten else found
+            certain_B, losses_B, *rest = [x.clone() for x in outputs] if self._is_overwritten else outputs
         groups, names = self._groups, self._trainable
         last, flags = 2 * groups + len(names), [rest.pop() for _ in self.branches][::-1]
         short = count < self.size
@@ -325,20 +325,20 @@ class CompiledStep:
         )
 
     def _valid_B(self, count: int) -> Tensor:
-        found = self._valid.get(count)
-        if found is None:
+        valid_B = self._valid.get(count)
+        if valid_B is None:
             whole = self._valid[self.size]
-            found = self._valid[count] = torch.arange(self.size, device=whole.device) < count
-        return found
+            valid_B = self._valid[count] = torch.arange(self.size, device=whole.device) < count
+        return valid_B
 
 
 def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:
     """Return the sample axes of the loss function's other results."""
-    found: list[int | None] = []
+    sample_axes: list[int | None] = []
     outputs = outputs_of(traced.graph)
     for node in outputs[1 + trainable : len(outputs) - len(traced.branches)]:
         layout = axes.layouts.get(node)
         if (layout is None and node in axes.depends) or (layout is not None and layout.rows > 1):
             raise NoGraphError("what its loss function returns beside the losses has no axis of one entry per sample")
-        found.append(None if layout is None else layout.axis)
-    return found
+        sample_axes.append(None if layout is None else layout.axis)
+    return sample_axes

@@ -44,36 +44,36 @@ Joint = dict[tuple[str, ...], list[Factor]]
 """Factors of parameters whose gradients of a sample lie side by side, by their names."""
 
 
-def kept(found: Kept, room: int) -> Kept:
+def kept(factors: Kept, room: int) -> Kept:
     """Return factors in the form in which they are stored until the clipped sum, several of one form as one."""
     # `room`: bytes that all of them may take where larger forms are quicker.
     forms = {
-        name: [_formed(factor) for factor in (joined(own) if len(own) > 1 else own)] for name, own in found.items()
+        name: [_formed(use) for use in (joined(uses) if len(uses) > 1 else uses)] for name, uses in factors.items()
     }
-    places = [(name, place) for name, own in forms.items() for place in range(len(own))]
-    wanted = [(name, place) for name, place in places if _growth(forms[name][place]) <= LARGER]
-    for name, place in sorted(wanted, key=lambda at: _growth(forms[at[0]][at[1]])):
-        factor = forms[name][place]
-        forms[name][place] = _formed(factor, always=True)
-        if _bytes_of(part for own in forms.values() for part in own) > room:
-            forms[name][place] = factor
+    positions = [(name, index) for name, uses in forms.items() for index in range(len(uses))]
+    wanted = [(name, index) for name, index in positions if _growth(forms[name][index]) <= LARGER]
+    for name, index in sorted(wanted, key=lambda at: _growth(forms[at[0]][at[1]])):
+        factor = forms[name][index]
+        forms[name][index] = _formed(factor, always=True)
+        if _bytes_of(part for uses in forms.values() for part in uses) > room:
+            forms[name][index] = factor
     return forms
 
 
-def side_by_side(found: Kept, alike: Callable[[str], Hashable]) -> Joint:
+def side_by_side(by_name: Kept, alike: Callable[[str], Hashable]) -> Joint:
     """Return factors in which small parameters' gradients are concatenated, one row for each sample."""
     # `alike` returns, by name, what must be equal for all that are joined.
     small: defaultdict[Hashable, list[str]] = defaultdict(list)
     rest: Joint = {}
-    for name, own in found.items():
-        if len(own) == 1 and type(own[0]) is Dense and own[0].numel() <= SMALL:
-            tensor = own[0].grad_BP
+    for name, factors in by_name.items():
+        if len(factors) == 1 and type(factors[0]) is Dense and factors[0].numel() <= SMALL:
+            tensor = factors[0].grad_BP
             small[alike(name), tensor.dtype, tensor.device].append(name)
         else:
-            rest[(name,)] = own
+            rest[(name,)] = factors
     for names in small.values():
-        rows = [factor.reshaped((factor.numel(),)).materialize() for name in names for factor in found[name]]
-        rest[tuple(names)] = found[names[0]] if len(names) == 1 else [Dense(torch.cat(rows, 1))]
+        rows = [factor.reshaped((factor.numel(),)).materialize() for name in names for factor in by_name[name]]
+        rest[tuple(names)] = by_name[names[0]] if len(names) == 1 else [Dense(torch.cat(rows, 1))]
     return rest
 
 
@@ -127,22 +127,22 @@ def peak_of_graph(graph: fx.GraphModule) -> int:
     sizes: dict[int, int] = {}
     begin: dict[int, int] = {}
     end: dict[int, int] = {}
-    for place, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         for value in values_of(node):
             key = _torch.memory_key(value)
             sizes[key] = value.untyped_storage().nbytes()
-            begin.setdefault(key, place)
-            end[key] = place
+            begin.setdefault(key, index)
+            end[key] = index
         for value in (value for parent in node.all_input_nodes for value in values_of(parent)):
-            end[_torch.memory_key(value)] = place
-    given = [node for node in nodes if node.op != "call_function"]
-    apart = {_torch.memory_key(x) for node in [*given, *filter(None, outputs_of(graph))] for x in values_of(node)}
+            end[_torch.memory_key(value)] = index
+    inputs = [node for node in nodes if node.op != "call_function"]
+    excluded = {_torch.memory_key(x) for node in [*inputs, *filter(None, outputs_of(graph))] for x in values_of(node)}
     change: defaultdict[int, int] = defaultdict(int)
-    for key in sizes.keys() - apart:
+    for key in sizes.keys() - excluded:
         change[begin[key]] += sizes[key]
         change[end[key] + 1] -= sizes[key]
-    held = most = 0
-    for place in sorted(change):
-        held += change[place]
-        most = max(most, held)
+    live = most = 0
+    for index in sorted(change):
+        live += change[index]
+        most = max(most, live)
     return most

@@ -41,24 +41,24 @@ class Watched:
         self._arrays: list[tuple[Any, Any, Any]] = []
         seen = set[int]()
         for module in model.modules():
-            self._sizes += [(own, len(own)) for own in _torch.tables(module)]
-            own = vars(module)
-            seen.update(id(own[key]) for key in _TORCHS_OWN & own.keys())
-            self._note(own, seen, _DEPTH)
+            self._sizes += [(table, len(table)) for table in _torch.tables(module)]
+            attributes = vars(module)
+            seen.update(id(attributes[key]) for key in _TORCHS_OWN & attributes.keys())
+            self._note(attributes, seen, _DEPTH)
 
-    def _note(self, own: Any, seen: set[int], depth: int) -> None:
+    def _note(self, container: Any, seen: set[int], depth: int) -> None:
         """Note the values of a list or a dict, nested ones included."""
-        if id(own) in seen:
+        if id(container) in seen:
             return
-        seen.add(id(own))
-        for key, value in own.items() if isinstance(own, dict) else enumerate(own):
+        seen.add(id(container))
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
             if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
-                self._plain.append((own, key, value))
+                self._plain.append((container, key, value))
             elif isinstance(value, np.ndarray):
-                self._arrays.append((own, key, value.copy()))
+                self._arrays.append((container, key, value.copy()))
             elif depth and isinstance(value, (list, tuple, dict)) and not _is_weak(value):
                 # That it is another one is seen by what it holds.
-                self._plain.append((own, key, value))
+                self._plain.append((container, key, value))
                 if not isinstance(value, tuple):
                     self._sizes.append((value, len(value)))
                 self._note(value, seen, depth - 1)
@@ -67,18 +67,18 @@ class Watched:
 
     def tensors(self) -> list[Tensor] | None:
         """Return the current parameters and buffers; None where the model was changed."""
-        if any(len(own) != size for own, size in self._sizes):
+        if any(len(container) != size for container, size in self._sizes):
             return None
-        for own, key, value in self._plain:
-            found = own[key] if isinstance(own, (list, tuple)) else own.get(key, _MISSING)
-            if found is not value and _differs(found, value):
+        for container, key, value in self._plain:
+            current = container[key] if isinstance(container, (list, tuple)) else container.get(key, _MISSING)
+            if current is not value and _differs(current, value):
                 return None
-        if any(not np.array_equal(own[key], value) for own, key, value in self._arrays):
+        if any(not np.array_equal(container[key], value) for container, key, value in self._arrays):
             return None
-        found = [owner.get(key) for owner, key in self._slots]
-        if any(about != _about(tensor) for about, tensor in zip(self._about, found, strict=True)):
+        current = [owner.get(key) for owner, key in self._slots]
+        if any(about != _about(tensor) for about, tensor in zip(self._about, current, strict=True)):
             return None
-        return found
+        return current
 
 
 def _is_ours(value: Any) -> bool:
@@ -91,12 +91,12 @@ def _is_weak(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, ReferenceType) for one in value)
 
 
-def _differs(found: Any, value: Any) -> bool:
+def _differs(current: Any, value: Any) -> bool:
     """Return whether an object was replaced by another that is not its equal."""
-    if type(found) is not type(value):
+    if type(current) is not type(value):
         return True
     try:
-        return bool(found != value)
+        return bool(current != value)
     except (RuntimeError, ValueError):
         # Tensors or arrays in it have no one answer.
         return True
@@ -119,15 +119,15 @@ def form_of(tree: Any) -> Hashable | None:
     # Containers, plain values, and of tensors shape (apart from samples), dtype, device. None where a value in it
     # cannot be compared.
     leaves, structure = _torch.tree_flatten(tree)
-    found: list[Any] = []
+    forms: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+            forms.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
         elif isinstance(leaf, _PLAIN):
-            found.append((type(leaf), leaf))
+            forms.append((type(leaf), leaf))
         else:
             return None
-    return str(structure), tuple(found)
+    return str(structure), tuple(forms)
 
 
 def surroundings(kind: str) -> Hashable:

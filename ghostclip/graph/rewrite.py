@@ -109,24 +109,24 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
     """Return the losses, the factors of every gradient by parameter, and the loss function's other results."""
     losses_B, *rest = _Factored(traced.graph, axes).run(*flat)
     count = len(inputs.trainable)
-    found: Kept = {}
+    factors: Kept = {}
     for name, grad in zip(inputs.trainable, rest[:count], strict=True):
         if isinstance(grad, Tensor):
             raise NoGraphError(f"{name}: its gradient is no sum over samples")
-        found[name] = [] if grad is None else grad.factors
-    return losses_B, found, rest[count:]
+        factors[name] = [] if grad is None else grad.factors
+    return losses_B, factors, rest[count:]
 
 
-def _clipped_sum(found: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
+def _clipped_sum(factors: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the clipped sums of parameters whose gradients are concatenated, their factors dropped one by one."""
     dtype, entries = torch.promote_types(like[0].dtype, torch.float32), [tensor.numel() for tensor in like]
     shape = like[0].shape if len(like) == 1 else (sum(entries),)
     total = torch.zeros(shape, dtype=dtype, device=like[0].device)
     coef_B, is_new = coef_B.to(dtype), True
-    while found:
-        factor = found.pop(0)
-        kept = factor if keep_B is None else factor.masked(keep_B)
-        add = kept.write_clipped_sum_ if is_new else kept.add_clipped_sum_
+    while factors:
+        factor = factors.pop(0)
+        included = factor if keep_B is None else factor.masked(keep_B)
+        add = included.write_clipped_sum_ if is_new else included.add_clipped_sum_
         add(coef_B, total)
         is_new = False
     if len(like) == 1:
@@ -146,9 +146,9 @@ def private_step(
     reuse_freed_memory(room)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
-        losses_B, found, extra = factors_of(traced, axes, inputs, flat)
-        own, group_of = dict(zip(inputs.trainable, flat, strict=False)), clipping.layout.group_of
-        factors = side_by_side(kept(found, room), lambda name: (group_of.get(name, 0), own[name].dtype))
+        losses_B, by_name, extra = factors_of(traced, axes, inputs, flat)
+        parameters, group_of = dict(zip(inputs.trainable, flat, strict=False)), clipping.layout.group_of
+        factors = side_by_side(kept(by_name, room), lambda name: (group_of.get(name, 0), parameters[name].dtype))
         total = _norms(factors, clipping.layout, regions)
         certain_B = total.certain_B(axes.batch_size).to(valid_B.device)
         norm_GB = total.norm_GB(axes.batch_size, valid_B.device)
@@ -158,7 +158,7 @@ def private_step(
         keep_B = valid_B & certain_B if clipping.masks else None
         sums: dict[str, Tensor] = {}
         for names in reversed(list(factors)):
-            coef_B, like = coef_GB[group_of.get(names[0], 0)], [own[name] for name in names]
+            coef_B, like = coef_GB[group_of.get(names[0], 0)], [parameters[name] for name in names]
             sums.update(zip(names, _clipped_sum(factors.pop(names), coef_B, keep_B, like), strict=True))
         return [
             certain_B | ~valid_B,
@@ -174,15 +174,15 @@ def private_step(
 def _norms(factors: Joint, layout: Layout, regions: Regions | None) -> GroupNorms:
     """Return the norms of samples from the factors of all parameters."""
     total = GroupNorms(layout.group_of)
-    forms = Counter(_form_of(factor) for found in factors.values() for factor in found)
-    for (name, *_), found in factors.items():
-        for factor in found:
+    forms = Counter(_form_of(factor) for uses in factors.values() for factor in uses)
+    for (name, *_), uses in factors.items():
+        for factor in uses:
             form = _form_of(factor)
             if regions is None or form is None or forms[form] < FEWEST:
                 total.add_norm_of(name, factor)
             else:
                 total.add(name, regions.call(form, partial(_squared_norm, form.slots), *_sides(factor)))
-        crossed = cross_terms(found)
+        crossed = cross_terms(uses)
         if crossed is not None:
             total.add(name, crossed)
     return total

@@ -141,11 +141,11 @@ def _bias_apart(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         product = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
         # Inductor puts a sum that stands right behind its product back to where it was.
-        apart = graph.call_function(torch.ops.aten.reshape.default, (product, [1, *shape]))
-        added = graph.call_function(torch.ops.aten.add.Tensor, (apart, bias))
+        reshaped = graph.call_function(torch.ops.aten.reshape.default, (product, [1, *shape]))
+        added = graph.call_function(torch.ops.aten.add.Tensor, (reshaped, bias))
     node.target, node.args = torch.ops.aten.reshape.default, (added, list(shape))
     product.meta = dict(node.meta)
-    apart.meta = added.meta = {**node.meta, "val": value.unsqueeze(0)}
+    reshaped.meta = added.meta = {**node.meta, "val": value.unsqueeze(0)}
 
 
 _SHORT: Final = 256
@@ -187,8 +187,8 @@ class _Region:
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result that has these tensors, once it has run."""
-        own = iter(tensors)
-        return _torch.tree_unflatten([next(own) if isinstance(x, Tensor) else x for x in self._leaves], self._spec)
+        values = iter(tensors)
+        return _torch.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in self._leaves], self._spec)
 
 
 _known: Final[WeakValueDictionary[int, _Region]] = WeakValueDictionary()
@@ -219,15 +219,15 @@ class Regions:
         """Insert the graphs of regions where they are called, in place; ``final`` lowers a traced graph."""
         names: dict[int, str] = {}
         for node in [node for node in graph.graph.nodes if node.target is _CALL]:
-            given, number = node.args
+            arguments, number = node.args
             if number not in names:
                 # By place, not by number: a step has the same names in every process.
                 names[number] = f"region_{len(names)}"
-                inputs = [argument.meta["val"] for argument in given]
+                inputs = [argument.meta["val"] for argument in arguments]
                 graph.add_submodule(names[number], final(_torch.traced(_known[number].run, inputs), inputs))
             with graph.graph.inserting_before(node):
                 part = graph.graph.get_attr(names[number])
-                call = graph.graph.call_function(_torch.region_call(), (part, names[number], *given))
+                call = graph.graph.call_function(_torch.region_call(), (part, names[number], *arguments))
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             graph.graph.erase_node(node)

@@ -135,7 +135,7 @@ class GraphStep:
             return self._eagerly(tree, reason)
         before = self.clipper.backward_passes
         parts = self._sizes.parts(samples)
-        results = [self._part(own, part) for own, part in self._cut(tree, samples, parts)]
+        results = [self._part(batch, part) for batch, part in self._cut(tree, samples, parts)]
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
         self.takeover.note(self)
@@ -240,13 +240,13 @@ class GraphStep:
         """
         reason, states = self._eager_alone(samples), Randomness(self.clipper.model.parameters())
         for size in self.sizes if reason is None else ():
-            own = self._padded(tree, samples, size)
-            step = self._step_for(own, size)
+            padded = self._padded(tree, samples, size)
+            step = self._step_for(padded, size)
             if isinstance(step, str):
                 return step
             with restored(self.clipper.model), self.clipper.savepoint() as before:
                 try:
-                    self._compared(step, own, own, size)
+                    self._compared(step, padded, padded, size)
                 finally:
                     before.restore()
                     states.restore()
@@ -262,8 +262,8 @@ class GraphStep:
             samples: B.
         """
         states = Randomness(self.clipper.model.parameters(), only_torch=True)
-        for own, part in self._cut(tree, samples, self._sizes.parts(samples)):
-            padded = self._padded(own, part.samples, part.size)
+        for batch, part in self._cut(tree, samples, self._sizes.parts(samples)):
+            padded = self._padded(batch, part.samples, part.size)
             step = self._step_for(padded, part.size)
             if isinstance(step, CompiledStep):
                 step.run(_tree.tensors(padded), part.samples)
@@ -297,26 +297,26 @@ class GraphStep:
 
     def _taken(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:
         """Compute a physical batch by its graph."""
-        found = step.run(_tree.tensors(padded), count)
-        if found is None:
+        outcome = step.run(_tree.tensors(padded), count)
+        if outcome is None:
             self._forget(step)
             return self._part(tree, Part(0, count, step.size))
-        doubt = None if self.clipper.device_only else _doubt(found)
+        doubt = None if self.clipper.device_only else _doubt(outcome)
         if doubt is not None:
             return self._eagerly(tree, doubt)
-        self._add(found, tree, count)
-        return _returned(found)
+        self._add(outcome, tree, count)
+        return _returned(outcome)
 
     def _forget(self, step: CompiledStep) -> None:
         for key in [key for key, other in self._steps.items() if other is step]:
             del self._steps[key]
 
-    def _add(self, found: Outcome, tree: Any, count: int) -> None:
+    def _add(self, outcome: Outcome, tree: Any, count: int) -> None:
         self.clipper.add_computed(
-            norm_GB=found.norm_GB,
-            coef_GB=found.coef_GB,
-            certain_B=found.certain_B if self.clipper.device_only else None,
-            sums=found.sums,
+            norm_GB=outcome.norm_GB,
+            coef_GB=outcome.coef_GB,
+            certain_B=outcome.certain_B if self.clipper.device_only else None,
+            sums=outcome.sums,
             inputs=_tree.tensors(tree),
         )
 
@@ -326,20 +326,20 @@ class GraphStep:
         # release before a crash.
         states = Randomness(self.clipper.model.parameters())
         try:
-            found = step.run(_tree.tensors(padded), count)
+            outcome = step.run(_tree.tensors(padded), count)
         except Exception as problem:  # noqa: BLE001 - whatever it was, the eager engine computes the batch
             states.restore()
             self._give_up(step, f"its graph does not run ({type(problem).__name__}: {first_line(problem)})")
             return self.eager(tree)
         states.restore()
-        before = {name: self._sum_of(name) for name in (() if found is None else found.sums)}
+        before = {name: self._sum_of(name) for name in (() if outcome is None else outcome.sums)}
         with nullcontext() if self.clipper.owner is None else self.clipper.savepoint() as earlier:
             result = self.eager(tree)
-            doubt = None if found is None else _doubt(found)
-            agrees = found is not None and doubt is None and self._agrees(found, before)
+            doubt = None if outcome is None else _doubt(outcome)
+            agrees = outcome is not None and doubt is None and self._agrees(outcome, before)
             if agrees and earlier is not None:
                 earlier.restore()
-        if found is None:
+        if outcome is None:
             self._forget(step)
         elif doubt is not None:
             self.reasons[doubt] += 1
@@ -347,8 +347,8 @@ class GraphStep:
             # Padding has nothing that samples could be confused with.
             step.verified = step.verified or count == step.size
             if earlier is not None:
-                self._add(found, tree, count)
-                return _returned(found)
+                self._add(outcome, tree, count)
+                return _returned(outcome)
         elif step.random and step.runs < _TRIES:
             # A forward that the eager engine had to read twice has drawn other numbers.
             step.verified = False
@@ -357,21 +357,21 @@ class GraphStep:
         return result
 
     def _sum_of(self, name: str) -> Tensor | None:
-        found = self.clipper.summed_gradient(self.clipper.model.get_parameter(name))
-        return None if found is None else found.detach().clone()
+        clipped_sum = self.clipper.summed_gradient(self.clipper.model.get_parameter(name))
+        return None if clipped_sum is None else clipped_sum.detach().clone()
 
-    def _agrees(self, found: Outcome, before: dict[str, Tensor | None]) -> bool:
+    def _agrees(self, outcome: Outcome, before: dict[str, Tensor | None]) -> bool:
         """Return whether norms and sums are those of the eager engine's latest backward, no norm being smaller."""
         narrowest = _narrowest(self.clipper.model)
         tolerance, below = _ALIKE[narrowest], _BELOW[narrowest]
-        own_B = self.clipper.per_sample_norms.double()
-        other_B = torch.linalg.vector_norm(torch.stack(found.norm_GB).double(), dim=0)
-        floor = own_B.max().clamp(min=1e-30) * 1e-6
-        more_B = other_B - own_B
-        if not bool(((more_B <= tolerance * own_B + floor) & (-more_B <= below * own_B + floor)).all()):
+        eager_B = self.clipper.per_sample_norms.double()
+        graph_B = torch.linalg.vector_norm(torch.stack(outcome.norm_GB).double(), dim=0)
+        floor = eager_B.max().clamp(min=1e-30) * 1e-6
+        more_B = graph_B - eager_B
+        if not bool(((more_B <= tolerance * eager_B + floor) & (-more_B <= below * eager_B + floor)).all()):
             return False
         off, whole = 0.0, 0.0
-        for name, mine in found.sums.items():
+        for name, mine in outcome.sums.items():
             after, earlier = self._sum_of(name), before[name]
             theirs = torch.zeros_like(mine) if after is None else after.to(mine.dtype)
             theirs = theirs if earlier is None else theirs - earlier
@@ -463,16 +463,16 @@ def _losses_in(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) and len(result) == 2 else result
 
 
-def _doubt(found: Outcome) -> str | None:
+def _doubt(outcome: Outcome) -> str | None:
     """Return why a batch is computed by the eager engine although there is a graph for it."""
-    if not found.as_traced:
+    if not outcome.as_traced:
         return "data decides otherwise than in the batch that was traced"
-    certain = bool(found.certain_B.all())
+    certain = bool(outcome.certain_B.all())
     return None if certain else "samples that are not finite, or ill-conditioned, are measured one by one"
 
 
-def _returned(found: Outcome) -> Any:
-    return (found.losses_B, *found.extra) if found.extra else found.losses_B
+def _returned(outcome: Outcome) -> Any:
+    return (outcome.losses_B, *outcome.extra) if outcome.extra else outcome.losses_B
 
 
 def _narrowest(model: nn.Module) -> torch.dtype:
@@ -489,8 +489,8 @@ def _together(results: list[Any], counts: list[int], axis: int) -> Any:
 
     def joined(*leaves: Any) -> Any:
         first = leaves[0]
-        place = batch_axis_of(first, batch_size=counts[0], axis=axis)
-        return first if place is None else torch.cat(leaves, place)
+        dim = batch_axis_of(first, batch_size=counts[0], axis=axis)
+        return first if dim is None else torch.cat(leaves, dim)
 
     return _torch.tree_unflatten(
         [joined(*leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]

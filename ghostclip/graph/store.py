@@ -122,9 +122,9 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> object:
     target: Any = node.target
     if node.op in ("placeholder", "output"):
         return node.op
-    if node.op == "get_attr" and type(held := operator.attrgetter(target)(graph)) is Tensor:
-        content = held.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-        return _form(held), _hash(content.numpy().tobytes())
+    if node.op == "get_attr" and type(tensor := operator.attrgetter(target)(graph)) is Tensor:
+        content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+        return _form(tensor), _hash(content.numpy().tobytes())
     if getattr(target, "namespace", None) in _NAMESPACES or target is operator.getitem:
         return str(target)
     raise NoKeyError(f"{node.op} {target} is no operation of torch's own")
@@ -133,8 +133,8 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> object:
 def _here(graph: fx.GraphModule) -> object:
     """Describe torch, the compiler's settings, the processor and all devices of a graph."""
     values = (leaf for node in graph.graph.nodes for leaf in _torch.tree_leaves(node.meta.get("val")))
-    found: list[object] = [torch.__version__, torch.version.git_version, _torch.compiler_settings()]
-    found += [
+    environment: list[object] = [torch.__version__, torch.version.git_version, _torch.compiler_settings()]
+    environment += [
         platform.machine(),
         platform.processor(),
         torch.backends.cpu.get_cpu_capability(),
@@ -142,8 +142,8 @@ def _here(graph: fx.GraphModule) -> object:
     for device in sorted({str(leaf.device) for leaf in values if isinstance(leaf, Tensor)} - {"cpu"}):
         if not device.startswith("cuda"):
             raise NoKeyError(f"{device} is not told from others of its kind")
-        found += [device, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
-    return found
+        environment += [device, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+    return environment
 
 
 def _sources(folder: Path) -> str:

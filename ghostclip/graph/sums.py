@@ -57,8 +57,8 @@ class Value:
         if 1 in (outer, inner):
             # Few views, which cancel those of transposed factors.
             rows = (batch_size, inner) if outer == 1 else (outer, batch_size)
-            apart = self.tensor.movedim(axis, 0).unflatten(0, rows)
-            return (apart if outer == 1 else apart.movedim(1, 0)).movedim(1, axis + 1)
+            unfolded = self.tensor.movedim(axis, 0).unflatten(0, rows)
+            return (unfolded if outer == 1 else unfolded.movedim(1, 0)).movedim(1, axis + 1)
         split = self.tensor.reshape(*shape[:axis], outer, batch_size, inner, *shape[axis + 1 :])
         return split.movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
 
@@ -76,18 +76,18 @@ class SampleSum:
     def __init__(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int) -> None:
         self.target, self.args, self.kwargs, self.batch_size = target, list(args), dict(kwargs), batch_size
 
-    def samples_first(self, place: int, axis: int | None = None) -> Tensor:
-        """Return argument number ``place`` with samples first, ``(B, *shape)``, from the given axis if there is one."""
-        value = self.args[place]
+    def samples_first(self, index: int, axis: int | None = None) -> Tensor:
+        """Return argument number ``index`` with samples first, ``(B, *shape)``, from the given axis if there is one."""
+        value = self.args[index]
         if value.layout is None or axis not in (None, value.layout.axis):
-            raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {place}")
+            raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {index}")
         return value.samples_first(self.batch_size)
 
     def run(self) -> Any:
         """Return the operation's result with `Sum` in the place of sums over samples."""
         handler = _HANDLERS.get(name_of(self.target))
-        found = None if handler is None else handler(self)
-        return self._one_by_one() if found is None else found
+        handled = None if handler is None else handler(self)
+        return self._one_by_one() if handled is None else handled
 
     def plain(self) -> Any:
         """Return the operation's own result."""
@@ -96,29 +96,29 @@ class SampleSum:
     def _one_by_one(self) -> Sum:
         """Run the operation on each sample's rows alone."""
         leaves, spec = _torch.tree_flatten((self.args, self.kwargs))
-        held = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
         values = [leaf.tensor if isinstance(leaf, Value) else leaf for leaf in leaves]
         try:
-            apart = {place: leaves[place].samples_first(self.batch_size) for place in held}
-            found_B = _for_each(self.target, values, spec, apart)
+            batched = {index: leaves[index].samples_first(self.batch_size) for index in indices}
+            grad_B = _for_each(self.target, values, spec, batched)
         except Exception as problem:
             raise NoGraphError(f"{self.target} sums over samples, and does not run for each: {problem}") from problem
-        if not isinstance(found_B, Tensor):
+        if not isinstance(grad_B, Tensor):
             raise NoGraphError(f"{self.target} sums over samples, and has several results")
-        return Sum(Dense(found_B))
+        return Sum(Dense(grad_B))
 
 
-def _for_each(target: Any, leaves: Sequence[Any], spec: _torch.TreeSpec, apart: Mapping[int, Tensor]) -> Any:
-    """Run an operation for each sample under ``vmap``; ``apart``: the leaves with samples first, by their places."""
+def _for_each(target: Any, leaves: Sequence[Any], spec: _torch.TreeSpec, batched: Mapping[int, Tensor]) -> Any:
+    """Run an operation for each sample under ``vmap``; ``batched``: the leaves with samples first, by their indices."""
 
-    def one(*own: Tensor) -> Any:
+    def one(*sample: Tensor) -> Any:
         mine = list(leaves)
-        for place, tensor in zip(apart, own, strict=True):
-            mine[place] = tensor
+        for index, tensor in zip(batched, sample, strict=True):
+            mine[index] = tensor
         args, kwargs = _torch.tree_unflatten(mine, spec)
         return target(*args, **kwargs)
 
-    return torch.vmap(one)(*apart.values())
+    return torch.vmap(one)(*batched.values())
 
 
 def _tensor_of(item: Any) -> Any:
@@ -230,8 +230,8 @@ def _layer_norm(call: SampleSum) -> tuple[Any, ...] | None:
         )
 
     def summed(value_BTF: Tensor) -> Sum:
-        apart = Value(value_BTF, grad.layout).samples_first(call.batch_size)
-        return Sum(Dense(apart.sum(list(range(1, apart.dim() - len(shape))))))
+        per_sample = Value(value_BTF, grad.layout).samples_first(call.batch_size)
+        return Sum(Dense(per_sample.sum(list(range(1, per_sample.dim() - len(shape))))))
 
     return inner, summed(g_BTF * scaled_BTF) if wanted[1] else None, summed(g_BTF) if wanted[2] else None
 
@@ -239,10 +239,10 @@ def _layer_norm(call: SampleSum) -> tuple[Any, ...] | None:
 @_handles("native_batch_norm_backward")
 def _batch_norm(call: SampleSum) -> tuple[Any, ...]:
     """In evaluation mode: what normalises is a buffer, the same for all samples."""
-    mean, variance, training, eps, wanted = (call.args[place] for place in (3, 4, 7, 8, 9))
+    mean, variance, training, eps, wanted = (call.args[index] for index in (3, 4, 7, 8, 9))
     if training:
         raise NoGraphError("batch norm in training mode: samples mix")
-    g_BKF, x_BKF = (call.samples_first(place, 0).flatten(3) for place in (0, 1))
+    g_BKF, x_BKF = (call.samples_first(index, 0).flatten(3) for index in (0, 1))
     shape = (-1, *[1] * (g_BKF.dim() - 3))
     scaled = (x_BKF - mean.tensor.view(shape)) * (variance.tensor + eps).rsqrt().view(shape)
     over = [1, *range(3, g_BKF.dim())]
@@ -369,7 +369,7 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a linear operation to the value of each sample."""
     name = name_of(target)
     leaves, spec = _torch.tree_flatten((list(args), dict(kwargs)))
-    sums = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Sum)]
+    sums = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Sum)]
     others = any(isinstance(leaf, Tensor) for leaf in leaves)
     joins = name in ("cat", "stack")
     if name not in _LINEAR or (len(sums) > 1 and not (joins or name in ("add", "sub"))):
@@ -381,7 +381,7 @@ def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NoGraphError(f"{target} adds to a sum over samples what belongs to no sample")
     if joins and others:
         raise NoGraphError(f"{target} joins a sum over samples with what belongs to no sample")
-    found = _for_each(target, leaves, spec, {place: leaves[place].per_sample() for place in sums})
-    if isinstance(found, Tensor):
-        return Sum(Dense(found))
-    return tuple(Sum(Dense(part)) for part in found)
+    mapped = _for_each(target, leaves, spec, {index: leaves[index].per_sample() for index in sums})
+    if isinstance(mapped, Tensor):
+        return Sum(Dense(mapped))
+    return tuple(Sum(Dense(part)) for part in mapped)

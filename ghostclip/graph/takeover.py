@@ -208,16 +208,16 @@ class Takeover:
     def _look(self, step: Any) -> None:
         """See what became of the process beside the training."""
         assert self._beside is not None, "it was begun"
-        found = self._beside.found()
-        if found is None:
+        report = self._beside.found()
+        if report is None:
             return
         self._beside = None
-        if isinstance(found, str):
-            self._stay(found)
-        elif found["traced"] > _TRACING * _SAVED * self._remaining(step):
-            self._stay(f"tracing, {found['traced']:.1f} s, takes long for what is left")
+        if isinstance(report, str):
+            self._stay(report)
+        elif report["traced"] > _TRACING * _SAVED * self._remaining(step):
+            self._stay(f"tracing, {report['traced']:.1f} s, takes long for what is left")
         else:
-            self._cost, self.compute = found, self._compare
+            self._cost, self.compute = report, self._compare
 
     def _compare(self, step: Any, tree: Any, samples: int) -> Any:
         """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
@@ -328,16 +328,16 @@ class _Beside:
 
     def found(self) -> dict[str, float] | str | None:
         """Return what the work returned, why it failed, or None as long as it runs."""
-        found: dict[str, float] | str | None = None
+        received: dict[str, float] | str | None = None
         if self._results.poll():
             with contextlib.suppress(EOFError):
-                found = self._results.recv()
+                received = self._results.recv()
         elif self._process.is_alive() and time.monotonic() < self._until:
             return None
         self._process.kill()
         self._process.join()
         self._results.close()
-        return "the process that compiled has not come to an end" if found is None else found
+        return "the process that compiled has not come to an end" if received is None else received
 
 
 def _in_child(work: Callable[[], dict[str, float]], sends: Any, threads: int) -> None:

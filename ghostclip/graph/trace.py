@@ -59,8 +59,8 @@ class Inputs:
 
     def flat(self, model: nn.Module) -> list[Tensor]:
         """Return all current tensors, detached, in order."""
-        own = named_tensors(model)
-        return [own[name].detach() for name in (*self.trainable, *self.held)] + [x.detach() for x in self.tensors]
+        named = named_tensors(model)
+        return [named[name].detach() for name in (*self.trainable, *self.held)] + [x.detach() for x in self.tensors]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -70,11 +70,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def inputs_of(model: nn.Module, tree: Any, axes: Callable[[Tensor], int | None]) -> Inputs:
     """Return the inputs of a batch's graph; ``axes`` returns a tensor's sample axis, None for a shared tensor."""
-    own = named_tensors(model)
-    trainable = tuple(name for name, value in own.items() if isinstance(value, nn.Parameter) and value.requires_grad)
-    held = tuple(name for name in own if name not in trainable)
+    named = named_tensors(model)
+    trainable = tuple(name for name, value in named.items() if isinstance(value, nn.Parameter) and value.requires_grad)
+    frozen = tuple(name for name in named if name not in trainable)
     tensors = tuple(_tree.tensors(tree))
-    return Inputs(trainable, held, tensors, tuple(axes(tensor) for tensor in tensors), tree)
+    return Inputs(trainable, frozen, tensors, tuple(axes(tensor) for tensor in tensors), tree)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class _Branches(TorchFunctionMode):
         if not reads_flag or args[0].numel() != 1:
             return func(*args, **(kwargs or {}))
         self.flags.append((args[0].detach() != 0).reshape(()))
-        way = next(self._known, None)
-        if way is None:
+        flag = next(self._known, None)
+        if flag is None:
             raise _UnknownWayError(self.flags[-1])
-        return way
+        return flag
 
 
 @contextmanager
@@ -132,8 +132,8 @@ def _experts_in_batches(model: nn.Module) -> Iterator[None]:
             setattr(config, _EXPERTS, "batched_mm")
         yield
     finally:
-        for config, own in zip(configs, before, strict=True):
-            setattr(config, _EXPERTS, own)
+        for config, implementation in zip(configs, before, strict=True):
+            setattr(config, _EXPERTS, implementation)
 
 
 def trace(model: nn.Module, loss: LossFunction, inputs: Inputs, branches: Sequence[bool] | None = None) -> Traced:
@@ -176,12 +176,12 @@ def _followed(
     def on_its_way(*flat: Tensor) -> list[Tensor | None]:
         with _Branches(known) as met:
             try:
-                found = joint(*flat)
+                outputs = joint(*flat)
             except _UnknownWayError as unknown:
                 return [unknown.args[0]]
         if branches is not None and len(met.flags) != len(known):
             raise NoGraphError(_OFTEN)
-        return [*found, *met.flags]
+        return [*outputs, *met.flags]
 
     while True:
         with _as_it_was(model), _experts_in_batches(model), torch.enable_grad(), _torch.steps_taken_apart():
@@ -202,17 +202,17 @@ def _joint(
     whole, names = _Loss(model, loss), [*inputs.trainable, *inputs.held]
 
     def joint(*flat: Tensor) -> list[Tensor | None]:
-        own = dict(zip(names, flat, strict=False))
-        parameters = [own[name].detach().requires_grad_() for name in inputs.trainable]
-        own.update(zip(inputs.trainable, parameters, strict=True))
+        named = dict(zip(names, flat, strict=False))
+        parameters = [named[name].detach().requires_grad_() for name in inputs.trainable]
+        named.update(zip(inputs.trainable, parameters, strict=True))
         batch = iter(flat[inputs.fixed :])
         args, kwargs = _tree.mapped(lambda leaf: next(batch) if isinstance(leaf, Tensor) else leaf, inputs.tree)
-        result = functional_call(whole, {f"model.{name}": value for name, value in own.items()}, args, kwargs)
+        result = functional_call(whole, {f"model.{name}": value for name, value in named.items()}, args, kwargs)
         losses_B, *extra = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         grads = torch.autograd.grad(losses_B, parameters, torch.ones_like(losses_B), allow_unused=True)
-        found: list[Tensor] = []
-        extras.append(_tree.mapped(lambda leaf: _numbered(leaf, found), extra))
-        return [losses_B.detach(), *grads, *(tensor.detach() for tensor in found)]
+        extra_tensors: list[Tensor] = []
+        extras.append(_tree.mapped(lambda leaf: _numbered(leaf, extra_tensors), extra))
+        return [losses_B.detach(), *grads, *(tensor.detach() for tensor in extra_tensors)]
 
     return joint
 
@@ -223,11 +223,11 @@ def first_line(problem: BaseException) -> str:
     return lines[0][:200] if lines else ""
 
 
-def _numbered(leaf: Any, found: list[Tensor]) -> Any:
+def _numbered(leaf: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    found.append(leaf)
-    return Placeholder(len(found) - 1)
+    tensors.append(leaf)
+    return Placeholder(len(tensors) - 1)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _without_strides(graph: fx.GraphModule) -> None:
             continue
         base, *values, sizes, strides = node.args[: 4 if name == "as_strided_scatter" else 3]
         whole = base.meta["val"]
-        steps = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+        steps = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
         plain = all(size == 1 or stride == step for size, stride, step in zip(sizes, strides, steps, strict=True))
         begins = len(node.args) <= len(values) + 3 or not node.args[-1]
         if plain and begins and whole.is_contiguous() and whole.numel() == math.prod(sizes):
@@ -302,27 +302,27 @@ def _refuse_sizes(graph: fx.GraphModule) -> None:
 
 def _refuse_large(graph: fx.GraphModule, inputs: Inputs) -> None:
     """Refuse weights that are taken once for every token where these are more than memory should hold."""
-    own = set(list(graph.graph.nodes)[: inputs.fixed])
+    weights = set(list(graph.graph.nodes)[: inputs.fixed])
     for node in graph.graph.nodes:
         # Weights in another dtype or order are weights.
-        if node.op == "call_function" and operation(node) != "index" and set(node.all_input_nodes) <= own:
-            own.add(node)
-        if operation(node) == "index" and node.args[0] in own and node.meta["val"].numel() > _MOST_TAKEN:
+        if node.op == "call_function" and operation(node) != "index" and set(node.all_input_nodes) <= weights:
+            weights.add(node)
+        if operation(node) == "index" and node.args[0] in weights and node.meta["val"].numel() > _MOST_TAKEN:
             raise NoGraphError("its experts' weights, once for each token, are too large")
 
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore afterwards what a forward leaves on its modules: values without memory, hooks that it adds once."""
-    own_of = [(own, *(part for part in own.values() if isinstance(part, dict))) for own in map(vars, model.modules())]
-    before = [(own, dict(own)) for parts in own_of for own in parts]
+    dicts = [(attrs, *(sub for sub in attrs.values() if isinstance(sub, dict))) for attrs in map(vars, model.modules())]
+    before = [(attrs, dict(attrs)) for parts in dicts for attrs in parts]
     try:
         yield
     finally:
-        for own, earlier in before:
-            for key in own.keys() - earlier.keys():
-                del own[key]
-            own.update(earlier)
+        for attrs, earlier in before:
+            for key in attrs.keys() - earlier.keys():
+                del attrs[key]
+            attrs.update(earlier)
 
 
 def _refuse_other_losses(graph: fx.GraphModule, inputs: Inputs) -> None:

@@ -233,23 +233,23 @@ class HostTraining:
         self._epsilon: tuple[int, float] = (-1, 0.0)
         self._noise: torch.Generator | None = None
 
-    def private_loader(self, loader: Any, *, ranks: int, accumulated: int = 1, place: str) -> DPDataLoader:
+    def private_loader(self, loader: Any, *, ranks: int, accumulated: int = 1, source: str) -> DPDataLoader:
         """Return a loader of Poisson batches in the place of a host's; the same one for the same training."""
         # Its batch size is what a process computes at once; times `ranks`, processes that share a draw, and
         # `accumulated` batches of a step it is the expected size of a draw, where `expected_batch_size` says no other.
-        # It comes before it was dealt out to processes; a `DPDataLoader` is taken as it is. `place`: where it came
+        # It comes before it was dealt out to processes; a `DPDataLoader` is taken as it is. `source`: where it came
         # from, for errors.
         if isinstance(loader, DPDataLoader):
             if accumulated > 1:
                 raise InvalidOptionError(
-                    f"{place}: it is private already, and {accumulated} of its draws would be added up in a step, "
+                    f"{source}: it is private already, and {accumulated} of its draws would be added up in a step, "
                     f"which costs more ε than one draw of {accumulated} times the size. Give the loader as it was."
                 )
             self.loader, self._at_once = loader, None
             return loader
         if not isinstance(loader, DataLoader):
             raise DataError(
-                f"{place}: expected one torch.utils.data.DataLoader, got {type(loader).__name__}. Join several data "
+                f"{source}: expected one torch.utils.data.DataLoader, got {type(loader).__name__}. Join several data "
                 "sets with torch.utils.data.ConcatDataset: one draw is over all records."
             )
         dealt = type(record_sampler(loader)) is DistributedSampler
@@ -259,7 +259,7 @@ class HostTraining:
         if expected > records:
             product = f"batch_size={each} × {accumulated} accumulated × {ranks} process(es) = "
             raise DataError(
-                f"{place}: {'expected_batch_size=' if self.options.expected_batch_size else product}{expected}, of "
+                f"{source}: {'expected_batch_size=' if self.options.expected_batch_size else product}{expected}, of "
                 f"{records} records: an expected batch has at most all of them. Use a smaller batch "
                 "size (per_device_train_batch_size in a Trainer), or accumulate less."
             )

@@ -42,18 +42,18 @@ from ghostclip.optim.wrapped import WrappedOptimizer
 Loss = Callable[[dict[str, Any]], Tensor | None]
 
 
-def require_own_loss(batch: Mapping[str, Any], *, own: Loss, ours: Loss, tolerance: float) -> None:
+def require_own_loss(batch: Mapping[str, Any], *, native: Loss, ours: Loss, tolerance: float) -> None:
     """Check, on a few records, that the loss in the place of the model's own, if it has one, is the same."""
     # Up to the relative `tolerance`, by rounding.
     for record in _records(batch):
-        theirs = own(dict(record))
+        theirs = native(dict(record))
         if theirs is None or not bool(theirs.isfinite().all()):
             continue
-        found = ours(dict(record))
-        if found is not None and not _alike(theirs, found, tolerance):
+        actual = ours(dict(record))
+        if actual is not None and not _alike(theirs, actual, tolerance):
             raise LossReductionError(
                 f"the model's own loss of one record is {float(theirs):.5g}, that of the record's labels "
-                f"{float(found):.5g}, so that it adds something (a balancing or auxiliary loss?) or computes another. "
+                f"{float(actual):.5g}, so that it adds something (a balancing or auxiliary loss?) or computes another. "
                 f"Switch that off in the model's config, or {OWN}."
             )
 
@@ -86,13 +86,13 @@ def _without_padding(record: Mapping[str, Any]) -> dict[str, Any] | None:
     mask = record.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()) or not bool(mask.any()):
         return None
-    kept = mask[0] != 0
+    attended = mask[0] != 0
     cut: dict[str, Any] = {}
     for name, value in record.items():
-        along = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == len(kept)
-        if along and name == "labels" and bool((value[0, ~kept] != -100).any()):
+        along = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == len(attended)
+        if along and name == "labels" and bool((value[0, ~attended] != -100).any()):
             return None
-        cut[name] = value[:, kept] if along else value
+        cut[name] = value[:, attended] if along else value
     return cut
 
 
@@ -303,8 +303,8 @@ class PrivateRun:
     @property
     def optimizer(self) -> DPOptimizer | None:
         """What releases, once it is made."""
-        found: DPOptimizer | None = self.training.optimizer
-        return found
+        optimizer: DPOptimizer | None = self.training.optimizer
+        return optimizer
 
     # What the host is given
 
@@ -423,7 +423,7 @@ class PrivateRun:
             prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
         )
         ranks = int(arguments.world_size)
-        return self.training.private_loader(plain, ranks=ranks, accumulated=parts, place="train_dataset")
+        return self.training.private_loader(plain, ranks=ranks, accumulated=parts, source="train_dataset")
 
 
 def _count(part: Any, main_input: str, counts: list[int]) -> None:

@@ -47,21 +47,21 @@ def base_of(datamodule: Any) -> type:
 def callback_bases() -> tuple[type, ...]:
     """Return the `Callback` classes of the libraries that are in use, or of the one that is installed."""
     used = [name for name in _PLACES if _PLACES[name] in sys.modules] or list(_PLACES)
-    found: list[type] = []
+    bases: list[type] = []
     for name in used:
         try:
-            found.append(importlib.import_module(_PLACES[name]).Callback)
+            bases.append(importlib.import_module(_PLACES[name]).Callback)
         except ImportError:
             continue
         warn_if_untested(name.replace("_", "-"))
         if _PLACES[name] not in sys.modules:
             break
-    if not found:
+    if not bases:
         raise NotOfferedError(
             "ghostclip.integrations.lightning: neither lightning nor pytorch_lightning is installed. Install one: "
             "pip install lightning."
         )
-    return tuple(found)
+    return tuple(bases)
 
 
 @lru_cache
@@ -108,10 +108,10 @@ def refuse(trainer: Any) -> None:
         if contradicts(value):
             raise InvalidOptionError(f"Trainer({name}={value!r}): {why}. {remedy}.")
     for callback in trainer.callbacks:
-        found = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)
-        if found is not None:
-            why, remedy = _CALLBACKS[found]
-            raise InvalidOptionError(f"callback {found}: {why}. {remedy}.")
+        kind_name = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)
+        if kind_name is not None:
+            why, remedy = _CALLBACKS[kind_name]
+            raise InvalidOptionError(f"callback {kind_name}: {why}. {remedy}.")
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not any(kind in _STRATEGIES for kind in kinds):
         raise InvalidOptionError(
@@ -300,8 +300,8 @@ class PrivacyCallback:
                 "PrivacyCallback: a training has begun, whose account a copy would not share. Copy the callback before "
                 "it, or save a checkpoint."
             )
-        own = {name: value for name, value in vars(self).items() if name not in self._ours}
-        return _remade, (self._kind, self._given, own)
+        attributes = {name: value for name, value in vars(self).items() if name not in self._ours}
+        return _remade, (self._kind, self._given, attributes)
 
     @property
     def epsilon(self) -> float:
@@ -329,8 +329,8 @@ class PrivacyCallback:
         self._replace(trainer, "accumulate_grad_batches", 1)
         source = trainer.fit_loop._data_source
         if source.is_module():
-            given = getattr(source.instance, source.name)
-            self._replace(source.instance, source.name, wraps(given)(lambda: self._private(given, trainer)))
+            make_loader = getattr(source.instance, source.name)
+            self._replace(source.instance, source.name, wraps(make_loader)(lambda: self._private(make_loader, trainer)))
         else:
             loader = source.instance
             self._replace(source, "instance", self._private(lambda: loader, trainer))
@@ -353,16 +353,16 @@ class PrivacyCallback:
         if self._draws is None:
             source = trainer.fit_loop._data_source
             getattr(source.instance, source.name)()
-        model, places = self._private_part(pl_module, trainer.optimizers)
-        optimizers = [trainer.optimizers[place] for place in places]
+        model, indices = self._private_part(pl_module, trainer.optimizers)
+        optimizers = [trainer.optimizers[index] for index in indices]
         _, private = self.training.make_private(
             model,
             optimizers[0] if len(optimizers) == 1 else optimizers,
             steps=self._planned_steps(trainer),
             wrap_model=False,
         )
-        made = dict(zip(places, [private] if len(optimizers) == 1 else private, strict=True))
-        trainer.optimizers = [made.get(place, one) for place, one in enumerate(trainer.optimizers)]
+        made = dict(zip(indices, [private] if len(optimizers) == 1 else private, strict=True))
+        trainer.optimizers = [made.get(index, one) for index, one in enumerate(trainer.optimizers)]
         strategy = trainer.strategy
         if isinstance(strategy.model, nn.parallel.DistributedDataParallel):
             # Ranks run forward different numbers of times; sums and weights are exchanged at the step.
@@ -420,11 +420,11 @@ class PrivacyCallback:
             For each rank the CPU's, and the GPU's or None. Lightning asks on all ranks and saves what the first says.
         """
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        own = torch.get_rng_state(), cuda
+        generators = torch.get_rng_state(), cuda
         if world_size() == 1:
-            return {"randomness": [own]}
+            return {"randomness": [generators]}
         states: list[Any] = [None] * world_size()
-        distributed.all_gather_object(states, own)
+        distributed.all_gather_object(states, generators)
         return {"randomness": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -467,7 +467,7 @@ class PrivacyCallback:
         self._replace(pl_module, "optimizer_zero_grad", wraps(zero_grad)(lambda *_: None))
 
         def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
-            given = _tree.mapped(lambda leaf: leaf, part), *more
+            inputs = _tree.mapped(lambda leaf: leaf, part), *more
             output = one_step(part, *more)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             rows = count_rows(part) or 0
@@ -476,7 +476,7 @@ class PrivacyCallback:
                     "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
                     "depend on its records. Return a loss for every batch; one of no records is a step of noise."
                 )
-            self._know_loss(trainer, pl_module, loss, given)
+            self._know_loss(trainer, pl_module, loss, inputs)
             pl_module.backward(loss)
             return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
 
@@ -487,19 +487,19 @@ class PrivacyCallback:
 
         return step
 
-    def _know_loss(self, trainer: Any, pl_module: Any, loss: Tensor, given: tuple[Any, ...]) -> None:
+    def _know_loss(self, trainer: Any, pl_module: Any, loss: Tensor, inputs: tuple[Any, ...]) -> None:
         """Let the engine compute a step's loss on other records as well, to see whether these follow each other."""
         clipper = self.training.optimizer.clipper
 
-        def unseen(*given: Any) -> Tensor:
+        def unseen(*inputs: Any) -> Tensor:
             with forgotten(pl_module) as attributes, clipper.unwatched(), trainer.precision_plugin.train_step_context():
                 attributes.update(log=_log_nothing, log_dict=_log_nothing)
-                output = pl_module.training_step(*given)
-                found: Tensor = output["loss"] if isinstance(output, Mapping) else output
-                return found
+                output = pl_module.training_step(*inputs)
+                result: Tensor = output["loss"] if isinstance(output, Mapping) else output
+                return result
 
         with trainer.precision_plugin.train_step_context():
-            clipper.know_loss(loss, unseen, given, {}, criterion=pl_module)
+            clipper.know_loss(loss, unseen, inputs, {}, criterion=pl_module)
 
     def _warn_of_monitors(self, trainer: Any) -> None:
         """Say once of each value of private batches that a stop, a checkpoint or a learning rate follows it."""
@@ -519,20 +519,20 @@ class PrivacyCallback:
                 )
 
     def _private_part(self, pl_module: Any, optimizers: list[Any]) -> tuple[nn.Module, list[int]]:
-        """Return what is trained on records, and the places of its optimizers."""
+        """Return what is trained on records, and the indices of its optimizers."""
         if self._module is None:
             return pl_module, list(range(len(optimizers)))
         part = dict(pl_module.named_modules()).get(self._module)
-        own = set() if part is None else {id(p) for p in part.parameters()}
-        held = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
-        places = [place for place, ids in enumerate(held) if ids & own]
-        if part is None or not places or any(held[place] - own for place in places) or pl_module.automatic_optimization:
+        ids = set() if part is None else {id(p) for p in part.parameters()}
+        sets = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
+        chosen = [index for index, owned in enumerate(sets) if owned & ids]
+        if part is None or not chosen or any(sets[index] - ids for index in chosen) or pl_module.automatic_optimization:
             raise InvalidOptionError(
                 f"PrivacyCallback(module={self._module!r}): name a submodule of {type(pl_module).__name__} (one of "
                 f"{', '.join(name for name, _ in pl_module.named_children())}) whose optimizer holds its parameters "
                 "and no others, in manual optimization (self.automatic_optimization = False)."
             )
-        return part, places
+        return part, chosen
 
     def _planned_steps(self, trainer: Any) -> int | None:
         """Return the releases of the whole training, as Lightning counts them; None where it does not know."""
@@ -544,23 +544,23 @@ class PrivacyCallback:
             bounds.append(trainer.max_epochs * per_epoch)
         return min(bounds) if bounds else None
 
-    def _private(self, given: Callable[[], Any], trainer: Any) -> Any:
+    def _private(self, make_loader: Callable[[], Any], trainer: Any) -> Any:
         """Return the draws of this training, made at the first call."""
         if self._draws is None:
             ranks = int(trainer.world_size)
             made = self.training.private_loader(
-                given(), ranks=ranks, accumulated=self._accumulated, place="train_dataloader"
+                make_loader(), ranks=ranks, accumulated=self._accumulated, source="train_dataloader"
             )
             self._draws = _Draws(made)
         return self._draws
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the training ends."""
-        own = {name: vars(owner)[name]} if name in vars(owner) else {}
+        before = {name: vars(owner)[name]} if name in vars(owner) else {}
 
         def undo() -> None:
             vars(owner).pop(name, None)
-            vars(owner).update(own)
+            vars(owner).update(before)
 
         setattr(owner, name, value)
         self._undo.append(undo)
@@ -571,10 +571,10 @@ class PrivacyCallback:
         self.training.leave()
 
 
-def _remade(kind: type[PrivacyCallback], options: dict[str, Any], own: dict[str, Any]) -> PrivacyCallback:
+def _remade(kind: type[PrivacyCallback], options: dict[str, Any], attributes: dict[str, Any]) -> PrivacyCallback:
     made = kind.__new__(kind)
     PrivacyCallback.__init__(made, **options)
-    vars(made).update(own)
+    vars(made).update(attributes)
     return made
 
 
@@ -596,14 +596,14 @@ def _log_nothing(*_: Any, **__: Any) -> None:
     """Log nothing of a step that is only looked at."""
 
 
-def _together(found: list[tuple[Any, int]]) -> Any:
+def _together(outputs: list[tuple[Any, int]]) -> Any:
     """Return the output of a step made of those of its parts: the mean loss, rows joined, other values of the last."""
-    rows = max(1, sum(count for _, count in found))
-    if not isinstance(found[0][0], Mapping):
-        return _leaf(sum((loss * (count / rows) for loss, count in found), torch.zeros_like(found[0][0])))
-    made = dict(found[-1][0])
+    rows = max(1, sum(count for _, count in outputs))
+    if not isinstance(outputs[0][0], Mapping):
+        return _leaf(sum((loss * (count / rows) for loss, count in outputs), torch.zeros_like(outputs[0][0])))
+    made = dict(outputs[-1][0])
     for name, value in made.items():
-        parts = [(output[name], count) for output, count in found]
+        parts = [(output[name], count) for output, count in outputs]
         if all(isinstance(part, Tensor) and part.dim() and part.shape[0] == count for part, count in parts):
             made[name] = torch.cat([part for part, _ in parts])
         elif name == "loss":

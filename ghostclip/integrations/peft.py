@@ -63,10 +63,10 @@ class AdapterWatch:
         self._seen += 1
         trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         if self._seen == 1:
-            held = {id(p) for p in optimizer.params}
-            self._say([n for n, p in trainable.items() if id(p) not in held], "the optimizer does not hold them")
+            optimized = {id(p) for p in optimizer.params}
+            self._say([n for n, p in trainable.items() if id(p) not in optimized], "the optimizer does not hold them")
             without = set(map(id, optimizer.clipper.without_sum(list(trainable.values()))))
-            silent = [n for n, p in trainable.items() if id(p) in held & without]
+            silent = [n for n, p in trainable.items() if id(p) in optimized & without]
             self._say(silent, "no gradient reached them in the first step")
         still = {name for name, p in trainable.items() if name not in self.untrained and _is_still(optimizer, p)}
         self._still = still if self._still is None else self._still & still
@@ -109,9 +109,9 @@ def use_plain_operations() -> None:
     keeps a few tensors of a weight's size more.
     """
     # A version without one of them has no such adapter.
-    for place, name in _FUNCTIONS:
+    for module, name in _FUNCTIONS:
         with suppress(ImportError):
-            function: Any = getattr(importlib.import_module(place), name)
+            function: Any = getattr(importlib.import_module(module), name)
             function.apply = _Plain(function.forward)
     with suppress(ImportError):
         shira: Any = importlib.import_module("peft.tuners.shira.layer").Linear

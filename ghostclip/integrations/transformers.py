@@ -212,10 +212,10 @@ class DPTrainer(Trainer):
 
     def _require_account(self, checkpoint: str | bool | None) -> None:  # noqa: FBT001 - as Trainer has it
         """Refuse to go on from a checkpoint whose optimizer, and with it the account, was not saved."""
-        place = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
-        if place and Path(place).is_dir() and not (Path(place) / "optimizer.pt").is_file():
+        folder = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
+        if folder and Path(folder).is_dir() and not (Path(folder) / "optimizer.pt").is_file():
             raise ResumeError(
-                f"{place} holds no optimizer.pt, and so no account of what its weights have cost already; ε must not "
+                f"{folder} holds no optimizer.pt, and so no account of what its weights have cost already; ε must not "
                 "start at zero for them. Save with save_only_model=False, or load the weights into the model if they "
                 "were trained on other data."
             )
@@ -318,11 +318,11 @@ class DPTrainer(Trainer):
             return _mean(self._compiled_step(model, inputs))
         self._losses = None
         # It may take the labels out.
-        given = dict(inputs)
+        batch = dict(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
             if self._has_own_loss():
-                self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, given), {}, criterion=self.model)
+                self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, batch), {}, criterion=self.model)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
             self._releasing.clipper.backward(losses[0])
@@ -342,12 +342,12 @@ class DPTrainer(Trainer):
 
     def _compiles(self) -> bool:
         """Return whether the step may be one graph: the loss must be one that is known, a loss of each record."""
-        own, known = type(self).compute_loss is DPTrainer.compute_loss, task_of(self.model) is not None
+        plain, known = type(self).compute_loss is DPTrainer.compute_loss, task_of(self.model) is not None
         if self.args.grad_sample_mode != "graph":
             compiles = self.args.grad_sample_mode == "auto" and self.args.compile is not False
-            compiles = compiles and own and known and self.compute_loss_func is None and not self._is_fused()
+            compiles = compiles and plain and known and self.compute_loss_func is None and not self._is_fused()
             return compiles and self._is_unhindered()
-        known = own and (self.compute_loss_func is not None or known)
+        known = plain and (self.compute_loss_func is not None or known)
         if not known and not self._said_eager:
             self._said_eager = True
             _log.warning("grad_sample_mode='graph': computed eagerly, as the loss is not one that DPTrainer computes.")
@@ -374,8 +374,8 @@ class DPTrainer(Trainer):
             backend = "inductor" if self.args.torch_compile_backend in (None, "inductor") else "aten"
             takeover = Takeover(left=left_of(optimizer, self.private_run.planned_steps), asked=asked)
             self._graph = GraphStep(optimizer.clipper, losses, options=GraphOptions(backend=backend), takeover=takeover)
-        found: Tensor = self._graph(dict(inputs))
-        return found
+        losses_B: Tensor = self._graph(dict(inputs))
+        return losses_B
 
     def compute_loss(
         self,
@@ -423,8 +423,8 @@ class DPTrainer(Trainer):
         if self.compute_loss_func is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             try:
-                given, options = (outputs, inputs.get("labels")), {"num_items_in_batch": None}
-                losses = self.compute_loss_func(*given, **options)
+                arguments, options = (outputs, inputs.get("labels")), {"num_items_in_batch": None}
+                losses = self.compute_loss_func(*arguments, **options)
             except TypeError as error:
                 raise LossReductionError(
                     f"compute_loss_func: {error}. If it divides by num_items_in_batch: that is None in a private step, "
@@ -433,7 +433,7 @@ class DPTrainer(Trainer):
                 ) from error
             if self._computing:
                 clipper, function = self._releasing.clipper, self.compute_loss_func
-                clipper.know_loss(losses, function, given, options, criterion=function)
+                clipper.know_loss(losses, function, arguments, options, criterion=function)
             return losses, outputs
         if task is not None:
             fused = not logits and self._is_fused()
@@ -474,7 +474,7 @@ class DPTrainer(Trainer):
         # A model that is compiled would be for these forwards alone.
         with evaluating(model), torch.compiler.set_stance("force_eager"):
             if self.compute_loss_func is None and task_of(self.model) is not None:
-                require_own_loss(batch, own=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
+                require_own_loss(batch, native=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
         for unit in _torch.gathered_modules(model):

@@ -91,8 +91,8 @@ class PlainHead:
         assert labels is not None, "trl's head is asked for the log-probabilities of labels"
         rows = labels.shape[0]
         parts = _halves(rows) if self._pairs else [slice(0, rows)]
-        found = [self._scored(_rows(inputs, rows, part), labels[part]) for part in parts]
-        return FusedCausalLMOutput(**{name: torch.cat([part[name] for part in found]) for name in found[0]})
+        scored = [self._scored(_rows(inputs, rows, part), labels[part]) for part in parts]
+        return FusedCausalLMOutput(**{name: torch.cat([part[name] for part in scored]) for name in scored[0]})
 
     def _scored(self, inputs: dict[str, Any], labels_BT: Tensor) -> dict[str, Tensor]:
         logits_BTV = self._model(**inputs).logits
@@ -135,8 +135,8 @@ class TiledHead:
         few = max(1, _AT_ONCE // words)
         pieces = zip(hidden_BTI.flatten(0, 1).split(few), labels_BT.flatten().split(few), strict=True)
         about = [_about(widened(logits_of(self._bare, hidden_NI)), labels_N) for hidden_NI, labels_N in pieces]
-        found = {name: torch.cat([piece[name] for piece in about]).view(labels_BT.shape) for name in about[0]}
-        return {name: value.masked_fill(labels_BT == -100, 0) for name, value in found.items()}
+        values = {name: torch.cat([piece[name] for piece in about]).view(labels_BT.shape) for name in about[0]}
+        return {name: value.masked_fill(labels_BT == -100, 0) for name, value in values.items()}
 
 
 class DPSFTTrainer(SFTTrainer, DPTrainer):
@@ -284,8 +284,8 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
     def _in_halves(self, model: nn.Module) -> Any:
         def call(**inputs: Any) -> Any:
             rows = inputs["input_ids"].shape[0]
-            found = [model(**_rows(inputs, rows, half)).logits for half in _halves(rows)]
-            return SimpleNamespace(logits=torch.cat(found))
+            halves = [model(**_rows(inputs, rows, half)).logits for half in _halves(rows)]
+            return SimpleNamespace(logits=torch.cat(halves))
 
         return call
 

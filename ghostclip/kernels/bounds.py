@@ -149,13 +149,13 @@ class Product(NamedTuple):
     sizes: tuple[int, int]  # I and O
 
 
-def product_norms(found: Sequence[Product]) -> list[Tensor]:
+def product_norms(terms: Sequence[Product]) -> list[Tensor]:
     """Return tensors of norms ``(N, K)`` whose squares add up to those of the outer products, rounded up."""
     # All of one dtype and device; the largest sizes stand for all. The last tensor is what may have underflowed.
-    inputs, outputs = map(max, zip(*[one.sizes for one in found], strict=True))
-    a_NK, g_NK = _side_by_side([part for one in found for part in one.a_NK]), _side_by_side([one.g_N1 for one in found])
+    inputs, outputs = map(max, zip(*[one.sizes for one in terms], strict=True))
+    a_NK, g_NK = _side_by_side([part for one in terms for part in one.a_NK]), _side_by_side([one.g_N1 for one in terms])
     a_N1, g_N1 = [torch.linalg.vector_norm(norms_NK, dim=1, keepdim=True) for norms_NK in (a_NK, g_NK)]
-    products = _side_by_side([part_NK * one.g_N1 for one in found for part_NK in one.a_NK])
+    products = _side_by_side([part_NK * one.g_N1 for one in terms for part_NK in one.a_NK])
     return [rounded_up_(products), vanished(a_N1, g_N1, inputs, outputs)]
 
 
@@ -164,22 +164,22 @@ def rounded_up_(norms: Tensor) -> Tensor:
     return norms.add_(norms, alpha=8 * torch.finfo(norms.dtype).eps)
 
 
-def finished(found: Sequence[Unfinished | Reduced]) -> Bounded:
+def finished(norms: Sequence[Unfinished | Reduced]) -> Bounded:
     """Return squared norms with errors, ``(L, N)``, of L results of one kind."""
     # The largest of their sizes stand for all.
-    reduced = [one for one in found if isinstance(one, Reduced)]
+    reduced = [one for one in norms if isinstance(one, Reduced)]
     if reduced:
         return _finished_reduced(reduced)
-    return _finished_unfinished([one for one in found if isinstance(one, Unfinished)])
+    return _finished_unfinished([one for one in norms if isinstance(one, Unfinished)])
 
 
-def _finished_reduced(found: Sequence[Reduced]) -> Bounded:
-    inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
-    sums_KLN = torch.stack([one.part_NPK for one in found]).sum(2).movedim(2, 0)
+def _finished_reduced(reduced: Sequence[Reduced]) -> Bounded:
+    inputs, outputs = (max(one.sizes[side] for one in reduced) for side in (0, 1))
+    sums_KLN = torch.stack([one.part_NPK for one in reduced]).sum(2).movedim(2, 0)
     value_LN, mass_LN, scale_LN, a_LN, g_LN, *rest = sums_KLN.float().unbind()
     lost_LN = vanished(a_LN, g_LN, inputs, outputs)
     measured = Masses(mass_LN + lost_LN, scale_LN, lost_LN)
-    first = found[0]
+    first = reduced[0]
     if not rest:
         error_LN = formed_error(value_LN, measured, first.positions if first.by_units else 0)
         return Bounded(value_LN, error_LN, measured.mass_N, scale_LN)
@@ -190,38 +190,38 @@ def _finished_reduced(found: Sequence[Reduced]) -> Bounded:
     return Bounded(value_LN, error_LN, measured.mass_N, scale_LN)
 
 
-def _finished_unfinished(found: Sequence[Unfinished]) -> Bounded:
-    first = found[0]
-    inputs, outputs = (max(one.sizes[side] for one in found) for side in (0, 1))
-    norm_LKNT = torch.stack([x for one in found for x in (one.a_NT, one.g_NT)]).unflatten(0, (-1, 2))
+def _finished_unfinished(unfinished: Sequence[Unfinished]) -> Bounded:
+    first = unfinished[0]
+    inputs, outputs = (max(one.sizes[side] for one in unfinished) for side in (0, 1))
+    norm_LKNT = torch.stack([x for one in unfinished for x in (one.a_NT, one.g_NT)]).unflatten(0, (-1, 2))
     measured = masses(norm_LKNT[:, 0], norm_LKNT[:, 1], inputs, outputs)
-    value_LN = torch.stack([one.value_N for one in found])
-    absolute = [one.absolute_N for one in found if one.absolute_N is not None]
+    value_LN = torch.stack([one.value_N for one in unfinished])
+    absolute = [one.absolute_N for one in unfinished if one.absolute_N is not None]
     if not absolute:
         error_LN = formed_error(value_LN, measured, first.a_NT.shape[1] if first.by_units else 0)
         return Bounded(value_LN, error_LN, measured.mass_N, measured.scale_N)
-    squares = [one.square_KNT for one in found if one.square_KNT is not None]
+    squares = [one.square_KNT for one in unfinished if one.square_KNT is not None]
     drift_LN = drift(torch.stack(squares), norm_LKNT) if squares else first.drift
     assert drift_LN is not None
     error_LN = gram_error(torch.stack(absolute), drift_LN, measured, inputs + outputs, by_units=first.by_units)
     return Bounded(value_LN, error_LN, measured.mass_N, measured.scale_N)
 
 
-def finished_one(found: Unfinished | Reduced) -> Bounded:
+def finished_one(norm: Unfinished | Reduced) -> Bounded:
     """Return `finished` of one result, shape ``(N,)``."""
-    return Bounded(*(part.squeeze(0) for part in finished([found])))
+    return Bounded(*(part.squeeze(0) for part in finished([norm])))
 
 
-def samples_joined(found: Sequence[Unfinished | Reduced]) -> Unfinished | Reduced:
+def samples_joined(slices: Sequence[Unfinished | Reduced]) -> Unfinished | Reduced:
     """Concatenate the squared norms of slices of samples that were formed in the same way."""
-    first = found[0]
-    if len(found) == 1:
+    first = slices[0]
+    if len(slices) == 1:
         return first
     if isinstance(first, Reduced):
         # Fewer samples may have had more programs.
-        rows = [one.part_NPK.sum(1, keepdim=True) for one in found if isinstance(one, Reduced)]
+        rows = [one.part_NPK.sum(1, keepdim=True) for one in slices if isinstance(one, Reduced)]
         return first._replace(part_NPK=torch.cat(rows))
-    parts = [one for one in found if isinstance(one, Unfinished)]
+    parts = [one for one in slices if isinstance(one, Unfinished)]
     absolute = [part.absolute_N for part in parts if part.absolute_N is not None]
     squares = [part.square_KNT for part in parts if part.square_KNT is not None]
     return parts[0]._replace(
@@ -238,13 +238,13 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def formed_error(value_N: Tensor, found: Masses, by_units: int = 0) -> Tensor:
+def formed_error(value_N: Tensor, measured: Masses, by_units: int = 0) -> Tensor:
     """Return a bound on the rounding error of the squared norm of a formed gradient."""
     # `by_units`: positions that matrix units added up, which cut off; 0 where nothing did.
-    delta_N = sum_rounding(found.lost_N, found.scale_N, unit_roundoff(value_N.dtype))
+    delta_N = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_N.dtype))
     if by_units:
         # Partial sums of terms that do not conspire are no larger than the sum or the root of the terms' squares.
-        largest_N = found.scale_N.sqrt().add_(value_N.clamp(min=0).sqrt())
+        largest_N = measured.scale_N.sqrt().add_(value_N.clamp(min=0).sqrt())
         delta_N = delta_N.add_(largest_N, alpha=UNIT_LOSS * unit_steps(by_units))
     return raised(value_N, delta_N)
 
@@ -255,7 +255,7 @@ def unit_steps(products: int) -> int:
 
 
 def gram_error(
-    absolute_N: Tensor, drift_N: Tensor | float, found: Masses, width: int, *, by_units: bool = False
+    absolute_N: Tensor, drift_N: Tensor | float, measured: Masses, width: int, *, by_units: bool = False
 ) -> Tensor:
     """Return a bound on the rounding error of a squared norm from a Gram matrix."""
     # Errors of dot products are of two kinds. Those from what the positions have in common are alike for all pairs, and
@@ -263,8 +263,8 @@ def gram_error(
     # are known. The others are independent from pair to pair and behave like a random walk over the pairs.
     unit = UNIT_LOSS if by_units else unit_roundoff(absolute_N.dtype)
     share_N = drift_N * DRIFT_MARGIN + PRODUCT_ROUNDINGS * unit
-    error_N = (absolute_N * share_N).add_(found.scale_N, alpha=unit * (4 + sqrt(width) / 4))
-    return error_N.addcmul_(found.lost_N, found.lost_N)
+    error_N = (absolute_N * share_N).add_(measured.scale_N, alpha=unit * (4 + sqrt(width) / 4))
+    return error_N.addcmul_(measured.lost_N, measured.lost_N)
 
 
 def drift(formed_LKNT: Tensor, norm_LKNT: Tensor) -> Tensor:

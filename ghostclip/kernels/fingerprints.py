@@ -66,12 +66,12 @@ def _row_sums(flat_N: Tensor) -> list[Tensor]:
 def read_prints(prints: Sequence[Tensor]) -> list[list[int]]:
     """Copy the results of `content_prints` to the host, once for each device."""
     of_device: dict[torch.device, list[int]] = {}
-    for place, found in enumerate(prints):
-        of_device.setdefault(found.device, []).append(place)
+    for index, fingerprint in enumerate(prints):
+        of_device.setdefault(fingerprint.device, []).append(index)
     numbers: dict[int, list[int]] = {}
-    for places in of_device.values():
-        numbers.update(zip(places, torch.stack([prints[place] for place in places]).tolist(), strict=True))
-    return [numbers[place] for place in range(len(prints))]
+    for indices in of_device.values():
+        numbers.update(zip(indices, torch.stack([prints[index] for index in indices]).tolist(), strict=True))
+    return [numbers[index] for index in range(len(prints))]
 
 
 @lru_cache(maxsize=16)

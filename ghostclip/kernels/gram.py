@@ -93,8 +93,8 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
         ``value_N + error_N`` is at least the true squared norm, whichever way it was formed.
     """
     if a_NTI.shape[1] <= 1 or not len(a_NTI):
-        found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
-        return Bounded(found.scale_N, found.lost_N.square(), found.mass_N, found.scale_N)
+        measured = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
+        return Bounded(measured.scale_N, measured.lost_N.square(), measured.mass_N, measured.scale_N)
     formed: Bounded = TWINS.pick(a_NTI, g_NTO, pays=is_half(a_NTI, g_NTO))(a_NTI, g_NTO, workspace)
     return formed
 
@@ -167,8 +167,8 @@ def gram_sums(
 
 
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bounded | tuple[Bounded, Tensor]:
-    found = finished_one(_unfinished(a_NTI, g_NTO, workspace))
-    return (found, PositionSum((a_NTI, g_NTO)[summed - 1]).value()) if summed else found
+    bounded = finished_one(_unfinished(a_NTI, g_NTO, workspace))
+    return (bounded, PositionSum((a_NTI, g_NTO)[summed - 1]).value()) if summed else bounded
 
 
 def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Reduced:
@@ -182,11 +182,11 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Re
         at_once = max(1, workspace // max(1, positions * (inputs + outputs)))
     if at_once >= samples:
         return _formed(a_NTI, g_NTO, workspace)
-    found = [
+    parts = [
         _formed(a_NTI[start : start + at_once], g_NTO[start : start + at_once], workspace)
         for start in range(0, samples, at_once)
     ]
-    return samples_joined(found)
+    return samples_joined(parts)
 
 
 def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
@@ -205,8 +205,8 @@ def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
     sums = _halved((a_NTI, g_NTO), (a_NT, g_NT), levels, workspace)
     unseen = None if sums.squares is not None else UNSEEN_DRIFT * unit_roundoff(a_NT.dtype)
     sizes = a_NTI.shape[2], g_NTO.shape[2]
-    found = Unfinished(sums.value, a_NT, g_NT, sizes, sums.absolute, square_KNT=sums.squares, drift=unseen)
-    return found._replace(by_units=by_units, weighting=rounds) if by_units else found
+    unfinished = Unfinished(sums.value, a_NT, g_NT, sizes, sums.absolute, square_KNT=sums.squares, drift=unseen)
+    return unfinished._replace(by_units=by_units, weighting=rounds) if by_units else unfinished
 
 
 def _halved(factors: Factors, norms: Factors, levels: int, workspace: int) -> _Sums:
@@ -289,7 +289,7 @@ def _products(
     lines = height if at_once > 1 else max(1, min(height, workspace // width))
     if at_once >= count and lines == height:
         return _product(rows, columns, samples, seen=seen, offset=0 if diagonal else None)
-    found = []
+    pieces = []
     for first in range(0, count, at_once):
         piece = slice(first, first + at_once)
         right = columns[0][piece], columns[1][piece]
@@ -298,8 +298,8 @@ def _products(
             _product(_lines(rows, piece, start, lines), right, blocks, seen=seen, offset=start if diagonal else None)
             for start in range(0, height, lines)
         ]
-        found.append(left[0] if len(left) == 1 else _beside(left))
-    value, absolute, squares = zip(*found, strict=True)
+        pieces.append(left[0] if len(left) == 1 else _beside(left))
+    value, absolute, squares = zip(*pieces, strict=True)
     value_N, absolute_N = (torch.cat(parts).view(samples, -1).sum(1) for parts in (value, absolute))
     return _Sums(value_N, absolute_N, None if squares[0] is None else torch.cat(squares, 1))
 
@@ -357,9 +357,9 @@ def _reduced(a_NTI: Tensor, g_NTO: Tensor, also: PositionSum | None = None) -> R
     if also is None or not summed or not a_NTI.numel() or not g_NTO.numel():
         return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
     sum_NF = torch.empty(also.shape, dtype=torch.float32, device=a_NTI.device)
-    found = kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO), sum_NF, summed)
+    reduced = kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO), sum_NF, summed)
     also.leave(sum_NF)
-    return found
+    return reduced
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bounded | tuple[Bounded, Tensor]:

@@ -329,14 +329,14 @@ class _Losses(torch.autograd.Function):
         hidden, weight, bias, labels = ctx.saved_tensors
         call, (grad,) = ctx.call, grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        found: list[Tensor | None] = [None] * 5
+        input_grads: list[Tensor | None] = [None] * 5
         with _in_own_dtype(hidden.device):
             if needs_hidden and not (needs_weight or needs_bias):
-                found[0] = call.known_gradient(grad)
-            if found[0] is None:
+                input_grads[0] = call.known_gradient(grad)
+            if input_grads[0] is None:
                 needs, table = (needs_hidden, needs_weight, needs_bias), Table(weight, bias, call.form)
-                found[:3] = _gradients(hidden, labels, table, (call.lse, grad), needs)
-        return tuple(found)
+                input_grads[:3] = _gradients(hidden, labels, table, (call.lse, grad), needs)
+        return tuple(input_grads)
 
 
 def _in_own_dtype(device: torch.device) -> AbstractContextManager[object]:

@@ -110,7 +110,7 @@ def sums_by_kernel(
         return False
     if SUM.pick(a_NTI, g_NTO, coef_B, out_SOI, pays=_pays(a_NTI, g_NTO)) is _naive_sum:
         return False
-    _by_kernel(a_NTI, g_NTO, coef_B, out_SOI, apart=1 if side_by_side else len(coef_B), fresh=fresh)
+    _by_kernel(a_NTI, g_NTO, coef_B, out_SOI, stride=1 if side_by_side else len(coef_B), fresh=fresh)
     return True
 
 
@@ -131,9 +131,9 @@ def _squares(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Tensor:
 
 def formed(value_N: Tensor, a_NTI: Tensor, g_NTO: Tensor) -> Bounded:
     """Return squared norms of formed gradients with bounds on their rounding error."""
-    found = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
-    error_N = formed_error(value_N, found, a_NTI.shape[1] if products.takes(a_NTI, g_NTO) else 0)
-    return Bounded(value_N, error_N, found.mass_N, found.scale_N)
+    measured = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
+    error_N = formed_error(value_N, measured, a_NTI.shape[1] if products.takes(a_NTI, g_NTO) else 0)
+    return Bounded(value_N, error_N, measured.mass_N, measured.scale_N)
 
 
 def weighting(a_NTI: Tensor, g_NTO: Tensor) -> int:
@@ -176,13 +176,13 @@ def _split_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
         piece = slice(start, start + at_once)
         coef, sides = coef_N[piece].view(-1, 1, 1), [products.aligned(x[piece]) for x in (g_NTO, a_NTI)]
         # The coefficients go to the smaller side.
-        place = 1 if a_NTI.shape[2] < g_NTO.shape[2] else 0
-        whole = sides[place]
+        smaller = 1 if a_NTI.shape[2] < g_NTO.shape[2] else 0
+        whole = sides[smaller]
         high = torch.mul(whole, coef, out=torch.empty_like(whole))
         # Less the term: what is left over, its sign turned.
         low = torch.addcmul(high, whole, coef, value=-1, out=torch.empty_like(whole))
         for part, sign in ((high, 1), (low, -1)):
-            sides[place] = part
+            sides[smaller] = part
             g_TO, a_TI = (side.flatten(0, 1) for side in sides)
             products.add_product_(out_OI, g_TO.mT, a_TI, fresh=fresh and start == 0 and sign == 1, sign=sign)
 
@@ -233,14 +233,14 @@ def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
 
 
 def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
-    _by_kernel(a_NTI, g_NTO, coef_N, out_OI.unsqueeze(0), apart=0, fresh=fresh)
+    _by_kernel(a_NTI, g_NTO, coef_N, out_OI.unsqueeze(0), stride=0, fresh=fresh)
     return out_OI
 
 
-def _by_kernel(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, apart: int, fresh: bool) -> None:
+def _by_kernel(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, stride: int, fresh: bool) -> None:
     from ghostclip.kernels.triton_products import weighted_sum as kernel
 
-    kernel(a_NTI, g_NTO, coef_B, out_SOI, apart=apart, fresh=fresh)
+    kernel(a_NTI, g_NTO, coef_B, out_SOI, stride=stride, fresh=fresh)
 
 
 def _factors(device: torch.device, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

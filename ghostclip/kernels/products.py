@@ -111,10 +111,10 @@ def empty_rows(like: Tensor, samples: int, size: int) -> Tensor:
 
 def pair_by_pair(left_NTF: Tensor, right_NFU: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the product of each pair of matrices, on a CPU with the same bits in a batch of any size."""
-    # `out` comes from `apart`; on a CPU the samples of the result may have gaps between them.
+    # `out` comes from `empty_rows`; on a CPU the samples of the result may have gaps between them.
     if takes(left_NTF, right_NFU):
-        found_NTU = batched(left_NTF, right_NFU)
-        return found_NTU if out is None else out.copy_(found_NTU)
+        product_NTU = batched(left_NTF, right_NFU)
+        return product_NTU if out is None else out.copy_(product_NTU)
     left_NTF, right_NFU = widened(left_NTF), widened(right_NFU)
     samples, rows, columns = len(left_NTF), left_NTF.shape[1], right_NFU.shape[2]
     if left_NTF.device.type == "cpu":
@@ -160,8 +160,8 @@ def full_precision() -> AbstractContextManager[None]:
     for kind in _KINDS:
         if torch.is_autocast_enabled(kind):
             return _without_autocast()
-    for place, name, full in _switches():
-        if getattr(place, name) not in full:
+    for owner, name, full in _switches():
+        if getattr(owner, name) not in full:
             return _full(_switches())
     return _AS_IT_IS
 
@@ -187,14 +187,14 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _switched(switches: Sequence[_Switch]) -> Iterator[None]:
-    before = [getattr(place, name) for place, name, _ in switches]
-    for place, name, full in switches:
-        setattr(place, name, full[0])
+    before = [getattr(owner, name) for owner, name, _ in switches]
+    for owner, name, full in switches:
+        setattr(owner, name, full[0])
     try:
         yield
     finally:
-        for (place, name, _), value in zip(switches, before, strict=True):
-            setattr(place, name, value)
+        for (owner, name, _), value in zip(switches, before, strict=True):
+            setattr(owner, name, value)
 
 
 @lru_cache(maxsize=1)

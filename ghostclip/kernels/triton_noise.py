@@ -95,18 +95,18 @@ def _side_by_side(w0, w1, w2, w3, w4, w5, w6, w7):
 
 
 @triton.jit
-def _add_at(sum_ptr, place, valid, count, value, std, divisor, DIVIDE: tl.constexpr):
+def _add_at(sum_ptr, index, valid, count, value, std, divisor, DIVIDE: tl.constexpr):
     """Add to the elements that the block and the part at hand have in common."""
-    mask = valid & (place >= 0) & (place < count)
-    given = tl.load(sum_ptr + place, mask=mask, other=0.0)
-    noisy = (value * std + given.to(tl.float64)).to(given.dtype)
+    mask = valid & (index >= 0) & (index < count)
+    total = tl.load(sum_ptr + index, mask=mask, other=0.0)
+    noisy = (value * std + total.to(tl.float64)).to(total.dtype)
     if DIVIDE:
         # The quotient of two numbers of the tensor's type, rounded as the standard says.
-        if given.dtype == tl.float32:
+        if total.dtype == tl.float32:
             noisy = tl.div_rn(noisy, divisor.to(tl.float32))
         else:
             noisy = noisy / divisor
-    tl.store(sum_ptr + place, noisy, mask=mask)
+    tl.store(sum_ptr + index, noisy, mask=mask)
 
 
 @triton.jit
@@ -193,10 +193,10 @@ def _add_noise(
     angle = _side_by_side(a0, a1, a2, a3, a4, a5, a6, a7)
     cosine, sine = normal_pair(radius, angle)
     within = lane.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    place = start - offset + within
+    index = start - offset + within
     valid = within < half
-    _add_at(sum_ptr, place, valid, count, cosine, std, divisor, DIVIDE)
-    _add_at(sum_ptr, place + half, valid & (within + half < size), count, sine, std, divisor, DIVIDE)
+    _add_at(sum_ptr, index, valid, count, cosine, std, divisor, DIVIDE)
+    _add_at(sum_ptr, index + half, valid & (within + half < size), count, sine, std, divisor, DIVIDE)
 
 
 def _words(number: float) -> tuple[int, int]:

@@ -244,17 +244,17 @@ def _gram(
         weight = tl.where(row == column, 1.0, 2.0)
         value += tl.sum(tl.sum(product, 1).to(tl.float64), 0) * weight
         absolute += tl.sum(tl.sum(tl.abs(product), 1).to(tl.float64), 0) * weight
-    place = part_ptr + (sample * programs + program) * COLUMNS + tl.arange(0, 1)
-    tl.store(place, value)
-    tl.store(place + 1, mass)
-    tl.store(place + 2, scale)
-    tl.store(place + 3, a_sum)
-    tl.store(place + 4, g_sum)
-    tl.store(place + 5, absolute)
-    tl.store(place + 6, a_off)
-    tl.store(place + 7, a_whole)
-    tl.store(place + 8, g_off)
-    tl.store(place + 9, g_whole)
+    row_ptr = part_ptr + (sample * programs + program) * COLUMNS + tl.arange(0, 1)
+    tl.store(row_ptr, value)
+    tl.store(row_ptr + 1, mass)
+    tl.store(row_ptr + 2, scale)
+    tl.store(row_ptr + 3, a_sum)
+    tl.store(row_ptr + 4, g_sum)
+    tl.store(row_ptr + 5, absolute)
+    tl.store(row_ptr + 6, a_off)
+    tl.store(row_ptr + 7, a_whole)
+    tl.store(row_ptr + 8, g_off)
+    tl.store(row_ptr + 9, g_whole)
 
 
 def symmetric_gram(
@@ -339,12 +339,12 @@ def _square(
         scale += tl.sum(a_square * g_square, 0)
         a_sum += tl.sum(tl.sqrt(a_square), 0)
         g_sum += tl.sum(tl.sqrt(g_square), 0)
-    place = part_ptr + (sample * programs + program) * COLUMNS + tl.arange(0, 1)
-    tl.store(place, value)
-    tl.store(place + 1, mass)
-    tl.store(place + 2, scale)
-    tl.store(place + 3, a_sum)
-    tl.store(place + 4, g_sum)
+    row_ptr = part_ptr + (sample * programs + program) * COLUMNS + tl.arange(0, 1)
+    tl.store(row_ptr, value)
+    tl.store(row_ptr + 1, mass)
+    tl.store(row_ptr + 2, scale)
+    tl.store(row_ptr + 3, a_sum)
+    tl.store(row_ptr + 4, g_sum)
 
 
 @triton.jit
@@ -363,7 +363,7 @@ def _weighted_sum(
     outputs,
     splits,
     between,
-    apart,
+    stride,
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -383,16 +383,16 @@ def _weighted_sum(
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for sample in range(split, samples, splits):
         # 64 bits by way of a 64-bit zero: the interpreter's loop variable is a number of Python's.
-        row = sum_number * 0 + sample * between + sum_number * apart
+        row = sum_number * 0 + sample * between + sum_number * stride
         a_row = a_ptr + row * a_sample
         g_row = g_ptr + row * g_sample
         grad_OI = gradient_tile(a_row, g_row, a_step, g_step, i, o, positions, inputs, outputs, BLOCK, BLOCK_T, CHUNK)
         total += tl.load(coef_ptr + sample) * grad_OI
-    place = ((sum_number * splits + split) * outputs + o[:, None]) * inputs + i[None, :]
+    index = ((sum_number * splits + split) * outputs + o[:, None]) * inputs + i[None, :]
     mask = (o[:, None] < outputs) & (i[None, :] < inputs)
     if ADD:
-        total += tl.load(out_ptr + place, mask=mask, other=0.0)
-    tl.store(out_ptr + place, total, mask=mask)
+        total += tl.load(out_ptr + index, mask=mask, other=0.0)
+    tl.store(out_ptr + index, total, mask=mask)
 
 
 def _alike(a_NTI: Tensor, g_NTO: Tensor) -> tuple[Tensor, Tensor]:
@@ -438,9 +438,9 @@ def _options(block: int, positions: int, *, half: bool) -> dict[str, int]:
     return {"BLOCK": block, "BLOCK_T": deep, "CHUNK": chunk(positions, half=half), "num_warps": block // 16}
 
 
-def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, apart: int, fresh: bool) -> Tensor:
+def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, stride: int, fresh: bool) -> Tensor:
     """Add ``Σ_b c_b Σ_t g_nt ⊗ a_nt`` to each of S matrices in place, without a weighted copy of either tensor."""
-    # Rows are (S·B, T, ...); `apart` is the distance of the first samples of two sums: 1 where the slots of a sample
+    # Rows are (S·B, T, ...); `stride` is the distance of the first samples of two sums: 1 where the slots of a sample
     # are neighbours, else B. A gradient is formed in float32, then weighted, so that a term is rounded once; one
     # program adds to each element, so that a second run gives the same sum. `fresh` overwrites `out_SOI`.
     sums, outputs, inputs = out_SOI.shape
@@ -466,8 +466,8 @@ def weighted_sum(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, 
             inputs,
             outputs,
             splits,
-            sums if apart == 1 else 1,
-            apart,
+            sums if stride == 1 else 1,
+            stride,
             **_options(block, a.shape[1], half=half),
             GROUP=8,
             ADD=splits == 1 and not fresh,

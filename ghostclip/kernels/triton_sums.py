@@ -43,9 +43,9 @@ def _row_squares(
             i = start + tl.arange(0, BLOCK_I)
             total = tl.zeros((BLOCK_I,), dtype=tl.float32)
             for near in range(t, end, BLOCK_R):
-                place = near + tl.arange(0, BLOCK_R)
-                row = tl.load(order_ptr + base + place, mask=place < end, other=0)
-                mask = (place[:, None] < end) & (i[None, :] < features)
+                index = near + tl.arange(0, BLOCK_R)
+                row = tl.load(order_ptr + base + index, mask=index < end, other=0)
+                mask = (index[:, None] < end) & (i[None, :] < features)
                 g_RI = tl.load(g_ptr + row[:, None] * features + i[None, :], mask=mask, other=0.0).to(tl.float32)
                 total += tl.sum(g_RI, 0)
             value += tl.sum((total * total).to(tl.float64), 0)
@@ -83,7 +83,7 @@ def _norm_affine(
     features,
     share,
     programs,
-    apart,
+    bias_offset,
     eps,
     CENTRED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -100,9 +100,9 @@ def _norm_affine(
     for first in range(program * share, last, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         mask = (t[:, None] < last) & (f[None, :] < features)
-        place = t[:, None].to(tl.int64) * features + f[None, :]
-        x_TF = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        g_TF = tl.load(g_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        index = t[:, None].to(tl.int64) * features + f[None, :]
+        x_TF = tl.load(x_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        g_TF = tl.load(g_ptr + index, mask=mask, other=0.0).to(tl.float32)
         if CENTRED:
             x_TF = tl.where(mask, x_TF - (tl.sum(x_TF, 1) / features)[:, None], 0.0)
         spread_T = tl.sqrt(tl.sum(x_TF * x_TF, 1) / features + eps)
@@ -110,9 +110,9 @@ def _norm_affine(
         x_TF = x_TF / tl.where(t < last, spread_T, 1.0)[:, None]
         weight += tl.sum(g_TF * x_TF, 0)
         bias += tl.sum(g_TF, 0)
-    place = (sample * programs + program) * features + f
-    tl.store(out_ptr + place, weight, mask=f < features)
-    tl.store(out_ptr + apart + place, bias, mask=f < features)
+    index = (sample * programs + program) * features + f
+    tl.store(out_ptr + index, weight, mask=f < features)
+    tl.store(out_ptr + bias_offset + index, bias, mask=f < features)
 
 
 def norm_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> Tensor:

@@ -73,8 +73,8 @@ def decoder_inputs(model: nn.Module, labels_BT: Tensor) -> Tensor:
 def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any], labels_BT: Tensor) -> dict[str, Any]:
     """Return a model's inputs with those of its decoder added, where it has one without inputs."""
     task = task_of(model)
-    given = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
-    if task is None or not task.decodes or given:
+    has_inputs = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
+    if task is None or not task.decodes or has_inputs:
         return dict(inputs)
     return {**inputs, "decoder_input_ids": decoder_inputs(model, labels_BT)}
 
@@ -166,12 +166,12 @@ def _tasks() -> dict[str, Task]:
     """Tasks by class name, as this version of transformers lists them."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for table, task in _TABLES:
         for names in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {}).values():
             for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(name, task)
-    return found
+                tasks.setdefault(name, task)
+    return tasks
 
 
 @contextmanager

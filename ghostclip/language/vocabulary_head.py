@@ -52,9 +52,9 @@ class _Catcher:
     def __call__(self, hidden: Tensor) -> Tensor:
         labels = self._labels
         if labels is None or hidden.dim() != 3 or hidden.shape[1] < labels.shape[1] or len(hidden) != len(labels):
-            given = None if labels is None else tuple(labels.shape)
+            shape = None if labels is None else tuple(labels.shape)
             raise LossReductionError(
-                f"a head without logits: hidden states of shape {tuple(hidden.shape)} for labels of {given}; expected "
+                f"a head without logits: hidden states of shape {tuple(hidden.shape)} for labels of {shape}; expected "
                 "(B, T, I) and (B, T). Leave logits_to_keep out, or compute the loss from logits."
             )
         # A soft prompt comes before the labels, and does not count.
@@ -205,12 +205,12 @@ def _shifts(model: nn.Module) -> bool:
 
 def _bias_of(model: nn.Module, head: nn.Linear) -> Tensor | None:
     """Return the bias of the logits, which in BART and its kin is a buffer."""
-    own: Tensor | None = head.bias
+    bias: Tensor | None = head.bias
     beside = getattr(model, "final_logits_bias", None)
     if not isinstance(beside, Tensor):
-        return own
+        return bias
     row = beside.reshape(-1).to(head.weight.dtype)
-    return row if own is None else row + own
+    return row if bias is None else row + bias
 
 
 def _head_of(model: nn.Module) -> nn.Linear | str:
@@ -264,10 +264,10 @@ def losses_of(
         with without_logits(bare, label_smoothing=smoothing):
             outputs = model(**inputs)
         return outputs["loss"], outputs
-    given = {name: value for name, value in inputs.items() if name not in labels}
+    arguments = {name: value for name, value in inputs.items() if name not in labels}
     if task.decodes:
-        given = with_decoder_inputs(bare, given, labels["labels"])
-    outputs = model(**given)
+        arguments = with_decoder_inputs(bare, arguments, labels["labels"])
+    outputs = model(**arguments)
     return task.losses(outputs, labels, bare.config, smoothing), outputs
 
 
@@ -296,10 +296,10 @@ def _why_not_by_record(model: nn.Module) -> str:
         weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
         ids = _few_tokens(weight)
         with evaluating(model):
-            own = model(input_ids=ids, labels=ids).loss
+            model_loss = model(input_ids=ids, labels=ids).loss
             with _with_logits(model):
                 ours = model(input_ids=ids, labels=ids).loss
-        same = _alike(own, ours.mean(), weight.dtype)
+        same = _alike(model_loss, ours.mean(), weight.dtype)
     except Exception as error:  # noqa: BLE001 - whatever it is, such a model is left alone
         return f"a trial on a few tokens raised {type(error).__name__}"
     return "" if same else "its own loss is another than the mean of its tokens' (an auxiliary or balancing loss?)"

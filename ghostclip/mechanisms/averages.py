@@ -77,12 +77,12 @@ class AveragedWeights:
         Yields:
             Nothing.
         """
-        own = [p.detach().clone() for p in self._parameters]
+        originals = [p.detach().clone() for p in self._parameters]
         try:
             self._copy(self._averages)
             yield
         finally:
-            self._copy(own)
+            self._copy(originals)
 
     @torch.no_grad()
     def _copy(self, values: list[torch.Tensor]) -> None:
@@ -96,12 +96,12 @@ class AveragedWeights:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state of the same parameters."""
-        found = state["averages"]
-        if [one.shape for one in found] != [one.shape for one in self._averages]:
+        averages = state["averages"]
+        if [one.shape for one in averages] != [one.shape for one in self._averages]:
             raise ResumeError("averages: saved of other parameters. Resume with the model of before.")
         self._seen, self.steps = int(state["seen"]), int(state["steps"])
-        for own, saved in zip(self._averages, found, strict=True):
-            own.copy_(saved)
+        for average, saved in zip(self._averages, averages, strict=True):
+            average.copy_(saved)
 
     def detach(self) -> None:
         """Take no note of further steps."""

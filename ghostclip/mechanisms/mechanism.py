@@ -469,5 +469,5 @@ class BandedMatrixFactorization(Correlated):
         if self.coefficients == "optimal":
             # Columns that share no row move Cx by the norm of one, as often as they are there.
             return self._optimal("banded", self.bands, scheme, self._length() * scheme.steps)
-        given = toeplitz.square_root(self.bands) if self.coefficients == "square_root" else (1.0, *self.coefficients)
-        return toeplitz.inverse_of(toeplitz.of_inverse(tuple(map(float, given))))
+        column = toeplitz.square_root(self.bands) if self.coefficients == "square_root" else (1.0, *self.coefficients)
+        return toeplitz.inverse_of(toeplitz.of_inverse(tuple(map(float, column))))

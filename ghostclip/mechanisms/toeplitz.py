@@ -89,10 +89,10 @@ def square_root(bands: int) -> tuple[float, ...]:
 
 
 def _binomial(exponent: float, count: int) -> tuple[float, ...]:
-    found = [1.0]
+    coefficients = [1.0]
     for power in range(1, count):
-        found.append(found[-1] * (power - 1 - exponent) / power)
-    return tuple(found)
+        coefficients.append(coefficients[-1] * (power - 1 - exponent) / power)
+    return tuple(coefficients)
 
 
 def series(matrix: Filter, steps: int) -> Array:
@@ -140,10 +140,10 @@ def error(matrix: Filter, steps: int, workload: Workload = PREFIX_SUMS, *, colum
     rates = workload.over(steps).learning_rates
     if rates is None:
         return math.sqrt(float(np.cumsum(np.cumsum(seen_T) ** 2).mean()))
-    rates_T, apart = np.asarray(rates), -(-steps // columns)
-    looked_at = range(apart // 2, steps, apart)
-    found = (np.cumsum(rates_T[j:] * seen_T[: steps - j]) for j in looked_at)
-    return math.sqrt(sum(float(one_T @ one_T) for one_T in found) / len(looked_at))
+    rates_T, spacing = np.asarray(rates), -(-steps // columns)
+    looked_at = range(spacing // 2, steps, spacing)
+    column_sums = (np.cumsum(rates_T[j:] * seen_T[: steps - j]) for j in looked_at)
+    return math.sqrt(sum(float(one_T @ one_T) for one_T in column_sums) / len(looked_at))
 
 
 @lru_cache(maxsize=32)
@@ -158,9 +158,9 @@ def optimal(family: str, size: int, steps: int, separation: int, workload: Workl
     from scipy.optimize import minimize
 
     few = min(steps, max(4 * size, _FEW[family]))
-    apart = min(separation, few)
+    capped = min(separation, few)
     seen = workload.over(few)
-    make, start = _FAMILIES[family](size, apart)
+    make, start = _FAMILIES[family](size, capped)
     starts = [np.array(start)]
     if family != "buffered" and size > 3:
         half = optimal(family, size // 2, steps, separation, workload)
@@ -170,13 +170,13 @@ def optimal(family: str, size: int, steps: int, separation: int, workload: Workl
         matrix = make(values.tolist())
         with np.errstate(all="ignore"):
             try:
-                found = math.log(error(matrix, few, seen, columns=_TRIED) * sensitivity(matrix, few, separation=apart))
+                value = math.log(error(matrix, few, seen, columns=_TRIED) * sensitivity(matrix, few, separation=capped))
             except (InvalidOptionError, OverflowError, ValueError):
                 return _WORST
-        return min(found, _WORST)
+        return min(value, _WORST)
 
-    found = [one for first in starts for one in (first, minimize(loss, first, method="L-BFGS-B").x)]
-    return make(min(found, key=loss).tolist())
+    candidates = [one for first in starts for one in (first, minimize(loss, first, method="L-BFGS-B").x)]
+    return make(min(candidates, key=loss).tolist())
 
 
 Made = tuple[Callable[[list[float]], Filter], list[float]]
@@ -197,8 +197,8 @@ def _buffereds(size: int, separation: int) -> Made:
 
     def make(logs: list[float]) -> Filter:
         # Their logarithms are sums of positive numbers.
-        place = np.exp(-np.cumsum(np.exp(np.clip(logs, -40.0, 5.0)))).tolist()
-        return buffered(place[::2], place[1::2])
+        roots = np.exp(-np.cumsum(np.exp(np.clip(logs, -40.0, 5.0)))).tolist()
+        return buffered(roots[::2], roots[1::2])
 
     # From 5/b to 1 away from 1, equally far apart by their logarithm.
     distances = -np.log1p(-np.geomspace(min(0.3, 5 / separation), 0.8, 2 * size))

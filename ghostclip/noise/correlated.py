@@ -50,12 +50,12 @@ class Correlation:
         """Tensors of the parameter's size that are held from step to step."""
         return 0 if self.lags else sum(max(map(len, section)) - 1 for section in self.sections)
 
-    def advance(self, z_N: Tensor, held: list[list[Tensor]]) -> Tensor:
+    def advance(self, z_N: Tensor, buffers: list[list[Tensor]]) -> Tensor:
         """Return w_t for z_t, which is overwritten, and change what is held, for each section u_{t-1}, u_{t-2}, ….
 
         Products and sums are rounded one by one, so that any part of a tensor gets the numbers of the whole.
         """
-        for (ahead, feedback), past in zip(self.sections, held, strict=True):
+        for (ahead, feedback), past in zip(self.sections, buffers, strict=True):
             for factor, u_N in zip(feedback[1:], past, strict=False):
                 z_N.sub_(u_N.to(z_N.dtype, copy=True).mul_(factor))
             newest = z_N.to(past[0].dtype, copy=True) if past else None
@@ -108,9 +108,9 @@ class NoiseRows:
         return row * self.stride
 
     def filtered(
-        self, position: int, place: tuple[int, int], draw: Callable[[int], Tensor], kept: torch.dtype
+        self, position: int, span: tuple[int, int], draw: Callable[[int], Tensor], buffer_dtype: torch.dtype
     ) -> Tensor:
-        """Return the noise of a part of a call's tensor; `draw` returns z of a position, `kept` is a buffer's dtype.
+        """Return the noise of a part of a call's tensor; `draw` returns z of a position, buffers are of `buffer_dtype`.
 
         Cost:
             A draw for each lag; with buffers one, and one for each earlier step that this process has not gone through,
@@ -128,16 +128,16 @@ class NoiseRows:
                 if factor:
                     noise_N.add_(draw(position - lag * self.stride).mul_(factor))
             return noise_N.mul_(self.correlation.scale)
-        key = (position - self.row * self.stride, *place)
+        key = (position - self.row * self.stride, *span)
         if key not in self._held:
             depths = [max(map(len, section)) - 1 for section in self.correlation.sections]
-            zeros = [[torch.zeros_like(noise_N, dtype=kept) for _ in range(depth)] for depth in depths]
+            zeros = [[torch.zeros_like(noise_N, dtype=buffer_dtype) for _ in range(depth)] for depth in depths]
             self._held[key] = (self.base, zeros)
-        following, held = self._held[key]
+        following, buffers = self._held[key]
         for row in range(following, self.row):
-            self.correlation.advance(draw(position + (row - self.row) * self.stride), held)
-        self._held[key] = (self.row + 1, held)
-        return self.correlation.advance(noise_N, held).mul_(self.correlation.scale)
+            self.correlation.advance(draw(position + (row - self.row) * self.stride), buffers)
+        self._held[key] = (self.row + 1, buffers)
+        return self.correlation.advance(noise_N, buffers).mul_(self.correlation.scale)
 
     def require(self, position: int, about: str) -> None:
         """Refuse a call that adds noise to something else than in the steps before."""

@@ -327,14 +327,14 @@ class ExactRelease:
         # Refuse those of several backwards. The bound holds over all parameters, so a sample must be in one call only.
         grads: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in self._clipper.trainable_parameters():
-            found = self._clipper.take_samples(parameter)
-            if len(found) > 1:
+            samples = self._clipper.take_samples(parameter)
+            if len(samples) > 1:
                 raise InvalidOptionError(
-                    f"{len(found)} backwards before one step at noise level 'exact': call step() after each backward "
+                    f"{len(samples)} backwards before one step at noise level 'exact': call step() after each backward "
                     "(physical batches: BatchMemoryManager), or add up the losses."
                 )
-            if found:
-                grads[parameter] = found[0]
+            if samples:
+                grads[parameter] = samples[0]
         if not grads:
             return
         totals = self._open().quantize(list(grads.values()), self._clipper.clip_coefficients)

@@ -80,10 +80,10 @@ def draws_shares(source: object) -> bool:
 
 def _stands_for(source: object, joint: str, *methods: str) -> bool:
     for kind in type(source).__mro__:
-        own = vars(kind)
-        if joint in own:
+        attributes = vars(kind)
+        if joint in attributes:
             bound = [getattr(getattr(source, name), "__func__", None) for name in methods]
-            return bound == list(map(own.get, methods))
+            return bound == list(map(attributes.get, methods))
     return False
 
 
@@ -317,8 +317,8 @@ class KeyedNoise:
             add_(z_N, position)
             return z_N
 
-        kept = torch.promote_types(part_N.dtype, torch.float32)
-        noise_N = self._rows.filtered(at[0], (at[1], part_N.numel()), draw, kept)
+        buffer_dtype = torch.promote_types(part_N.dtype, torch.float32)
+        noise_N = self._rows.filtered(at[0], (at[1], part_N.numel()), draw, buffer_dtype)
         part_N.copy_(noise_N.mul_(std).add_(part_N))
 
     def _next_position(self, like: torch.Tensor | None = None, total: int = 0) -> int:

@@ -188,7 +188,7 @@ def independent_coins(words: WordStream, count: int, rate: float) -> Records:
     # The gaps between selected records are geometric: ⌊log u / log(1 - q)⌋ records are passed over for a uniform u.
     if rate == 1:
         return np.arange(count, dtype=np.int64)
-    found = []
+    chunks = []
     last = -1
     while last < count:
         mean = (count - 1 - last) * rate
@@ -197,9 +197,9 @@ def independent_coins(words: WordStream, count: int, rate: float) -> Records:
         uniform = unit_interval(words.take(tries))
         # A gap beyond the end is beyond the end: capped before the conversion, which would overflow.
         gaps = np.minimum(np.floor(np.log(uniform) / math.log1p(-rate)), count).astype(np.int64)
-        found.append(last + np.cumsum(gaps + 1))
-        last = int(found[-1][-1])
-    selected = np.concatenate(found)
+        chunks.append(last + np.cumsum(gaps + 1))
+        last = int(chunks[-1][-1])
+    selected = np.concatenate(chunks)
     return selected[selected < count]
 
 

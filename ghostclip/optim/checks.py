@@ -126,8 +126,8 @@ def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) 
 
 def warn_about_parameters(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) -> None:
     """Warn of parameters that count in every sample's norm and are never updated, or whose hooks are not called."""
-    own = {id(p) for p in parameters}
-    missing = sum(id(p) not in own for p in clipper.trainable_parameters())
+    optimized = {id(p) for p in parameters}
+    missing = sum(id(p) not in optimized for p in clipper.trainable_parameters())
     if missing:
         warnings.warn(
             f"{missing} trainable parameter(s) of the model are not in the optimizer. Their gradients count in every "
@@ -238,10 +238,10 @@ def replayed(replay: Replay, due: int) -> str:
     )
 
 
-def crossed(found: Crossed) -> str:
+def crossed(mixed: Crossed) -> str:
     """Return the text of a `DrawError`: a loss combines different records."""
     return (
-        f"step(): {found.places} of {found.rows} places in the batch were of one record in an input of the model, and "
+        f"step(): {mixed.places} of {mixed.rows} places in the batch were of one record in an input of the model, and "
         "of another record in a further input behind the same loss. A sample there is two records, and a record is in "
         "two samples, which moves the sum by more than C. Give all inputs the batch's records in one order: no "
         "x[permuted] beside x."

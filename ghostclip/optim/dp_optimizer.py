@@ -206,12 +206,12 @@ class DPOptimizer(WrappedOptimizer):
         Raises:
             MissingGradientError: Without `grad_sample_mode="hooks"`, or before a backward.
         """
-        found = [getattr(p, "grad_sample", None) for p in self.params if p.requires_grad]
-        if any(kept is None for kept in found):
+        samples = [getattr(p, "grad_sample", None) for p in self.params if p.requires_grad]
+        if any(grad is None for grad in samples):
             raise MissingGradientError(
                 'grad_samples: there are none. They are formed with grad_sample_mode="hooks" only, by a backward.'
             )
-        return [torch.cat(kept) if isinstance(kept, list) else kept for kept in found]  # type: ignore[misc]
+        return [torch.cat(grad) if isinstance(grad, list) else grad for grad in samples]  # type: ignore[misc]
 
     def attach_step_hook(self, fn: StepHook) -> None:
         """Run a function in every releasing step, after all checks and before noise is drawn.
@@ -433,17 +433,17 @@ class DPOptimizer(WrappedOptimizer):
         if self._draws is None:
             return None
         rows = self._batch.rows_of_parts(self.clipper.rows_seen)
-        found = self._draws.match(rows)
-        if found is None:
+        match = self._draws.match(rows)
+        if match is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
-        self._batch.rounds = found.rounds
+        self._batch.rounds = match.rounds
         inputs = self.clipper.inputs_noted
         for one in inputs:
             if one is not None and one.crossed is not None:
                 raise DrawError(checks.crossed(one.crossed))
-        traced = self._draws.trace(found, inputs)
+        traced = self._draws.trace(match, inputs)
         if isinstance(traced, Replay):
-            raise DrawError(checks.replayed(traced, found.draws[0].number))
+            raise DrawError(checks.replayed(traced, match.draws[0].number))
         return traced
 
     def _drop(self) -> None:
@@ -658,8 +658,8 @@ class DPOptimizer(WrappedOptimizer):
         Raises:
             UncoveredParameterError: If a trainable parameter of the group is not clipped.
         """
-        given = param_group["params"]
-        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        params = param_group["params"]
+        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         checks.refuse_uncovered(self.clipper, parameters)
         super().add_param_group({**param_group, "params": parameters})
 

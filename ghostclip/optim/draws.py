@@ -90,18 +90,18 @@ class HandedOut:
         for tensor in tensors:
             if tensor.is_inference():
                 continue
-            for own in (tensor, _torch.base_of(tensor)):
-                if own is not None:
-                    before = self._of.get(id(own))
-                    again = before is not None and before[0]() is own and before[1] != number
-                    self._of[id(own)] = weakref.ref(own), None if again else number, _torch.version(own)
+            for source in (tensor, _torch.base_of(tensor)):
+                if source is not None:
+                    before = self._of.get(id(source))
+                    again = before is not None and before[0]() is source and before[1] != number
+                    self._of[id(source)] = weakref.ref(source), None if again else number, _torch.version(source)
 
     def draw_of(self, tensor: Tensor) -> int | None:
         """Return the number of the draw that a tensor, or what it is a view of, was handed out with."""
-        for own in (tensor, _torch.base_of(tensor)):
-            found = self._of.get(id(own))
-            if own is not None and found is not None and found[0]() is own:
-                return found[1] if _torch.version(own) == found[2] else None
+        for source in (tensor, _torch.base_of(tensor)):
+            noted = self._of.get(id(source))
+            if source is not None and noted is not None and noted[0]() is source:
+                return noted[1] if _torch.version(source) == noted[2] else None
         return None
 
 
@@ -171,15 +171,15 @@ class DrawLog:
 
     def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
         """Return what is known of a forward's inputs."""
-        found = [self._handed_out.draw_of(tensor) for tensor in tensors]
-        return NotedInputs(frozenset([number for number in found if number is not None]), tensors, rows)
+        numbers = [self._handed_out.draw_of(tensor) for tensor in tensors]
+        return NotedInputs(frozenset([number for number in numbers if number is not None]), tensors, rows)
 
     def join(self, forwards: Sequence[NotedInputs]) -> NotedInputs:
         """Return what is known of all inputs behind a backward: orders of rows in the first ones, and now and then."""
         if len(forwards) == 1 and len(forwards[0].tensors) < 2:
             return NotedInputs(forwards[0].draws)
         draws = frozenset().union(*(one.draws for one in forwards))
-        alike = _of_kinds([own for one in forwards for own in self._rows_first(one)])
+        alike = _of_kinds([rows for one in forwards for rows in self._rows_first(one)])
         self._several += bool(alike)
         crossed = crossed_in(alike) if alike and self._schedule.take(self._several) else None
         return NotedInputs(draws, crossed=crossed)
@@ -217,7 +217,7 @@ class DrawLog:
     def next_is_empty(self) -> bool:
         """Whether the next draw certainly has no rows on this rank."""
         end = self._end
-        rows = [self._draws[place].rows for place in self._places if place < end]
+        rows = [self._draws[index].rows for index in self._places if index < end]
         return bool(rows) and not any(rows)
 
     def match(self, passes: Sequence[int]) -> Match | None:
@@ -230,9 +230,9 @@ class DrawLog:
             else:
                 states = self._after(states, rows)
         complete = {
-            (start, place + 1): rounds + 1
-            for (start, place, taken), rounds in states.items()
-            if taken == self._draws[place].rows
+            (start, index + 1): rounds + 1
+            for (start, index, taken), rounds in states.items()
+            if taken == self._draws[index].rows
         }
         if not complete:
             return None
@@ -281,7 +281,7 @@ class DrawLog:
     def _drop(self, count: int) -> None:
         """Forget the first draws, and places among them."""
         del self._draws[:count]
-        self._places = frozenset([place - count for place in self._places if place >= count]) or frozenset([0])
+        self._places = frozenset([index - count for index in self._places if index >= count]) or frozenset([0])
         self._pass_begun = max(0, self._pass_begun - count)
         self._delivered = None if self._delivered is None else max(0, self._delivered - count)
 
@@ -289,29 +289,29 @@ class DrawLog:
     def _end(self) -> int:
         return len(self._draws) if self._delivered is None else min(self._delivered, len(self._draws))
 
-    def _is_empty(self, place: int) -> bool:
-        return place < self._end and self._draws[place].rows == 0
+    def _is_empty(self, index: int) -> bool:
+        return index < self._end and self._draws[index].rows == 0
 
-    def _begins(self, place: int, rows: int) -> bool:
-        """Whether a pass of so many rows may be the first one through the draw at `place`, or all of it."""
-        if place >= self._end:
+    def _begins(self, index: int, rows: int) -> bool:
+        """Whether a pass of so many rows may be the first one through the draw at `index`, or all of it."""
+        if index >= self._end:
             return False
-        drawn = self._draws[place].rows
+        drawn = self._draws[index].rows
         return rows <= drawn and (rows > 0 or drawn == 0)
 
     def _after(self, states: dict[tuple[int, int, int], int], rows: int) -> dict[tuple[int, int, int], int]:
         """Return the states after a further pass: the rest of a draw, the same rows again, or the next draw."""
         # A state is the first draw, the present one, and how many of its rows were taken.
-        found: dict[tuple[int, int, int], int] = {}
-        for (start, place, taken), rounds in states.items():
-            drawn = self._draws[place].rows
+        reached: dict[tuple[int, int, int], int] = {}
+        for (start, draw, taken), rounds in states.items():
+            drawn = self._draws[draw].rows
             if taken == drawn:
-                ways = [((start, other, rows), rounds + 1) for other in (place, place + 1) if self._begins(other, rows)]
+                moves = [((start, other, rows), rounds + 1) for other in (draw, draw + 1) if self._begins(other, rows)]
             else:
-                ways = [((start, place, taken + rows), rounds)] if 0 < rows <= drawn - taken else []
-            for state, times in ways:
-                found[state] = max(times, found.get(state, 0))
-        return found
+                moves = [((start, draw, taken + rows), rounds)] if 0 < rows <= drawn - taken else []
+            for state, times in moves:
+                reached[state] = max(times, reached.get(state, 0))
+        return reached
 
 
 def _of_kinds(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

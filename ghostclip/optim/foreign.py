@@ -43,8 +43,8 @@ def refuse_second_optimizer(clipper: GhostClipper, optimizer: Optimizer) -> None
     private = None if released_by is None else released_by()
     if private is None or not clipper.attached:
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left_out = [p for p in private.params if p.requires_grad and id(p) not in held]
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [p for p in private.params if p.requires_grad and id(p) not in optimized]
     if left_out:
         raise InvalidOptionError(
             f"optimizer {type(optimizer).__name__}: this model was made private for another optimizer, which holds "
@@ -72,8 +72,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_strange_step(clipper: GhostClipper, private: WrappedOptimizer | None, optimizer: Optimizer) -> None:
     """Refuse the step of an optimizer whose parameters get their gradients from a private one, or from none."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    clipped = {id(p) for p in clipper.trainable_parameters()} & held
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    clipped = {id(p) for p in clipper.trainable_parameters()} & optimized
     if not clipped:
         return
     if private is None:

@@ -27,8 +27,8 @@ class JoinedOptimizer(Optimizer):
                     f"optimizer: expected torch.optim.Optimizer objects, got {type(optimizer).__name__}."
                 )
         self.members = list(optimizers)
-        held = [id(p) for group in self.param_groups for p in group["params"]]
-        if len(held) != len(set(held)):
+        ids = [id(p) for group in self.param_groups for p in group["params"]]
+        if len(ids) != len(set(ids)):
             raise InvalidOptionError("optimizer=[...]: two of them hold the same parameter. Give each its own.")
 
     @property
@@ -171,11 +171,11 @@ class MemberOptimizer(WrappedOptimizer):
             UncoveredParameterError: If a trainable parameter of the group is not clipped.
             InvalidOptionError: If a member holds one of them.
         """
-        given = param_group["params"]
-        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        params = param_group["params"]
+        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         refuse_uncovered(self.release.clipper, parameters)
-        held = {id(p) for p in self.release.params}
-        if any(id(p) in held for p in parameters):
+        existing = {id(p) for p in self.release.params}
+        if any(id(p) in existing for p in parameters):
             raise InvalidOptionError("add_param_group: one of the optimizers holds one of these parameters already.")
         super().add_param_group({**param_group, "params": parameters})
 
@@ -198,9 +198,9 @@ def release_of(optimizer: Any) -> Any:
 
 def private_optimizer(optimizer: Any) -> DPOptimizer:
     """Return what releases, as `release_of` does; refuse an optimizer that is not private."""
-    found = release_of(optimizer)
-    if not isinstance(found, DPOptimizer):
+    releasing = release_of(optimizer)
+    if not isinstance(releasing, DPOptimizer):
         raise InvalidOptionError(
-            f"optimizer: expected the one that make_private() returned, got {type(found).__name__}."
+            f"optimizer: expected the one that make_private() returned, got {type(releasing).__name__}."
         )
-    return found
+    return releasing

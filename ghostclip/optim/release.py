@@ -104,7 +104,7 @@ def fingerprint(released: Sequence[torch.Tensor], *, in_parts: bool = False) -> 
     flats: dict[torch.device, list[torch.Tensor]] = {}
     for pack in packs([_torch.local(tensor.detach()) for tensor in released], lambda _: _PACK):
         flats.setdefault(pack[0].device, []).append(_torch.flattened(pack))
-    digest.update(repr(read_prints([content_prints(found) for found in flats.values()])).encode())
+    digest.update(repr(read_prints([content_prints(flat) for flat in flats.values()])).encode())
     if in_parts or any(map(_torch.is_sharded_tensor, released)):
         return hashlib.blake2b(repr(gathered("release", digest.hexdigest())).encode(), digest_size=16).hexdigest()
     return digest.hexdigest()

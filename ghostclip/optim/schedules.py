@@ -43,8 +43,8 @@ class Schedule(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the value in force and the schedule's own numbers; functions are left out."""
-        own = {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
-        return {**own, "value": getattr(self.optimizer, self.attribute)}
+        numbers = {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
+        return {**numbers, "value": getattr(self.optimizer, self.attribute)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, and set the optimizer's value."""

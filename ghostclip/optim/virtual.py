@@ -93,12 +93,12 @@ class LogicalBatch:
         # Passes of the last step are separate where it is the only one, as they may be over batches of their own.
         if len(self._taken) < 2:
             return list(rows)
-        found: list[int] = []
+        counts: list[int] = []
         for start, end in zip([0, *self._taken[:-1]], self._taken, strict=True):
             part = rows[start:end]
-            found += part[:1] if len(set(part)) == 1 else part
+            counts += part[:1] if len(set(part)) == 1 else part
         # A rank has as many parts as the one with the most records, some perhaps without any.
-        return found if self.token is None else [count for count in found if count] or found[:1]
+        return counts if self.token is None else [count for count in counts if count] or counts[:1]
 
     def waiting(self, total: int) -> int:
         """Return how many of `total` backward passes no step has taken up yet."""

@@ -105,25 +105,25 @@ class BlockPlanner:
         """Return the best reduction from the next step on."""
         limit = self.budget * read.ordinary_peak()
         able = [number for number, call in enumerate(read.calls) if call.may_be]
-        found: list[_Choice] = []
+        fitting: list[_Choice] = []
         for rounded in self._roundings(read):
             for cut in (None, *cuts):
                 behind = 0 if cut is None else sum(number <= cut for number in able)
                 counts = range(behind, len(able) + 1)
                 choices = [_Choice(frozenset(able[:count]), cut, rounded) for count in counts]
-                found.append(_first_that_fits(read, choices, limit))
-        return self._best(read, found, limit)
+                fitting.append(_first_that_fits(read, choices, limit))
+        return self._best(read, fitting, limit)
 
     def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
         """Return the best reduction for the step whose blocks were watched."""
         # Only these may still keep their saved tensors.
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
-        held = frozenset(number for number in again if read.calls[number].held is not None)
+        saved = frozenset(number for number in again if read.calls[number].held is not None)
         choices = [
             _Choice(chosen, cut, rounded)
             for rounded in self._roundings(read)
             for cut in (None, *cuts)
-            for chosen in (again - held, again)
+            for chosen in (again - saved, again)
         ]
         return self._best(read, choices, self.budget * read.ordinary_peak())
 

@@ -54,8 +54,8 @@ def _use(arrived: Statistics, *, count: int, strategy: str) -> Cost:
     again = product if arrived.recomputed else 0
     base = 2 * product + input_gradient + again
     run = product + backwards * (input_gradient + again)
-    held = _held(arrived, count=count, strategy=strategy)
-    return Cost(base, run + _clipping(arrived, count=count, strategy=strategy), held)
+    stored = _held(arrived, count=count, strategy=strategy)
+    return Cost(base, run + _clipping(arrived, count=count, strategy=strategy), stored)
 
 
 def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
@@ -116,8 +116,8 @@ def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
 def kept_input(arrived: Statistics, *, strategy: str) -> int:
     """Return the bytes of an operation's input that clipping keeps alive until the backward ends."""
     # Those that an ordinary backward drops when it has passed the operation; 0 where only gradients are stored.
-    held = strategy == "bookkeeping" and _is_factored(arrived, strategy=strategy)
-    return arrived.input_elements * arrived.itemsize if held else 0
+    is_stored = strategy == "bookkeeping" and _is_factored(arrived, strategy=strategy)
+    return arrived.input_elements * arrived.itemsize if is_stored else 0
 
 
 def _cross(first: Statistics, second: Statistics, *, strategy: str) -> int:
@@ -282,8 +282,8 @@ class Coverage:
             return []
         count = f"{sum(row.count for row in self.rows):,}"
         ratios = f"memory at most {self.memory_ratio:.2f}x"
-        held = readable_bytes(self.total.held)
-        return [("total", "", count, "", "", "", f"{self.strategy}, {ratios}", f"{self.flop_ratio:.2f}x", held)]
+        memory = readable_bytes(self.total.held)
+        return [("total", "", count, "", "", "", f"{self.strategy}, {ratios}", f"{self.flop_ratio:.2f}x", memory)]
 
 
 def as_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -309,12 +309,12 @@ def coverage_of(
     sites: Iterable[CallSite],
     *,
     strategy: str = "bookkeeping",
-    kept: Collection[str] = (),
+    stored: Collection[str] = (),
     reduced: BlockPlanner | None = None,
     unchecked: str = "",
 ) -> Coverage:
     """Return the coverage report, in the order of ``model.named_parameters()``."""
-    # kept: parameters whose per-sample gradients the memory budget keeps. reduced: the planner of a budget below 1.
+    # stored: parameters whose per-sample gradients the memory budget stores. reduced: the planner of a budget below 1.
     by_name: dict[str, list[CallSite]] = {}
     for site in sites:
         for name in site.names:
@@ -325,10 +325,10 @@ def coverage_of(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        path, _, own = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
         used = by_name.get(name, [])
         statistics = [item for site in used for item in site.statistics.values() if _bears(item, name, sizes)]
-        bought = name in kept and strategy == "bookkeeping"
+        bought = name in stored and strategy == "bookkeeping"
         if bought:
             statistics = [_kept(item) for item in statistics]
         if reduced is not None:
@@ -340,7 +340,7 @@ def coverage_of(
             CoverageRow(
                 path,
                 type(model.get_submodule(path)).__name__,
-                own,
+                attribute,
                 tuple(parameter.shape),
                 _joined(f"{site.operation}: {site.forms.get(name, '')}" for site in used) or NOT_USED,
                 _joined(_rung(site, name) for site in used),

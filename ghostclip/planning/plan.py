@@ -175,11 +175,11 @@ def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> f
         with_it[int(free[item.moment] // unit) + 1 :] = -np.inf
         taken.append(with_it > best)
         best = np.maximum(best, with_it)
-    place, chosen = int(np.argmax(best)), []
+    index, chosen = int(np.argmax(best)), []
     for (item, _), took in zip(reversed(wanted), reversed(taken), strict=True):
-        if took[place]:
+        if took[index]:
             chosen.append(item.name)
-            place -= math.ceil(item.added / unit)
+            index -= math.ceil(item.added / unit)
     return frozenset(chosen)
 
 
@@ -190,7 +190,7 @@ def _estimated(shape: Shape) -> float:
     product = 2 * positions * inputs * outputs
     norm = min(planner.gram_flops(positions, inputs, outputs, by_units=by_units), product)
     factored = norm + product + moved * _PASSES_FACTORED * positions * (inputs + outputs)
-    kept = product + moved * _PASSES_KEPT * inputs * outputs
+    stored = product + moved * _PASSES_KEPT * inputs * outputs
     levels = kernels.gram_levels(positions, inputs, outputs, by_units=by_units)
     calls = _CALLS_A_LEVEL * (levels + 1) - _CALLS_KEPT
-    return float(shape.samples * (factored - kept) + call * calls)
+    return float(shape.samples * (factored - stored) + call * calls)

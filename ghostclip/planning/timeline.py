@@ -53,20 +53,20 @@ def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
     """Return the bytes of gradients that are alive before and while each operation of a backward runs."""
     # Those that it takes and makes, what it needs beside that (`workspace` of a function of ours), and those that wait
     # for later operations: of a residual connection the gradient that goes around.
-    waiting, found = dict[tuple[Any, int], _Gradient](), []
+    waiting, passing = dict[tuple[Any, int], _Gradient](), []
     for node in nodes:
         outputs = _torch.outputs_of(node)
         arrived = [waiting.pop((node, number)) for number in range(len(outputs)) if (node, number) in waiting]
         arrived = arrived or [_Gradient(_bytes_of(outputs))]
         before = _alive(waiting, arrived)
         added = _pass_on(node, waiting, arrived)
-        found.append((before, _alive(waiting, arrived) + added + int(getattr(node, "workspace", 0))))
+        passing.append((before, _alive(waiting, arrived) + added + int(getattr(node, "workspace", 0))))
         use = node.metadata.get(METADATA_KEY)
         # A use of a matrix or a kernel may store the gradient of its output as it arrives: it is counted as the use's.
         if use is not None and any(tracked.origin.value.dim() > 1 for tracked in use.targets.values()):
             for gradient in arrived:
                 gradient.size = 0
-    return found
+    return passing
 
 
 def _alive(waiting: dict[tuple[Any, int], _Gradient], arrived: Sequence[_Gradient]) -> int:
@@ -113,13 +113,13 @@ def inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
 
 def storages(tensors: Iterable[Tensor], constant: set[int]) -> Sizes:
     """Return the bytes of tensors' memory by address, without what is at constant addresses."""
-    found: Sizes = {}
+    sizes: Sizes = {}
     for tensor in map(_torch.local, tensors):
         if tensor.layout is torch.strided and not _torch.is_arriving(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in constant:
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def _bytes_of(metadata: Iterable[Any]) -> int:
@@ -175,12 +175,12 @@ NOTHING: Final = UseMemory(0, with_inputs=False)
 
 def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemory:
     """Return what book-keeping stores of a use, for the bytes of its output's gradient."""
-    found, kernel = _matrix_of(use, arriving, forward), _kernel_of(use)
-    if found is not None:
-        name, (samples, positions, inputs, outputs, dtype, _) = found
+    matrix, kernel = _matrix_of(use, arriving, forward), _kernel_of(use)
+    if matrix is not None:
+        name, (samples, positions, inputs, outputs, dtype, _) = matrix
         by_rule = planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
-        stored = (found[1].gradient_bytes, False) if by_rule else (arriving, True)
-        once = found if forward.use_counts[name] == 1 else None
+        stored = (matrix[1].gradient_bytes, False) if by_rule else (arriving, True)
+        once = matrix if forward.use_counts[name] == 1 else None
         return UseMemory(*stored, 2.0 * samples * positions * inputs * outputs, once)
     dense = _dense_bytes(use, forward)
     if kernel is None or not forward.batch_size:
@@ -303,12 +303,12 @@ class Timeline:
 
     def holdable(self) -> dict[str, tuple[int, Shape]]:
         """Return bytes and sizes of the parameters whose factors can be stored in 16 bits, in order of arrival."""
-        found = dict[str, tuple[int, Shape]]()
+        by_name = dict[str, tuple[int, Shape]]()
         for step in self.steps:
             if step.holdable is not None:
                 name, shape = step.holdable
-                found[name] = step.memory.gradient + sum(step.stored.values()), shape
-        return found
+                by_name[name] = step.memory.gradient + sum(step.stored.values()), shape
+        return by_name
 
     def price(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str]) -> float:
         """Return the FLOPs of a choice: of forwards that are run again, and of copies."""
@@ -337,7 +337,7 @@ class Timeline:
         """Return the bytes of the parameters' gradients that each operation is the first to add to."""
         seen, sizes = set[str](), list[int]()
         for step in self.steps:
-            new = {own: name for own, name in step.names.items() if name not in seen}
+            new = {argument: name for argument, name in step.names.items() if name not in seen}
             seen.update(new.values())
             sizes.append(0 if step.use is None else parameter_bytes(step.use, new))
         return np.array(sizes)
@@ -377,16 +377,16 @@ class Timeline:
         return read.union(*(step.saved for step in self.steps[begin:]))
 
     def _most_contracting(
-        self, contracted: Sequence[tuple[Step, int]], held: int, read_again: Collection[Hashable]
+        self, contracted: Sequence[tuple[Step, int]], live: int, read_again: Collection[Hashable]
     ) -> int:
         """Return the peak while sums are formed one by one and their operands freed, unless they are read again."""
         most, holders = 0, Counter(key for step, _ in contracted for key in step.stored)
         for step, size in contracted:
-            held += size
-            most = max(most, held + step.memory.widened)
+            live += size
+            most = max(most, live + step.memory.widened)
             holders.subtract(step.stored.keys())
             gone = [size for key, size in step.stored.items() if not holders[key] and key not in read_again]
-            held -= step.memory.gradient + sum(gone)
+            live -= step.memory.gradient + sum(gone)
         return most
 
     def _begin(self, cut: int | None) -> int:
@@ -484,9 +484,9 @@ def _translated(
     """Return the operations of one block as those of another call of its kind."""
     addresses = {there: here for (there, _), (here, _) in zip(like.inputs, call.inputs, strict=True)}
 
-    def sizes(found: Sizes) -> Sizes:
+    def sizes(by_address: Sizes) -> Sizes:
         # What is neither an input nor shared is the block's own.
-        return {addresses.get(key, key if key in shared else (number, key)): size for key, size in found.items()}
+        return {addresses.get(key, key if key in shared else (number, key)): size for key, size in by_address.items()}
 
     def named(name: str) -> str:
         return call.name + name.removeprefix(like.name) if name.startswith(f"{like.name}.") else name
@@ -494,7 +494,7 @@ def _translated(
     return [
         replace(
             step, saved=sizes(step.saved), inputs=sizes(step.inputs),
-            names={own: named(name) for own, name in step.names.items()},
+            names={argument: named(name) for argument, name in step.names.items()},
         )
         for step in steps
     ]  # fmt: skip

@@ -130,9 +130,9 @@ class Account:
             self.own = None
             return
         refuse_unfit(accountant)
-        held = charges_of(self.accountant)
-        refuse_untold(accountant, held)
-        tell(accountant, held)
+        charges = charges_of(self.accountant)
+        refuse_untold(accountant, charges)
+        tell(accountant, charges)
         self.own = accountant
 
     def _keep_with(self, accountant: Accountant) -> None:
@@ -141,14 +141,14 @@ class Account:
         if accountant is before:
             return
         bounding_accountant(accountant.mechanism())
-        held, brought, was_fresh = charges_of(before), charges_of(accountant), self.fresh
+        charges, brought, was_fresh = charges_of(before), charges_of(accountant), self.fresh
         if brought and self.ledger is not None:
             raise InvalidOptionError(
                 f"accountant with {len(accountant)} steps: the engine's ledger does not hold them. Set one without "
                 "steps."
             )
         if accountant.relation != before.relation:
-            if held and brought:
+            if charges and brought:
                 raise InvalidOptionError(
                     f"accountant with relation={accountant.relation!r}: the account holds steps under "
                     f"{before.relation!r}, and the two do not add up."
@@ -156,7 +156,7 @@ class Account:
             if brought:
                 self.require_relation(accountant.relation)
             accountant.relation = before.relation
-        replace_charges(accountant, [*brought, *held])
+        replace_charges(accountant, [*brought, *charges])
         before.hold(Counter())
         self.accountant = self.released.accountant = accountant
         accountant.hold(self._released)
@@ -298,27 +298,27 @@ class Account:
     def load(
         self,
         state: Mapping[str, Any],
-        place: Mapping[str, Any] | None,
+        position: Mapping[str, Any] | None,
         *,
         coordinates: int,
         runs: Mapping[str, int],
     ) -> None:
         """Continue a saved account; what this process or the ledger has beyond it stays counted."""
-        # `place`: position of the ledger when it was saved; None if there was no ledger.
+        # `position`: position of the ledger when it was saved; None if there was no ledger.
         relation = self.accountant.relation
         if self._owner is None and len(self.accountant) == 0:
             relation = state.get("relation", relation)
         saved = _charges_in(state, relation)
         before: Entry | None = None
         if self.ledger is None:
-            if place is not None:
+            if position is not None:
                 raise ResumeError(
                     "checkpoint: it was saved with a ledger, which may hold later releases. Give the engine the same "
                     "ledger=path."
                 )
             charges = self._joined_with(saved, runs)
         else:
-            charges, before = self._joined_with_ledger(self.ledger, saved, place, runs)
+            charges, before = self._joined_with_ledger(self.ledger, saved, position, runs)
         self.accountant.relation = relation
         self.discrete(coordinates)
         for budget in self.budgets:
@@ -334,26 +334,26 @@ class Account:
 
     def _joined_with(self, saved: Sequence[Charge], runs: Mapping[str, int]) -> list[Charge]:
         """Return the union of a saved account and the one in memory, of which one continues the other."""
-        held = charges_of(self.accountant)
+        charges = charges_of(self.accountant)
         if _includes(self.runs, runs):
-            return [*held, *lacking(saved, held)]
+            return [*charges, *lacking(saved, charges)]
         if _includes(runs, self.runs):
-            return [*saved, *lacking(held, saved)]
+            return [*saved, *lacking(charges, saved)]
         raise ResumeError(
             f"state of another training: this engine has accounted for {len(self.accountant)} releases that it does "
             "not hold. Load it before the first step, into a PrivacyEngine of its own."
         )
 
     def _joined_with_ledger(
-        self, ledger: LedgerFile, saved: Sequence[Charge], place: Mapping[str, Any] | None, runs: Mapping[str, int]
+        self, ledger: LedgerFile, saved: Sequence[Charge], position: Mapping[str, Any] | None, runs: Mapping[str, int]
     ) -> tuple[list[Charge], Entry | None]:
         """Return the ledger's account with what was saved or counted beside it, and a release to write for that."""
-        held, written = charges_of(self.accountant), total(ledger.entries)
-        if place is not None:
-            ledger.require(place)
-            beside = lacking(saved, total(ledger.releases_at(place)))
-            return [*written, *beside, *lacking(lacking(held, written), beside)], None
-        beside = lacking(held, written)
+        charges, written = charges_of(self.accountant), total(ledger.entries)
+        if position is not None:
+            ledger.require(position)
+            beside = lacking(saved, total(ledger.releases_at(position)))
+            return [*written, *beside, *lacking(lacking(charges, written), beside)], None
+        beside = lacking(charges, written)
         digest = hashlib.sha256(repr((saved, sorted(runs.items()))).encode()).hexdigest()[:32]
         taken_over = any(entry.run == _BEFORE and entry.fingerprint == digest for entry in ledger.entries)
         if taken_over or not saved:

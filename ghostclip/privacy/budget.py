@@ -105,8 +105,8 @@ class Budget:
         """Return how many of the steps that are known to fit are left, or None if the account has anything else."""
         if self._known is None or self._known[:2] != kind:
             return None
-        held = self._counted(accountant)
-        return None if held.keys() - {kind} else self._known[2] - held[kind]
+        counts = self._counted(accountant)
+        return None if counts.keys() - {kind} else self._known[2] - counts[kind]
 
     def _counted(self, accountant: Accountant) -> Counter[Kind]:
         """Return the account's charges, without what is excluded."""
@@ -149,8 +149,8 @@ class Budget:
 
     def _within(self, accountant: Accountant, more: Sequence[Charge]) -> bool:
         """Return whether ε stays within the budget after some more steps."""
-        held = [times(kind, count) for kind, count in self._counted(accountant).items()]
-        longer = accountant_of(accountant, [*held, *more])
+        charges = [times(kind, count) for kind, count in self._counted(accountant).items()]
+        longer = accountant_of(accountant, [*charges, *more])
         return released_bounds(longer, self.delta, coordinates=self.coordinates).upper <= self.epsilon
 
     def _count(self, accountant: Accountant, kind: Kind) -> int:

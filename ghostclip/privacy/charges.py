@@ -34,9 +34,9 @@ def charges_of(accountant: Accountant) -> list[Charge]:
     return [cast("Charge", tuple(entry)) for entry in (*accountant.history, *accountant.others)]
 
 
-def lacking(charges: Iterable[Charge], held: Iterable[Charge]) -> list[Charge]:
+def lacking(charges: Iterable[Charge], others: Iterable[Charge]) -> list[Charge]:
     """Return the charges that are missing among others, one for each kind."""
-    return [times(kind, count) for kind, count in (counted(charges) - counted(held)).items()]
+    return [times(kind, count) for kind, count in (counted(charges) - counted(others)).items()]
 
 
 def replace_charges(accountant: Accountant, charges: Sequence[Charge]) -> None:
@@ -166,32 +166,32 @@ def refuse_unfit(accountant: IAccountant) -> None:
         )
 
 
-def refuse_untold(own: IAccountant | None, charges: Sequence[Charge]) -> None:
+def refuse_untold(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
     """Refuse charges that an accountant with four methods cannot represent."""
-    strange = () if own is None else [charge[0] for charge in charges if isinstance(charge[0], str)]
+    strange = () if custom is None else [charge[0] for charge in charges if isinstance(charge[0], str)]
     if strange:
         raise InvalidOptionError(
-            f"accountant {type(own).__name__}: step() takes Poisson samples, not releases of kind "
+            f"accountant {type(custom).__name__}: step() takes Poisson samples, not releases of kind "
             f"{strange[0]!r}. Leave the engine its own, or derive yours from ghostclip.accounting.Accountant."
         )
 
 
-def tell(own: IAccountant | None, charges: Sequence[Charge]) -> None:
+def tell(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
     """Record releases in an accountant with four methods, if there is one."""
-    if own is None:
+    if custom is None:
         return
     for first, second, count in charges:
         for _ in range(count):
-            own.step(noise_multiplier=first, sample_rate=second)  # type: ignore[arg-type]  # refused where it is no σ
+            custom.step(noise_multiplier=first, sample_rate=second)  # type: ignore[arg-type]  # refused where it is no σ
 
 
-def continue_own(own: IAccountant | None, accountant: Accountant) -> None:
+def continue_own(custom: IAccountant | None, accountant: Accountant) -> None:
     """Replace the history of an accountant with four methods by that of a loaded account."""
-    if own is None:
+    if custom is None:
         return
-    held = charges_of(accountant)
-    refuse_untold(own, held)
-    if len(own) == 0:
-        tell(own, held)
+    charges = charges_of(accountant)
+    refuse_untold(custom, charges)
+    if len(custom) == 0:
+        tell(custom, charges)
     else:
-        own.load_state_dict({"history": accountant.history, "mechanism": own.mechanism()})
+        custom.load_state_dict({"history": accountant.history, "mechanism": custom.mechanism()})

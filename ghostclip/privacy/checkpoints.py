@@ -265,9 +265,9 @@ def _for_parts(saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
         if len(states) != len(members):
             return dict(saved)
         return {**saved, "members": [_for_parts(*pair) for pair in zip(states, members, strict=True)]}
-    held = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     state = {
-        number: {name: parts_for(value, held.get(number)) for name, value in of.items()}
+        number: {name: parts_for(value, parameters.get(number)) for name, value in of.items()}
         for number, of in saved["state"].items()
     }
     return {**saved, "state": state}
@@ -354,23 +354,23 @@ def continue_schedules(
             setattr(optimizer, name, saved[name])
 
 
-def save(state: dict[str, Any], place: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> None:
+def save(state: dict[str, Any], target: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> None:
     """Write a checkpoint; a file appears under its name only when it is complete."""
     # Of a model that ranks have in parts, or stages of, rank 0 writes the whole; then this is called on all of them.
     pipeline = _pipeline_in(module)
     if pipeline is not None or is_in_parts(state):
         whole = gathered_whole(state) if pipeline is None else pipeline.gathered(state, whole=MODULE, each=_OF_EACH)
-        from_first("checkpoint", lambda: _write(whole, place, options))
+        from_first("checkpoint", lambda: _write(whole, target, options))
     else:
-        _write(state, place, options)
+        _write(state, target, options)
 
 
-def _write(state: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
+def _write(state: dict[str, Any], target: Place, options: Mapping[str, Any]) -> None:
     state[DIGEST] = digest_of(state)
-    if not isinstance(place, (str, os.PathLike)):
-        torch.save(state, place, **options)
+    if not isinstance(target, (str, os.PathLike)):
+        torch.save(state, target, **options)
         return
-    path = Path(place)
+    path = Path(target)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -389,11 +389,11 @@ def _pipeline_in(module: nn.Module | None) -> Pipeline | None:
     return inner if isinstance(inner, Pipeline) else None
 
 
-def load(place: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> dict[str, Any]:
+def load(source: Place, options: Mapping[str, Any], *, module: nn.Module | None = None) -> dict[str, Any]:
     """Read a checkpoint, by default without running any code from it; of a pipeline this rank's part."""
-    name = os.fspath(place) if isinstance(place, (str, os.PathLike)) else "checkpoint"
+    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "checkpoint"
     try:
-        checkpoint = torch.load(place, **{"weights_only": True, **options})
+        checkpoint = torch.load(source, **{"weights_only": True, **options})
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:
@@ -431,9 +431,9 @@ def checked_version(state: dict[str, Any]) -> dict[str, Any]:
 
 def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Load the model's part of a checkpoint."""
-    held = {name: tensor for name, tensor in module.state_dict().items() if _torch.is_sharded_tensor(tensor)}
-    saved = {name: parts_for(value, held.get(name)) for name, value in checkpoint[MODULE].items()}
-    module.load_state_dict(saved if held else checkpoint[MODULE], **options)
+    sharded = {name: tensor for name, tensor in module.state_dict().items() if _torch.is_sharded_tensor(tensor)}
+    saved = {name: parts_for(value, sharded.get(name)) for name, value in checkpoint[MODULE].items()}
+    module.load_state_dict(saved if sharded else checkpoint[MODULE], **options)
 
 
 def content_digest(dataset: Any) -> str | None:
@@ -445,17 +445,17 @@ def content_digest(dataset: Any) -> str | None:
     try:
         with unnoticed([]):
             size = len(dataset)
-            found = [list(_content(dataset[place])) for place in sorted({0, size // 2, size - 1})]
+            contents = [list(_content(dataset[index])) for index in sorted({0, size // 2, size - 1})]
     except Exception:  # noqa: BLE001 - whatever a data set raises, a training may go on without this
         return None
-    return hashlib.sha256(repr(found).encode()).hexdigest() if any(found) else None
+    return hashlib.sha256(repr(contents).encode()).hexdigest() if any(contents) else None
 
 
 def is_other(saved: str | None, dataset: Any) -> bool:
     """Return whether a data set certainly holds other records than the one that a digest was taken of."""
-    found = None if saved is None else content_digest(dataset)
+    digest = None if saved is None else content_digest(dataset)
     # Augmentations that draw from no generator give a record another content each time.
-    return found not in (None, saved) and content_digest(dataset) == found
+    return digest not in (None, saved) and content_digest(dataset) == digest
 
 
 def _content(record: Any) -> Iterator[object]:

@@ -155,7 +155,7 @@ class LedgerFile:
         self._wrong: Exception | None = None
         self._forget()
         try:
-            _refuse_irregular(self.path, given=path)
+            _refuse_irregular(self.path, ledger=path)
             if self.path.exists():
                 self._read(self.path.read_bytes())
         except (GhostClipError, OSError) as error:
@@ -189,10 +189,10 @@ class LedgerFile:
         with telling("ledger"):
             if not self._follows:
                 self.require_readable()
-        places = gathered("place in the ledger", (tuple(before), fresh))
-        others = [rank for rank, (place, _) in enumerate(places) if place != places[0][0]]
+        positions = gathered("place in the ledger", (tuple(before), fresh))
+        others = [rank for rank, (position, _) in enumerate(positions) if position != positions[0][0]]
         for rank in others:
-            if not places[rank][1]:
+            if not positions[rank][1]:
                 raise ResumeError(
                     f"{self.path}: rank {rank} has accounted for releases that the ledger of rank 0 does not hold. "
                     "Make a PrivacyEngine anew on every rank, call make_private, then load the checkpoint."
@@ -249,8 +249,8 @@ class LedgerFile:
             )
         *whole, torn = content.split(b"\n")
         for line in whole:
-            values, place = decoded(line, self._places[-1], name=str(self.path))
-            self._take(values, place, len(line) + 1)
+            values, position = decoded(line, self._places[-1], name=str(self.path))
+            self._take(values, position, len(line) + 1)
         # Half a line is what a crash leaves. One that lacks nothing but its end may have been released: it counts.
         complete = next(
             (torn[:cut] for cut in (len(torn), -1) if torn and is_whole(torn[:cut], self._places[-1])), None
@@ -260,7 +260,7 @@ class LedgerFile:
         elif not whole:
             decoded(torn, self._places[-1], name=str(self.path))
 
-    def _take(self, values: Mapping[str, Any], place: LedgerPosition, size: int) -> None:
+    def _take(self, values: Mapping[str, Any], position: LedgerPosition, size: int) -> None:
         """Take note of a line that is in the file."""
         if "mechanism" in values:
             self.mechanisms.append(values["mechanism"])
@@ -273,7 +273,7 @@ class LedgerFile:
             entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
             self.entries.append(entry)
             self._known[entry.run, entry.number] = entry.fingerprint
-        self._places.append(place)
+        self._places.append(position)
         self._releases.append(len(self.entries))
         self._end += size
 
@@ -413,7 +413,7 @@ class LedgerFile:
         assert file is not None, "locked"
         self._require_same_file(file)
         self._cut_off_rest()
-        line, place = encoded(values, self._places[-1])
+        line, position = encoded(values, self._places[-1])
         self._pending = line
         try:
             _write_all(file, line, at=self._end)
@@ -424,7 +424,7 @@ class LedgerFile:
                 os.ftruncate(file.fileno(), self._end)
             raise
         self._pending = b""
-        self._take(json.loads(line.rpartition(b"\t")[0]), place, len(line))
+        self._take(json.loads(line.rpartition(b"\t")[0]), position, len(line))
 
     def _require_same_file(self, file: IO[bytes]) -> None:
         """Refuse to write if the file was deleted, moved, replaced, shortened, or written to by somebody else."""
@@ -474,10 +474,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
+def _refuse_irregular(path: Path, *, ledger: str | os.PathLike[str]) -> None:
     """Refuse paths that no line can be written to: folders, devices, pipes, sockets."""
     # A device that a shell has redirected to a file is one all the same.
-    root, *below = (*Path(given).absolute().parts[1:], "")
+    root, *below = (*Path(ledger).absolute().parts[1:], "")
     regular = root != "proc" and (root != "dev" or below[:1] == ["shm"])
     try:
         regular = regular and stat.S_ISREG(path.stat().st_mode)
@@ -487,12 +487,12 @@ def _refuse_irregular(path: Path, *, given: str | os.PathLike[str]) -> None:
         regular = False
     if not regular:
         raise InvalidOptionError(
-            f"ledger={os.fspath(given)!r}: a ledger must be a regular file, and this is a folder, a device, a pipe or "
+            f"ledger={os.fspath(ledger)!r}: a ledger must be a regular file, and this is a folder, a device, a pipe or "
             "a socket, or lies below a file. Name a file."
         )
     if not path.parent.is_dir():
         raise InvalidOptionError(
-            f"ledger={os.fspath(given)!r}: there is no folder {path.parent}. A new ledger is a new account: make the "
+            f"ledger={os.fspath(ledger)!r}: there is no folder {path.parent}. A new ledger is a new account: make the "
             "folder first, or correct the path if the ledger exists."
         )
 

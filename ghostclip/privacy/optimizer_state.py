@@ -114,17 +114,17 @@ def _is_part(value: object) -> bool:
 
 def _reached(holders: Iterable[object]) -> list[object]:
     """Return objects, and objects of this package that they refer to, each once."""
-    found: dict[int, object] = {}
+    objects: dict[int, object] = {}
     waiting = [holder for holder in holders if holder is not None]
     while waiting:
         holder = waiting.pop()
-        if id(holder) in found or not hasattr(holder, "__dict__"):
+        if id(holder) in objects or not hasattr(holder, "__dict__"):
             continue
-        found[id(holder)] = holder
+        objects[id(holder)] = holder
         for value in vars(holder).values():
             inner = list(value.values()) if isinstance(value, dict) else value
             waiting += filter(_is_part, inner if isinstance(inner, list) else [inner])
-    return list(found.values())
+    return list(objects.values())
 
 
 _NEEDED = (checkpoints.ACCOUNTANT, checkpoints.MECHANISM, checkpoints.RELEASES)
@@ -190,8 +190,8 @@ def without_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         copy = dict(group)
         if ACCOUNT_KEY in copy:
             saved = _read(copy[ACCOUNT_KEY])
-            kept = {name: value for name, value in saved.items() if name not in checkpoints.SECRETS}
-            copy[ACCOUNT_KEY] = _sealed(kept)
+            public = {name: value for name, value in saved.items() if name not in checkpoints.SECRETS}
+            copy[ACCOUNT_KEY] = _sealed(public)
         groups.append(copy)
     return {**state_dict, "param_groups": groups}
 

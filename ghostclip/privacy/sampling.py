@@ -267,9 +267,9 @@ def _drawn_by(
 ) -> DPDataLoader:
     """Return the private loader of a mechanism."""
     if isinstance(loader, DeclaredSampling) or not poisson_sampling:
-        given = "a DeclaredSampling" if poisson_sampling else "poisson_sampling=False"
+        option = "a DeclaredSampling" if poisson_sampling else "poisson_sampling=False"
         raise InvalidOptionError(
-            f"mechanism={type(mechanism).__name__} with {given}: the mechanism draws the batches. Leave one out."
+            f"mechanism={type(mechanism).__name__} with {option}: the mechanism draws the batches. Leave one out."
         )
     if isinstance(loader, DPDataLoader):
         scheme = loader.private_sampler.scheme
@@ -308,8 +308,8 @@ def _sampling_for(
         return PeriodSampling(loader, mechanism)
     if poisson_sampling:
         return EventSampling(DPDataLoader.from_data_loader(loader))
-    together = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
-    sampling = _shuffled_together(loader) if together else _shuffled(loader)
+    distributed = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
+    sampling = _shuffled_together(loader) if distributed else _shuffled(loader)
     warnings.warn(
         "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
         "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",

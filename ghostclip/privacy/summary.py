@@ -133,8 +133,8 @@ def remember(model: nn.Module, released: Released) -> None:
 
 def earlier(model: nn.Module, released: Released) -> list[Released]:
     """Return the other accounts that have released into a model, or a part of it, that this one does not continue."""
-    found = {id(one): one for module in model.modules() for one in vars(module).get(_KEY, ())}
-    return [one for one in found.values() if not released.holds(one) and len(one.accountant)]
+    accounts = {id(one): one for module in model.modules() for one in vars(module).get(_KEY, ())}
+    return [one for one in accounts.values() if not released.holds(one) and len(one.accountant)]
 
 
 def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> str:
@@ -148,18 +148,18 @@ def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> st
     )
 
 
-def texts_of(others: Iterable[Released], own: Released, delta: float) -> Iterator[str]:
+def texts_of(others: Iterable[Released], current: Released, delta: float) -> Iterator[str]:
     """Yield clauses for a summary on what other engines have released into the models."""
     for one in others:
-        if own.holds(one):
+        if current.holds(one):
             continue
-        together = ""
-        if one.accountant.relation == own.accountant.relation:
-            joined = accountant_of(own.accountant, [*charges_of(one.accountant), *charges_of(own.accountant)])
-            together = f", for the same records ε ≤ {_epsilon(joined, delta)} together"
+        joint_text = ""
+        if one.accountant.relation == current.accountant.relation:
+            joined = accountant_of(current.accountant, [*charges_of(one.accountant), *charges_of(current.accountant)])
+            joint_text = f", for the same records ε ≤ {_epsilon(joined, delta)} together"
         yield (
             f"beside it another engine trained this model, with ε ≤ {_epsilon(one.accountant, delta)} in "
-            f"{len(one.accountant)} releases{together}"
+            f"{len(one.accountant)} releases{joint_text}"
         )
 
 

@@ -38,13 +38,13 @@ def convolution(call: Call) -> Captured | None:
     needs_weight, needs_bias = "weight" in call.tracked, "bias" in call.tracked
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
-        found: dict[str, Factor] = {}
+        factor_of: dict[str, Factor] = {}
         if needs_bias:
-            found["bias"] = Dense(PositionSum(split(grad.flatten(2), 1), axes=(1, 3)))
+            factor_of["bias"] = Dense(PositionSum(split(grad.flatten(2), 1), axes=(1, 3)))
         if needs_weight:
             inner, outer = (grad, saved[0]) if transposed else (saved[0], grad)
-            found["weight"] = _weight_factor(split(inner, 1), split(outer, 1), geometry)
-        return found
+            factor_of["weight"] = _weight_factor(split(inner, 1), split(outer, 1), geometry)
+        return factor_of
 
     return Captured((x,) if needs_weight else (), x, 1, factors, "outer product of windows")
 

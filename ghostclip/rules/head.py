@@ -36,12 +36,12 @@ def vocabulary_losses(call: Call) -> Captured | None:
         shared = Shared(wants_input=wants_input, wants_bias="bias" in trained)
         head = Head(tokens, table, shared)
         if wants_input:
-            place_BT = split(torch.arange(1, grad.numel() + 1, device=grad.device).view(grad.shape), num_batch_dims)
-            run.arrived = grad, lambda: _in_rows(head.input_gradient(), place_BT, saved[0].shape)
-        found: dict[str, Factor] = {"weight": head} if "weight" in trained else {}
+            position_BT = split(torch.arange(1, grad.numel() + 1, device=grad.device).view(grad.shape), num_batch_dims)
+            run.arrived = grad, lambda: _in_rows(head.input_gradient(), position_BT, saved[0].shape)
+        factor_of: dict[str, Factor] = {"weight": head} if "weight" in trained else {}
         if "bias" in trained:
-            found["bias"] = HeadBias(head)
-        return found
+            factor_of["bias"] = HeadBias(head)
+        return factor_of
 
     return Captured((x,), x, num_batch_dims, factors, "vocabulary head")
 

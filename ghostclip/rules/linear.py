@@ -38,13 +38,13 @@ def linear(call: Call) -> Captured | None:
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTO = split(grad, num_batch_dims)
-        found: dict[str, Factor] = {}
+        factor_of: dict[str, Factor] = {}
         weight = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape) if needs_weight else None
         if weight is not None:
-            found["weight"] = weight
+            factor_of["weight"] = weight
         if needs_bias:
-            found["bias"] = position_sum(g_BTO, beside=weight)
-        return found
+            factor_of["bias"] = position_sum(g_BTO, beside=weight)
+        return factor_of
 
     return Captured((x,) if needs_weight else (), x, num_batch_dims, factors, "outer product")
 
@@ -127,8 +127,8 @@ def _longest(expert_n: Tensor, expert_BT: Tensor, experts: int) -> list[int]:
     counts_BE = expert_BT.new_zeros(expert_BT.shape[0], experts + 1)
     counts_BE.scatter_add_(1, expert_BT.clamp(max=experts), torch.ones_like(expert_BT))
     has_rows_E = expert_n.new_zeros(experts + 1).scatter_(0, expert_n.clamp(max=experts), 1)
-    found: list[int] = (counts_BE.amax(0) * has_rows_E)[:experts].tolist()
-    return found
+    longest: list[int] = (counts_BE.amax(0) * has_rows_E)[:experts].tolist()
+    return longest
 
 
 def _positions_of(mask_BT: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -160,57 +160,57 @@ _FIXED: Final = {
 @register_op("mm", "bmm", "mv", "outer", "ger", arguments="first second")
 def fixed_product(call: Call) -> Captured | None:
     """Return the capture of a product whose operands have fixed numbers of axes; None where both are tracked."""
-    given = _named(call, ("input", "first"), ("mat2", "second"), ("vec", "second"), ("vec2", "second"))
-    return capture_bilinear(given, _FIXED[call.name], ("first", "second"))
+    renamed = _named(call, ("input", "first"), ("mat2", "second"), ("vec", "second"), ("vec2", "second"))
+    return capture_bilinear(renamed, _FIXED[call.name], ("first", "second"))
 
 
 @register_op("addmv", "addbmm", "baddbmm", "addr", arguments="input first second")
 def added_product(call: Call) -> Captured | None:
     """Return the capture of ``input + first @ second``; None for scaled terms and a tracked ``input``."""
-    given = _named(
+    renamed = _named(
         call, ("mat", "first"), ("batch1", "first"), ("vec1", "first"), ("vec", "second"), ("batch2", "second"),
         ("vec2", "second"),
     )  # fmt: skip
     if "input" in call.tracked or call.get("alpha", 1) != 1:
         return None
-    return capture_bilinear(given, _FIXED[call.name], ("first", "second"))
+    return capture_bilinear(renamed, _FIXED[call.name], ("first", "second"))
 
 
 @register_op("matmul", "__matmul__", arguments="first second")
 @register_op("__rmatmul__", arguments="second first")
 def matmul(call: Call) -> Captured | None:
     """Return the capture of ``x @ y`` for any numbers of axes, the parameter on either side."""
-    given = _named(call, ("input", "first"), ("other", "second"), ("mat2", "second"))
-    first, second = given.values["first"], given.values["second"]
+    renamed = _named(call, ("input", "first"), ("other", "second"), ("mat2", "second"))
+    first, second = renamed.values["first"], renamed.values["second"]
     equation = _of_matmul(first.dim(), second.dim())
-    return None if equation is None else capture_bilinear(given, equation, ("first", "second"))
+    return None if equation is None else capture_bilinear(renamed, equation, ("first", "second"))
 
 
 @register_op("inner", arguments="first second")
 def inner_product(call: Call) -> Captured | None:
     """Return the capture of a product over the last axes of both operands."""
-    given = _named(call, ("input", "first"), ("other", "second"))
-    axes = [given.values[name].dim() - 1 for name in ("first", "second")]
+    renamed = _named(call, ("input", "first"), ("other", "second"))
+    axes = [renamed.values[name].dim() - 1 for name in ("first", "second")]
     if min(axes) < 0:
         return None
     left, right = ascii_letters[: axes[0]], ascii_letters[axes[0] : sum(axes)]
-    return capture_bilinear(given, Equation(left + "Z", (right + "Z",), left + right), ("first", "second"))
+    return capture_bilinear(renamed, Equation(left + "Z", (right + "Z",), left + right), ("first", "second"))
 
 
 @register_op("tensordot", arguments="first second dims")
 def tensordot(call: Call) -> Captured | None:
     """Return the capture of a product over chosen axes, a number or two lists."""
-    given = _named(call, ("a", "first"), ("b", "second"))
-    first, second = (list(ascii_letters[: given.values[name].dim()]) for name in ("first", "second"))
+    renamed = _named(call, ("a", "first"), ("b", "second"))
+    first, second = (list(ascii_letters[: renamed.values[name].dim()]) for name in ("first", "second"))
     second = [letter.upper() for letter in second]
-    pairs = _summed_axes(given.get("dims", 2), len(first))
+    pairs = _summed_axes(renamed.get("dims", 2), len(first))
     if pairs is None:
         return None
     for left, right in zip(*pairs, strict=True):
         second[right] = first[left]
     output = [letter for letter in first if letter not in second] + [letter for letter in second if letter not in first]
     equation = Equation("".join(first), ("".join(second),), "".join(output))
-    return capture_bilinear(given, equation, ("first", "second"))
+    return capture_bilinear(renamed, equation, ("first", "second"))
 
 
 @register_op("einsum", arguments="equation first second third fourth fifth sixth")
@@ -225,16 +225,16 @@ def einsum(call: Call) -> Captured | None:
     if letters is None:
         return None
     (name,) = call.tracked
-    place = names.index(name)
-    own, (*inputs, output) = letters[place], letters
-    equation = Equation(own, tuple(part for number, part in enumerate(inputs) if number != place), output)
-    data = [tensor for number, tensor in enumerate(tensors) if number != place]
-    return capture_product(equation, data, weight=(name, tensors[place]))
+    index = names.index(name)
+    parameter, (*inputs, output) = letters[index], letters
+    equation = Equation(parameter, tuple(part for number, part in enumerate(inputs) if number != index), output)
+    data = [tensor for number, tensor in enumerate(tensors) if number != index]
+    return capture_product(equation, data, weight=(name, tensors[index]))
 
 
 def _named(call: Call, *pairs: tuple[str, str]) -> Call:
     """Return the call with torch's keyword names replaced by ours."""
-    ours = {theirs: own for theirs, own in pairs if theirs in call.values}
+    ours = {theirs: canonical for theirs, canonical in pairs if theirs in call.values}
     values = {ours.get(name, name): value for name, value in call.values.items()}
     return Call(call.name, values, frozenset(ours.get(name, name) for name in call.tracked))
 

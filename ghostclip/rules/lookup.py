@@ -97,18 +97,18 @@ def embedding_bag(call: Call) -> Captured | None:
     if mode == "mean":
         weights_nK = weights_nK / weights_nK.sum(1, keepdim=True).clamp(min=1)
 
-    kept = (ids_nK, weights_nK, *([_winners(weight, ids_nK, weights_nK)] if mode == "max" else []))
+    to_save = (ids_nK, weights_nK, *([_winners(weight, ids_nK, weights_nK)] if mode == "max" else []))
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         bag_ids, bag_weights = saved[:2]
         g_nKI = grad.unsqueeze(1) * bag_weights.unsqueeze(-1)
         if mode == "max":
-            place_K1 = torch.arange(bag_ids.shape[1], device=grad.device).unsqueeze(1)
-            g_nKI = g_nKI * (saved[2].unsqueeze(1) == place_K1)
+            position_K1 = torch.arange(bag_ids.shape[1], device=grad.device).unsqueeze(1)
+            g_nKI = g_nKI * (saved[2].unsqueeze(1) == position_K1)
         ids_BT, g_BTI = split(bag_ids, 1).flatten(1), split(g_nKI, 1).flatten(1, 2)
         return {"weight": rows_factor(ids_BT, g_BTI, shape, padding)}
 
-    return Captured(kept, ids_nK, 1, factors, "rows")
+    return Captured(to_save, ids_nK, 1, factors, "rows")
 
 
 def _winners(weight: Tensor, ids_nK: Tensor, weights_nK: Tensor) -> Tensor:
@@ -122,11 +122,11 @@ def _winners(weight: Tensor, ids_nK: Tensor, weights_nK: Tensor) -> Tensor:
 def _bags(call: Call, padding: int | None) -> tuple[Tensor, Tensor]:
     """Return ids and weights with one row per bag; look-ups that do not exist have weight 0."""
     ids, offsets = call.values["input"], call.get("offsets")
-    given = call.get("per_sample_weights")
+    sample_weights = call.get("per_sample_weights")
     weights = (
         torch.ones_like(ids, dtype=torch.promote_types(call.values["weight"].dtype, torch.float32))
-        if given is None
-        else given.detach()
+        if sample_weights is None
+        else sample_weights.detach()
     )
     if ids.dim() == 2:
         ids_nK, weights_nK = ids, weights
@@ -134,12 +134,12 @@ def _bags(call: Call, padding: int | None) -> tuple[Tensor, Tensor]:
         if not call.get("include_last_offset", False):
             offsets = torch.cat([offsets, offsets.new_tensor([ids.numel()])])
         starts, ends = offsets[:-1], offsets[1:]
-        place_nK = starts.unsqueeze(1) + torch.arange(
+        position_nK = starts.unsqueeze(1) + torch.arange(
             int((ends - starts).max()) if ends.numel() else 0, device=ids.device
         )
-        real_nK = place_nK < ends.unsqueeze(1)
-        place_nK = place_nK.clamp(max=max(ids.numel() - 1, 0))
-        ids_nK, weights_nK = ids[place_nK], weights[place_nK] * real_nK
+        real_nK = position_nK < ends.unsqueeze(1)
+        position_nK = position_nK.clamp(max=max(ids.numel() - 1, 0))
+        ids_nK, weights_nK = ids[position_nK], weights[position_nK] * real_nK
     if padding is not None:
         weights_nK = weights_nK * (ids_nK != padding)
     return ids_nK, weights_nK
@@ -161,27 +161,27 @@ class Pick:
     def rows(self, ids_BT: Tensor, g_BTI: Tensor) -> Factor:
         """Return the parameter's factor: ``Rows``, or the gradients themselves where they are no larger."""
         # A tensor of a GPU may be indexed by one of the host.
-        found: Factor = Rows(ids_BT.to(g_BTI.device), g_BTI, shape=self.shape)
+        factor: Factor = Rows(ids_BT.to(g_BTI.device), g_BTI, shape=self.shape)
         if ids_BT.shape[1] * self.features >= prod(self.shape):
-            found = Dense(found.materialize())
+            factor = Dense(factor.materialize())
         if not self.axis:
-            return found
-        return Permuted(found, [*range(1, self.axis + 1), 0, *range(self.axis + 1, len(self.shape))])
+            return factor
+        return Permuted(factor, [*range(1, self.axis + 1), 0, *range(self.axis + 1, len(self.shape))])
 
 
 def pick_of(name: str, shape: torch.Size, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Pick | None:
     """Return what an operation of ``PICKING`` picks."""
     # None for indices that are no integer tensor, or mixed with slices.
     names = ("index",) if name in ("take", "__getitem__") else ("dim", "index")
-    given = {**dict(zip(names, arguments, strict=False)), **keywords}
-    index = given.get("index")
+    bound = {**dict(zip(names, arguments, strict=False)), **keywords}
+    index = bound.get("index")
     if name == "__getitem__":
         return _of_brackets(index, shape)
     if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or not shape:
         return None
     if name == "take":
         return Pick(index.long() % prod(shape), shape, 1)
-    dim = given.get("dim")
+    dim = bound.get("dim")
     if not isinstance(dim, int):
         return None
     dim %= len(shape)
@@ -197,7 +197,7 @@ def of_constant(pick: Pick, factor: Factor) -> Factor:
         ids_BT = pick.ids.movedim(factor.axis, 0).reshape(samples, -1)
         return pick.rows(ids_BT, factor.grad_BR.reshape(samples, -1, pick.features))
     grad = factor.materialize()
-    grad = grad.movedim([pick.axis + 1 + place for place in range(dims)], list(range(1, dims + 1)))
+    grad = grad.movedim([pick.axis + 1 + dim for dim in range(dims)], list(range(1, dims + 1)))
     ids_BT = pick.ids.reshape(1, -1).expand(samples, -1)
     return pick.rows(ids_BT, grad.reshape(samples, ids_BT.shape[1], pick.features))
 
@@ -262,9 +262,9 @@ def _entries(index: Tensor, dim: int, shape: torch.Size) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=index.device)
     for axis, size in enumerate(shape):
         if axis == dim:
-            place = index % size
+            coordinate = index % size
         else:
-            place = torch.arange(index.shape[axis], device=index.device)
-            place = place.view([-1 if other == axis else 1 for other in range(index.dim())])
-        total = total * size + place
+            coordinate = torch.arange(index.shape[axis], device=index.device)
+            coordinate = coordinate.view([-1 if other == axis else 1 for other in range(index.dim())])
+        total = total * size + coordinate
     return total

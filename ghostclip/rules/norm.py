@@ -51,16 +51,16 @@ def _feature_affine(
             x_BTF, g_BTF = split(saved[0], num_batch_dims), split(grad, num_batch_dims)
             if kernels.is_fused(x_BTF, g_BTF):
                 made = fused(x_BTF, g_BTF)
-                given = {"weight": made.weight_BF, "bias": made.bias_BF}
-                return {name: Dense(grad_BF) for name, grad_BF in given.items() if name in tracked}
-        found: dict[str, Factor] = {}
+                grads = {"weight": made.weight_BF, "bias": made.bias_BF}
+                return {name: Dense(grad_BF) for name, grad_BF in grads.items() if name in tracked}
+        factor_of: dict[str, Factor] = {}
         if "weight" in tracked:
             # The product is as wide as what was normalised, whatever the gradient is.
             product = normalize(to_accumulation(saved[0])).mul_(grad)
-            found["weight"] = Dense(over_positions(split(product, num_batch_dims)))
+            factor_of["weight"] = Dense(over_positions(split(product, num_batch_dims)))
         if "bias" in tracked:
-            found["bias"] = Dense(sum_over_positions(split(grad, num_batch_dims)))
-        return found
+            factor_of["bias"] = Dense(sum_over_positions(split(grad, num_batch_dims)))
+        return factor_of
 
     return Captured((x,) if "weight" in call.tracked else (), x, num_batch_dims, factors, "dense")
 
@@ -113,13 +113,13 @@ def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captur
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g = to_accumulation(grad)
-        space, found = tuple(range(2, g.dim())), dict[str, Factor]()
+        space, factor_of = tuple(range(2, g.dim())), dict[str, Factor]()
         if "weight" in tracked:
             product = normalize(to_accumulation(saved[0])).mul_(g)
-            found["weight"] = Dense(over_positions(split(product.sum(space) if space else product, 1)))
+            factor_of["weight"] = Dense(over_positions(split(product.sum(space) if space else product, 1)))
         if "bias" in tracked:
-            found["bias"] = Dense(over_positions(split(g.sum(space) if space else g, 1)))
-        return found
+            factor_of["bias"] = Dense(over_positions(split(g.sum(space) if space else g, 1)))
+        return factor_of
 
     return Captured((x,) if "weight" in call.tracked else (), x, 1, factors, "dense")
 

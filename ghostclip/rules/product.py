@@ -89,7 +89,7 @@ def capture_product(
         return None
     equation, value, data = _without_broadcasting(equation, value, data)
     sizes = _sizes(equation, [value, *data])
-    rows = next((place for place, letters in enumerate(equation.data) if set(equation.rows) <= set(letters)), None)
+    rows = next((index for index, letters in enumerate(equation.data) if set(equation.rows) <= set(letters)), None)
     if equation.repeats or sizes is None or not equation.rows or rows is None:
         return None
     if bias and (equation.slots or len(equation.outputs) != 1 or equation.output[-1] != equation.outputs):
@@ -103,14 +103,14 @@ def capture_product(
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTSO = split(grad, num_batch_dims)
-        found: dict[str, Factor] = {}
+        factor_of: dict[str, Factor] = {}
         if bias:
-            found[bias] = position_sum(g_BTSO)
+            factor_of[bias] = position_sum(g_BTSO)
         if name:
-            found[name] = _factor(equation, sizes, split(_joined(equation, saved), num_batch_dims), g_BTSO).reshaped(
-                shape
-            )
-        return found
+            factor_of[name] = _factor(
+                equation, sizes, split(_joined(equation, saved), num_batch_dims), g_BTSO
+            ).reshaped(shape)
+        return factor_of
 
     ordered = () if order == tuple(range(len(order))) else order
     return Captured(tuple(data) if name else (), seen, num_batch_dims, factors, form, ordered)
@@ -138,13 +138,13 @@ def _without_broadcasting(
     for letters, operand in zip(spelt, operands, strict=True):
         for letter, size in zip(letters, operand.shape, strict=True):
             largest[letter] = max(size, largest.get(letter, 0))
-    found = []
+    squeezed = []
     for letters, operand in zip(spelt, operands, strict=True):
         units = [axis for axis, size in enumerate(operand.shape) if size == 1 and largest[letters[axis]] > 1]
-        kept = "".join(letter for axis, letter in enumerate(letters) if axis not in units)
-        found.append((kept, operand.squeeze(units) if units else operand))
-    (own, value), *rest = found
-    return Equation(own, tuple(kept for kept, _ in rest), equation.output), value, tuple(x for _, x in rest)
+        reduced = "".join(letter for axis, letter in enumerate(letters) if axis not in units)
+        squeezed.append((reduced, operand.squeeze(units) if units else operand))
+    (parameter, value), *rest = squeezed
+    return Equation(parameter, tuple(reduced for reduced, _ in rest), equation.output), value, tuple(x for _, x in rest)
 
 
 def _sizes(equation: Equation, operands: Sequence[Tensor]) -> dict[str, int] | None:
@@ -182,9 +182,9 @@ def _factor(equation: Equation, sizes: Mapping[str, int], a_BTSI: Tensor, g_BTSO
     if equation.parameter == slots + inputs + outputs:
         # Stored (S, I, O): the roles of the two factors are exchanged.
         a_NTI, g_NTO, outputs, inputs = g_NTO, a_NTI, inputs, outputs
-    kept = slots + outputs + inputs
-    shape = torch.Size([sizes[letter] for letter in kept])
-    return _with_free(equation, sizes, Outer(a_NTI, g_NTO, shape=shape, slots=count[0]), kept)
+    layout = slots + outputs + inputs
+    shape = torch.Size([sizes[letter] for letter in layout])
+    return _with_free(equation, sizes, Outer(a_NTI, g_NTO, shape=shape, slots=count[0]), layout)
 
 
 def _by_slot(x_BTSF: Tensor, slots: int, features: int) -> Tensor:
@@ -195,14 +195,14 @@ def _by_slot(x_BTSF: Tensor, slots: int, features: int) -> Tensor:
 
 def _with_free(equation: Equation, sizes: Mapping[str, int], factor: Factor, letters: str) -> Factor:
     """Bring a factor with axes ``letters`` to the parameter's own axes, entries along free ones all alike."""
-    own = equation.parameter
-    if letters == own:
+    parameter = equation.parameter
+    if letters == parameter:
         return factor
-    order = [letters.index(letter) for letter in own if letter in letters]
+    order = [letters.index(letter) for letter in parameter if letter in letters]
     if not equation.free:
         return Permuted(factor, order)
     grad = factor.materialize().permute(0, *(axis + 1 for axis in order))
-    for axis, letter in enumerate(own):
+    for axis, letter in enumerate(parameter):
         if letter in equation.free:
             grad = grad.unsqueeze(axis + 1)
-    return Dense(grad.expand(-1, *(sizes[letter] for letter in own)))
+    return Dense(grad.expand(-1, *(sizes[letter] for letter in parameter)))

@@ -34,30 +34,30 @@ from ghostclip.rules.product import position_sum
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
-def _gates(given: Mapping[str, Any], first: Tensor) -> tuple[Tensor, Tensor]:
+def _gates(arguments: Mapping[str, Any], first: Tensor) -> tuple[Tensor, Tensor]:
     """Return the shares of input and state in the gates."""
-    from_input = functional.linear(given["input"], given["w_ih"], given.get("b_ih"))
-    return from_input, functional.linear(first, given["w_hh"], given.get("b_hh"))
+    from_input = functional.linear(arguments["input"], arguments["w_ih"], arguments.get("b_ih"))
+    return from_input, functional.linear(first, arguments["w_hh"], arguments.get("b_hh"))
 
 
-def _lstm(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    h, c = given["hx"]
-    from_input, from_state = _gates(given, h)
+def _lstm(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    h, c = arguments["hx"]
+    from_input, from_state = _gates(arguments, h)
     i, f, g, o = (from_input + from_state).chunk(4, 1)
     cell = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * cell.tanh(), cell
 
 
-def _gru(given: Mapping[str, Any]) -> Tensor:
-    h: Tensor = given["hx"]
-    from_input, from_state = _gates(given, h)
+def _gru(arguments: Mapping[str, Any]) -> Tensor:
+    h: Tensor = arguments["hx"]
+    from_input, from_state = _gates(arguments, h)
     (x_r, x_z, x_n), (h_r, h_z, h_n) = from_input.chunk(3, 1), from_state.chunk(3, 1)
     new = (x_n + (x_r + h_r).sigmoid() * h_n).tanh()
     return (h - new) * (x_z + h_z).sigmoid() + new
 
 
-def _rnn(activation: Callable[[Tensor], Tensor], given: Mapping[str, Any]) -> Tensor:
-    from_input, from_state = _gates(given, given["hx"])
+def _rnn(activation: Callable[[Tensor], Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    from_input, from_state = _gates(arguments, arguments["hx"])
     return activation(from_input + from_state)
 
 
@@ -222,9 +222,9 @@ class LSTM(Kind):
             if weights.hr is not None:
                 torch.mm(hidden, weights.hr.t(), out=out)
             h_n.copy_(out)
-        kept = (gates_NG, tanh_NH, steps.before(firsts[1], cells_NH))
+        saved = (gates_NG, tanh_NH, steps.before(firsts[1], cells_NH))
         projected = None if weights.hr is None else hidden_NH
-        return Ran(out_NP, (h.whole, c.whole), steps.before(firsts[0], out_NP), kept, projected)
+        return Ran(out_NP, (h.whole, c.whole), steps.before(firsts[0], out_NP), saved, projected)
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
@@ -288,8 +288,8 @@ class GRU(Kind):
             n.copy_(update)
             h_n.copy_(torch.lerp(update, h_n, z, out=out))
         before_NH = steps.before(firsts[0], out_NH)
-        kept = (gates_NG, product_NG[:, 2 * width :].clone(), before_NH)
-        return Ran(out_NH, (h.whole,), before_NH, kept)
+        saved = (gates_NG, product_NG[:, 2 * width :].clone(), before_NH)
+        return Ran(out_NH, (h.whole,), before_NH, saved)
 
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
@@ -387,12 +387,12 @@ def _recurrent_product(call: Call) -> Captured | None:
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Split) -> Mapping[str, Factor]:
         g_BTO = split(grad, num_batch_dims)
-        found: dict[str, Factor] = {}
+        factor_of: dict[str, Factor] = {}
         if needs_weight:
-            found["weight"] = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape)
+            factor_of["weight"] = Outer(split(saved[0], num_batch_dims), g_BTO, shape=shape)
         if needs_bias:
-            found["bias"] = position_sum(g_BTO)
-        return found
+            factor_of["bias"] = position_sum(g_BTO)
+        return factor_of
 
     return Captured((states,) if needs_weight else (), call.values["rows"], num_batch_dims, factors, "outer product")
 
@@ -408,9 +408,9 @@ class _Direction:
 
     def weights(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Weights:
         """Return weights (hh, bias or hr, ...) in the dtype of the steps."""
-        given = iter(tensor.to(dtype) for tensor in tensors)
-        hh = next(given)
-        return Weights(hh, next(given) if self.bias else None, next(given) if self.projected else None)
+        remaining = iter(tensor.to(dtype) for tensor in tensors)
+        hh = next(remaining)
+        return Weights(hh, next(remaining) if self.bias else None, next(remaining) if self.projected else None)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -435,16 +435,16 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the steps backwards."""
         direction, saved = ctx.direction, ctx.saved_tensors
-        kept = saved[: ctx.kept]
-        like = kept[0]
+        activations = saved[: ctx.kept]
+        like = activations[0]
         with _plainly(like):
-            given = [
+            out_grads = [
                 like.new_zeros(shape) if grad is None else grad.to(like.dtype).contiguous()
                 for grad, shape in zip(grads, ctx.shapes, strict=True)
             ]
             weights = direction.weights(saved[ctx.kept :], like.dtype)
-            found = direction.kind.backward(kept, given[0], given[1:], weights, direction.steps)
-        back = (found.gates_NG, found.hidden_NG, found.projected_NP, *found.firsts)
+            gradients = direction.kind.backward(activations, out_grads[0], out_grads[1:], weights, direction.steps)
+        back = (gradients.gates_NG, gradients.hidden_NG, gradients.projected_NP, *gradients.firsts)
         wanted = zip(back, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *(g.to(dtype) if needs and g is not None else None for g, dtype, needs in wanted)
 
@@ -497,31 +497,31 @@ def _entered(first: Tensor, gates: Tensor, count: int) -> Tensor:
 
 
 def _layers(
-    name: str, x: Tensor, hx: Any, given: Mapping[str, Any], sizes: tuple[int, ...]
+    name: str, x: Tensor, hx: Any, arguments: Mapping[str, Any], sizes: tuple[int, ...]
 ) -> tuple[Tensor, list[Tensor]]:
     """Run all layers; returns the last one's states after all rows, and the last states of all."""
     states = list(hx) if name == "lstm" else [hx]
-    params, directions = list(given["params"]), 2 if given["bidirectional"] else 1
-    biases = bool(given["has_biases"])
-    per_direction = len(params) // (given["num_layers"] * directions)
+    params, directions = list(arguments["params"]), 2 if arguments["bidirectional"] else 1
+    biases = bool(arguments["has_biases"])
+    per_direction = len(params) // (arguments["num_layers"] * directions)
     projected = per_direction % 2 == 1
     names = ("ih", "hh", *(("b_ih", "b_hh") if biases else ()), *(("hr",) if projected else ()))
     ends: list[list[Tensor]] = [[] for _ in states]
-    for layer in range(given["num_layers"]):
+    for layer in range(arguments["num_layers"]):
         outputs = []
         for side in range(directions):
             number = layer * directions + side
-            own = params[number * per_direction : (number + 1) * per_direction]
-            weights = {**dict.fromkeys(("b_ih", "b_hh", "hr")), **dict(zip(names, own, strict=True))}
+            layer_params = params[number * per_direction : (number + 1) * per_direction]
+            weights = {**dict.fromkeys(("b_ih", "b_hh", "hr")), **dict(zip(names, layer_params, strict=True))}
             direction = _Direction(KINDS[name], Steps(sizes, reverse=side == 1), biases, projected)
             out, *last = _run(direction, x, [state[number] for state in states], weights)
             outputs.append(out)
-            for place, end in zip(ends, last, strict=True):
-                place.append(end)
+            for layer_ends, end in zip(ends, last, strict=True):
+                layer_ends.append(end)
         x = torch.cat(outputs, -1) if directions > 1 else outputs[0]
-        if given["dropout"] and given["train"] and layer + 1 < given["num_layers"]:
-            x = functional.dropout(x, given["dropout"])
-    return x, [torch.stack(place) for place in ends]
+        if arguments["dropout"] and arguments["train"] and layer + 1 < arguments["num_layers"]:
+            x = functional.dropout(x, arguments["dropout"])
+    return x, [torch.stack(layer_ends) for layer_ends in ends]
 
 
 def is_packed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -532,17 +532,17 @@ def is_packed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _layer(name: str) -> Callable[..., tuple[Tensor, ...]]:
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         packed = is_packed(args, kwargs)
-        given = {**dict(zip(_PACKED if packed else _PADDED, args, strict=False)), **kwargs}
+        bound = {**dict(zip(_PACKED if packed else _PADDED, args, strict=False)), **kwargs}
         if packed:
-            out, ends = _layers(name, given["data"], given["hx"], given, tuple(given["batch_sizes"].tolist()))
+            out, ends = _layers(name, bound["data"], bound["hx"], bound, tuple(bound["batch_sizes"].tolist()))
             return out, *ends
-        first = given.get("batch_first", False)
+        first = bound.get("batch_first", False)
         # Rows that lie together make the gates' part from the input one product, not one a step.
-        x = given["input"].transpose(0, 1).contiguous() if first else given["input"]
+        x = bound["input"].transpose(0, 1).contiguous() if first else bound["input"]
         if x.shape[0] == 0:
-            shape = tuple(given["input"].shape)
+            shape = tuple(bound["input"].shape)
             raise DataError(f"{name}: an input of shape {shape} has no step. Give every sequence at least one.")
-        out, ends = _layers(name, x, given["hx"], given, (x.shape[1],) * x.shape[0])
+        out, ends = _layers(name, x, bound["hx"], bound, (x.shape[1],) * x.shape[0])
         return out.transpose(0, 1) if first else out, *ends
 
     return run

@@ -119,17 +119,17 @@ class Shard:
         return self.weight.shape[0] if self.style.startswith("rowwise") else self.weight.shape[1]
 
 
-def keep_one_shard(model: nn.Module, ways: int) -> list[Shard]:
+def keep_one_shard(model: nn.Module, tp: int) -> list[Shard]:
     """Reduce a model on the meta device to what one rank of the tensor axis computes with; return its shards."""
-    if ways == 1:
+    if tp == 1:
         return []
-    plan = require_plan(model, ways)
+    plan = require_plan(model, tp)
     new: dict[nn.Parameter, nn.Parameter] = {}
     shards = []
     for path, module in model.named_modules():
         style = plan.get(pattern_of(path))
         if style is not None and isinstance(getattr(module, "weight", None), nn.Parameter):
-            _replace(path, module, style, ways, new)
+            _replace(path, module, style, tp, new)
             shards.append(Shard(path, cast(nn.Parameter, module.weight), style))
     return shards
 
@@ -139,7 +139,7 @@ def pattern_of(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
+def require_plan(model: nn.Module, tp: int) -> dict[str, str]:
     """Return a model's tensor-parallel plan: styles by path, ``*`` for the numbers of blocks."""
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
@@ -150,14 +150,14 @@ def require_plan(model: nn.Module, ways: int) -> dict[str, str]:
     config: Any = getattr(model, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % ways:
+        if isinstance(heads, int) and heads % tp:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: {heads} {name} cannot be shared by tp={ways}. Take a tp that divides them."
+                f"{type(model).__name__}: {heads} {name} cannot be shared by tp={tp}. Take a tp that divides them."
             )
     return plan
 
 
-def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.Parameter, nn.Parameter]) -> None:
+def _replace(path: str, module: nn.Module, style: str, tp: int, new: dict[nn.Parameter, nn.Parameter]) -> None:
     """Replace a module's weight, and its bias, by shards; tied ones by the same."""
     if style not in _AXES:
         raise UnsupportedModelError(
@@ -170,12 +170,12 @@ def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.P
         parameter = getattr(module, name)
         if parameter not in new:
             size = list(parameter.shape)
-            if size[axis] % ways:
+            if size[axis] % tp:
                 raise UnsupportedModelError(
-                    f"{path}.{name}: axis {axis} of {tuple(size)} cannot be shared evenly by tp={ways}. Take a tp that "
+                    f"{path}.{name}: axis {axis} of {tuple(size)} cannot be shared evenly by tp={tp}. Take a tp that "
                     "divides it."
                 )
-            size[axis] //= ways
+            size[axis] //= tp
             shard = nn.Parameter(parameter.new_empty(size, device="meta"), requires_grad=parameter.requires_grad)
             # The shard of a tied weight is found by either.
             new[parameter] = new[shard] = shard
@@ -187,14 +187,14 @@ def _replace(path: str, module: nn.Module, style: str, ways: int, new: dict[nn.P
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks of a model, with paths: the members of the list of modules with most parameters."""
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
     most = 0
     for path, module in model.named_modules():
         members = list(module.named_children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
         size = sum(p.numel() for p in module.parameters())
         if len(members) > 1 and len({type(member) for _, member in members}) == 1 and size > most:
-            found, most = [(f"{path}.{name}" if path else name, member) for name, member in members], size
-    return found
+            blocks, most = [(f"{path}.{name}" if path else name, member) for name, member in members], size
+    return blocks
 
 
 def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
@@ -215,9 +215,9 @@ def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]
                 "be known in parts. Leave pp out, or untie them."
             )
     path = blocks[0][0].rpartition(".")[0]
-    kept = len(blocks) // stages
-    del cast(nn.ModuleList, model.get_submodule(path))[kept:]
-    return blocks[:kept]
+    per_stage = len(blocks) // stages
+    del cast(nn.ModuleList, model.get_submodule(path))[per_stage:]
+    return blocks[:per_stage]
 
 
 def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
@@ -235,10 +235,10 @@ def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[
     return [size for size in units if size]
 
 
-def held_values(model: nn.Module, ways: int, *, trainable: bool = False) -> int:
+def held_values(model: nn.Module, shards: int, *, trainable: bool = False) -> int:
     """Return how many values the first device stores where FSDP2 shards each parameter along its first axis."""
     shapes = [p.shape for p in model.parameters() if p.requires_grad or not trainable]
-    return sum(ceil(shape[0] / ways) * prod(shape[1:]) if shape else 1 for shape in shapes)
+    return sum(ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1 for shape in shapes)
 
 
 # Sizes of Llama 3 as its authors published them (1B: of 3.2), by the names of `ghostclip plan`.

@@ -56,7 +56,7 @@ class Facts:
     @property
     def backwards(self) -> list[int]:
         """How many backwards each way runs."""
-        return [1, *(2 if WAYS[way] == "ghost" else 1 for way in self.coverages)]
+        return [1, *(2 if WAYS[label] == "ghost" else 1 for label in self.coverages)]
 
 
 def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: int = 1) -> Facts:
@@ -80,23 +80,23 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: 
         ) from error
     of_rank = _arrived(sites, 1)
     if mesh.cp > 1 or mesh.pp > 1:
-        ways = {"book-keeping"}
+        labels = {"book-keeping"}
     else:
         # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
-        ways = {"two backwards"} if checkpointing else set(WAYS)
+        labels = {"two backwards"} if checkpointing else set(WAYS)
     arrived = _arrived(sites, mesh.cp)
     return Facts(
         model, mesh, next(model.parameters()).element_size(), planned.samples, plain, units_of(model, blocks),
         [(shard, rows.found.get(shard.weight, 0)) for shard in shards], [path for path, _ in blocks], checkpointing,
         arrived, of_rank,
-        {way: coverage_of(model, sites, strategy=name) for way, name in WAYS.items() if way in ways},
+        {label: coverage_of(model, sites, strategy=name) for label, name in WAYS.items() if label in labels},
         planned.attention.gathered, microbatches,
     )  # fmt: skip
 
 
 def _arrived(sites: Sequence[CallSite], ranks: int) -> dict[str, list[Statistics]]:
     """Return what came in, of whole sequences: norms are of where positions of several ranks meet."""
-    found: defaultdict[str, list[Statistics]] = defaultdict(list)
+    by_name: defaultdict[str, list[Statistics]] = defaultdict(list)
     for site in sites:
         for key, item in site.statistics.items():
             site.statistics[key] = whole = replace(
@@ -106,8 +106,8 @@ def _arrived(sites: Sequence[CallSite], ranks: int) -> dict[str, list[Statistics
                 input_elements=ranks * item.input_elements,
             )
             for name in item.names:
-                found[name].append(whole)
-    return found
+                by_name[name].append(whole)
+    return by_name
 
 
 class _RowCounts(TorchFunctionMode):
@@ -199,24 +199,24 @@ def a_sample(facts: Facts) -> list[Row]:
     if facts.checkpointing:
         entering = sum(block.entering for block in plain.blocks)
         # One block of one microbatch runs again at a time.
-        kept = int(share * (outside + entering)) + max(inside) // parts
+        activations = int(share * (outside + entering)) + max(inside) // parts
         block = f"one block, {readable_bytes(max(inside) // samples)}"
         how = f"inputs of {len(inside)} blocks, {readable_bytes(entering // samples)} + {block} + {how}"
     else:
-        kept = int(share * (outside + sum(inside)))
+        activations = int(share * (outside + sum(inside)))
         how = f"{len(inside)} blocks x {readable_bytes(max(inside) // samples)} + {how}" if inside else how
-    held, said = [0], "factors of one layer at a time"
-    for way, coverage in facts.coverages.items():
+    clipping, said = [0], "factors of one layer at a time"
+    for label, coverage in facts.coverages.items():
         beyond = 0
-        if WAYS[way] == "bookkeeping":
+        if WAYS[label] == "bookkeeping":
             beyond = _beyond(facts, coverage)
             gathered = f"factors beside activations not yet freed, {readable_bytes(beyond // samples)} at most"
             said = f"{gathered}; what is free up to {MEMORY_BUDGET:g} x is used"
             if facts.mesh.pp > 1:
                 said = f"factors of all {parts} microbatches, until the last stage has its norms"
-            beyond = max(beyond, int((MEMORY_BUDGET - 1) * kept))
-        held.append(beyond // samples)
-    return [_row(facts, "activations", kept // samples, how), _row(facts, "clipping", held, said)]
+            beyond = max(beyond, int((MEMORY_BUDGET - 1) * activations))
+        clipping.append(beyond // samples)
+    return [_row(facts, "activations", activations // samples, how), _row(facts, "clipping", clipping, said)]
 
 
 def _beyond(facts: Facts, coverage: Coverage) -> int:
@@ -347,12 +347,12 @@ def flops(facts: Facts, batch_size: int) -> list[Row]:
         again = [scaled(times * blocks) for times in facts.backwards]
         rows.append(row("blocks' forward again", again, "in each backward"))
     clipping, second = [0], [0]
-    for way, coverage in facts.coverages.items():
+    for label, coverage in facts.coverages.items():
         total = coverage.total
         # With cp these are of whole sequences, of which each rank clips a part of the samples.
         clipping.append(scaled(total.private - total.base) // facts.mesh.cp)
         # What has no trainable parameter: two thirds of it is its backward.
-        rest = (plain.flops - total.base) * 2 // 3 if WAYS[way] == "ghost" else 0
+        rest = (plain.flops - total.base) * 2 // 3 if WAYS[label] == "ghost" else 0
         second.append(scaled(max(0, rest)))
     rows.append(row("norms and clipped sums", clipping, "beyond weight gradients: sum of the table below"))
     if any(second):
@@ -392,8 +392,8 @@ class DevicePlan:
     def answer(self) -> str:
         """Return whether private training fits, and how many parts of the weights it needs at least, in short lines."""
         device, private = readable_bytes(self.device_bytes), range(1, len(self.ways))
-        if any(self.physical_batch()[way] for way in private):
-            fits = [f"{self.physical_batch()[way]} with {self.ways[way]}" for way in private]
+        if any(self.physical_batch()[index] for index in private):
+            fits = [f"{self.physical_batch()[index]} with {self.ways[index]}" for index in private]
             return f"fits on devices of {device}; samples at once on each: {', '.join(fits)}"
         shared = sum(min(row.values[1:]) for row in self.fixed if row.what.startswith(_DIVIDED)) * self.dp
         other = min(_totals(self.fixed)[1:]) - shared // self.dp

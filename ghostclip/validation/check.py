@@ -228,7 +228,7 @@ def check(  # noqa: PLR0913 - the public function names every choice
 def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Module, Any, str]:
     """Return a copy of a model in float64 with a batch to match, or the copy as it is where it takes no such number."""
     # With the precision's name.
-    own = str(next(p.dtype for p in model.parameters() if p.requires_grad)).removeprefix("torch.")
+    precision = str(next(p.dtype for p in model.parameters() if p.requires_grad)).removeprefix("torch.")
     moved = _torch.tree_map(
         lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch
     )
@@ -236,15 +236,15 @@ def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Modul
     try:
         subject = subject.double()
         with torch.no_grad():
-            found = loss_fn(subject, moved)
-        if not isinstance(found, Tensor):
+            loss = loss_fn(subject, moved)
+        if not isinstance(loss, Tensor):
             raise InvalidOptionError(
-                f"loss: it returned a {type(found).__name__}. Return a tensor: losses of shape (B,), or their mean."
+                f"loss: it returned a {type(loss).__name__}. Return a tensor: losses of shape (B,), or their mean."
             )
     except GhostClipError:
         raise
     except Exception:  # noqa: BLE001 - whatever is in the way of float64, the model's own precision is left
-        return copy.deepcopy(model), batch, own
+        return copy.deepcopy(model), batch, precision
     return subject, moved, "float64"
 
 
@@ -272,11 +272,11 @@ def _gradients(subject: nn.Module, batch: Any, loss_fn: LossFn) -> Gradients | N
     return Gradients(len(trainable), numbers, sorted(unused), sorted(zero - unused))
 
 
-def _exactness_lines(found: Check) -> list[str]:
+def _exactness_lines(checked: Check) -> list[str]:
     lines = []
-    for result in found.report.results:
+    for result in checked.report.results:
         lines += [
-            f"  reference       one sample at a time in {found.precision}, C = {found.report.max_grad_norm:.4g}",
+            f"  reference       one sample at a time in {checked.precision}, C = {checked.report.max_grad_norm:.4g}",
             f"  clipped sum     off by {result.error:.1e} ({result.strategy}); norms by {result.norm_error:.1e}",
         ]
         if result.sensitivity is not None:

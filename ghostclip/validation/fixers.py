@@ -76,10 +76,10 @@ class ModuleValidator:
         alike: dict[str, list[str]] = {}
         for path, part in module.named_modules():
             validator = _registered(cls.VALIDATORS, type(part))
-            for found in validator(part) if validator is not None else ():
-                said = f" ({type(part).__name__}): {found}"
+            for error in validator(part) if validator is not None else ():
+                said = f" ({type(part).__name__}): {error}"
                 alike.setdefault(said, []).append(path or "model")
-                errors.append(type(found)(alike[said][-1] + said))
+                errors.append(type(error)(alike[said][-1] + said))
         if strict and errors:
             raise UnsupportedModuleError("\n".join(f"{', '.join(paths)}{said}" for said, paths in alike.items()))
         return errors
@@ -132,8 +132,8 @@ class ModuleValidator:
             )
         if replace_bn_with_in and num_groups is not None:
             raise InvalidOptionError("replace_bn_with_in=True and num_groups: instance norm has no groups. Give one.")
-        given = {"replace_bn_with_in": replace_bn_with_in, "num_groups": num_groups}
-        options = {name: value for name, value in given.items() if value is not None}
+        requested = {"replace_bn_with_in": replace_bn_with_in, "num_groups": num_groups}
+        options = {name: value for name, value in requested.items() if value is not None}
         fixed = copy.deepcopy(module)
         replaced: dict[nn.Module, nn.Module] = {}
         for path, part in list(fixed.named_modules()):
@@ -200,13 +200,13 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     tensors = [tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.is_floating_point()]
     if tensors:
         new.to(device=tensors[0].device, dtype=tensors[0].dtype)
-    own = dict(old.named_parameters())
+    parameters = dict(old.named_parameters())
     with torch.no_grad():
         for name, parameter in new.named_parameters():
-            if name in own:
-                parameter.requires_grad_(own[name].requires_grad)
-                if parameter.shape == own[name].shape:
-                    parameter.copy_(own[name])
+            if name in parameters:
+                parameter.requires_grad_(parameters[name].requires_grad)
+                if parameter.shape == parameters[name].shape:
+                    parameter.copy_(parameters[name])
     new.train(old.training)
     _torch.copy_hooks(old, new)
 
@@ -403,9 +403,9 @@ def _agree(trial: _torch.AnyBatchNorm, x: Tensor) -> bool:
     )
     try:
         torch.manual_seed(0)
-        found = trial.forward(x.clone())
+        output = trial.forward(x.clone())
         torch.manual_seed(0)
-        return bool(torch.allclose(found, _then(trial, norm)))
+        return bool(torch.allclose(output, _then(trial, norm)))
     except Exception:  # noqa: BLE001 - whatever a forward that is not known raises means the same
         return False
 
@@ -438,7 +438,7 @@ def fix_instance_norm(module: _torch.AnyInstanceNorm) -> nn.Module:
 @register_module_validator([nn.Embedding, nn.EmbeddingBag])
 def validate_embedding(module: nn.Embedding | nn.EmbeddingBag) -> list[UnsupportedModuleError]:
     """Refuse an embedding whose gradients are divided by counts over the batch, or that changes rows it looks up."""
-    found: list[UnsupportedModuleError] = []
+    errors: list[UnsupportedModuleError] = []
     if module.max_norm is not None:
         message = (
             f"max_norm={module.max_norm} renormalises, in the table itself, the rows that a batch looks up, which "
@@ -446,14 +446,14 @@ def validate_embedding(module: nn.Embedding | nn.EmbeddingBag) -> list[Unsupport
             "the whole table after step(): with torch.no_grad(): "
             f"weight.copy_(weight.renorm({module.norm_type:g}, 0, {module.max_norm}))."
         )
-        found.append(IllegalModuleConfigurationError(message))
+        errors.append(IllegalModuleConfigurationError(message))
     if not (module.scale_grad_by_freq and module.weight.requires_grad):
-        return found
+        return errors
     message = (
         "scale_grad_by_freq=True divides each gradient by counts over the whole batch, so that samples depend on each "
         "other. Set scale_grad_by_freq=False (ModuleValidator.fix does)."
     )
-    return [*found, IllegalModuleConfigurationError(message)]
+    return [*errors, IllegalModuleConfigurationError(message)]
 
 
 @register_module_fixer([nn.Embedding, nn.EmbeddingBag])

@@ -97,9 +97,9 @@ def losses_of(output: Any, *, batch_size: int, axis: int) -> Tensor:
     for leaf in [logits, *_tree.leaves(output)]:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.dim() == 0:
             continue
-        place = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
-        if leaf.shape[place] == batch_size:
-            return leaf.movedim(place, 0).reshape(batch_size, -1).float().square().mean(1)
+        dim = axis if axis < leaf.dim() and leaf.shape[axis] == batch_size else 0
+        if leaf.shape[dim] == batch_size:
+            return leaf.movedim(dim, 0).reshape(batch_size, -1).float().square().mean(1)
     raise UnsupportedModelError(
         f"the model returned no tensor with {batch_size} samples that depends on a trainable parameter. Return outputs "
         "with a batch axis."
@@ -110,7 +110,7 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequen
     """Count a step without privacy."""
     # `losses` runs the forward; gradients are None afterwards. `blocks`: parts of the model, none inside another, that
     # are counted by themselves as well.
-    own = {_torch.memory_key(parameter) for parameter in model.parameters()}
+    parameter_keys = {_torch.memory_key(parameter) for parameter in model.parameters()}
     saved: set[int] = set()
     # The last is whatever runs in none of them.
     counted = [BlockCost() for _ in (*blocks, model)]
@@ -118,7 +118,7 @@ def plain_step(model: nn.Module, losses: Callable[[], Tensor], *, blocks: Sequen
 
     def pack(tensor: Tensor) -> Tensor:
         key = _torch.memory_key(tensor)
-        if key not in own and key not in saved:
+        if key not in parameter_keys and key not in saved:
             saved.add(key)
             running[-1].saved += tensor.untyped_storage().nbytes()
         return tensor
@@ -239,27 +239,27 @@ class StepMemory:
         shown = " + ".join(f"{readable_bytes(size)} {name}" for name, size in parts)
         fits = [(readable_bytes(size).replace(".0 ", " "), self.physical_batch(size)) for size in devices]
         fitting = [(name, batch) for name, batch in fits if batch]
-        places = [
+        descriptions = [
             f"on {name} at {'' if number else 'physical batch '}{batch}" for number, (name, batch) in enumerate(fitting)
         ]
         none = ", ".join(name for name, batch in fits if not batch)
         lines = [f"in bytes, at most: {readable_bytes(self.total)} = {shown}"]
-        lines += [f"fits {', '.join(places)}"] if places else []
+        lines += [f"fits {', '.join(descriptions)}"] if descriptions else []
         lines += [f"does not fit on {none}"] if none else []
         return lines
 
 
-def memory_of(model: nn.Module, *, optimizer: str, saved: int, held: int, batch_size: int) -> StepMemory:
+def memory_of(model: nn.Module, *, optimizer: str, saved: int, clipping: int, batch_size: int) -> StepMemory:
     """Add up a private step."""
-    # `optimizer`: one of `OPTIMIZERS`. `saved`: bytes that the forward keeps for the backward; `held`: that clipping
-    # keeps besides.
+    # `optimizer`: one of `OPTIMIZERS`. `saved`: bytes that the forward keeps for the backward; `clipping`: what
+    # clipping keeps besides.
     trained = [p for p in model.parameters() if p.requires_grad]
     # Sums are kept in float32 at least.
     sums = sum(p.numel() * max(4, p.element_size()) for p in trained)
     state = OPTIMIZERS[optimizer] * sum(p.numel() * p.element_size() for p in trained)
     return StepMemory(
         parameters=sum(p.numel() * p.element_size() for p in model.parameters()), gradients=sums, optimizer=state,
-        activations=saved, clipping=held, batch_size=batch_size,
+        activations=saved, clipping=clipping, batch_size=batch_size,
     )  # fmt: skip
 
 
@@ -359,9 +359,9 @@ class Inspection:
             f"{self.batch_size} samples, {trainable:,} of {every:,} parameters trainable, strategy "
             f"{self.coverage.strategy}: {verdict}.",
         ]
-        for problem, places in _alike(self.problems):
-            more = f" and {len(places) - _SHOWN} more like it" if len(places) > _SHOWN else ""
-            lines += ["", f"REFUSED {', '.join(places[:_SHOWN])}{more}", f"  found:  {problem.found}"]
+        for problem, paths in _alike(self.problems):
+            more = f" and {len(paths) - _SHOWN} more like it" if len(paths) > _SHOWN else ""
+            lines += ["", f"REFUSED {', '.join(paths[:_SHOWN])}{more}", f"  found:  {problem.found}"]
             lines += [f"  remedy: {problem.remedy}"] if problem.remedy else []
         if len(self.coverage.unused) < len(self.coverage):
             lines += ["", layers_table(self.coverage, priced=self.ok)]
@@ -369,9 +369,9 @@ class Inspection:
             lines += ["", "A small stand-in shows no costs: --full plans the real sizes."]
         elif self.plain is not None and self.flop_ratio is not None and self.memory_ratio is not None:
             base = readable_bytes(self.coverage.base_bytes)
-            held = readable_bytes(self.coverage.total.held)
+            clipping = readable_bytes(self.coverage.total.held)
             of = f"the {self.base_flops / 1e9:.4g} GFLOP of a non-private step"
-            beyond = f"{held} beyond {base} of parameters, gradients and activations"
+            beyond = f"{clipping} beyond {base} of parameters, gradients and activations"
             lines += ["", f"expected FLOPs:  {self.flop_ratio:.3f} x {of}"]
             lines += [f"expected memory: at most {self.memory_ratio:.2f} x ({beyond})"]
             assert self.memory is not None
@@ -423,11 +423,11 @@ def inspect_model(
         coverage, plain = _priced(source, coverage, by_shapes=proof is not None)
         # What the forward keeps was counted, which is more than the inputs of the layers that coverage knows of.
         coverage.base_bytes = parameter_bytes + plain.saved
-        held = coverage.total.held
+        clipping = coverage.total.held
         if proof is not None and coverage.strategy == "bookkeeping":
             # Which layers the memory budget lets keep more cannot be told from shapes alone; how much it allows can.
-            held = max(held, int((MEMORY_BUDGET - 1) * coverage.base_bytes))
-        memory = memory_of(model, optimizer=optimizer, saved=plain.saved, held=held, batch_size=size)
+            clipping = max(clipping, int((MEMORY_BUDGET - 1) * coverage.base_bytes))
+        memory = memory_of(model, optimizer=optimizer, saved=plain.saved, clipping=clipping, batch_size=size)
     return Inspection(
         source.title,
         size,
@@ -539,9 +539,9 @@ def layers_table(coverage: Coverage, *, priced: bool) -> str:
         cost = sum((other.cost for other in rows[1:]), row.cost)
         name = row.name if len(rows) == 1 else re.sub(r"\d+", "*", row.name)
         ratio = f"{cost.private / cost.base:.2f}x" if priced and cost.base else ""
-        held = readable_bytes(cost.held) if priced else ""
+        memory = readable_bytes(cost.held) if priced else ""
         shape = "x".join(map(str, row.shape)) or "scalar"
-        lines.append((name, str(len(rows)), row.module_type, shape, row.rung, row.handled, row.plan, ratio, held))
+        lines.append((name, str(len(rows)), row.module_type, shape, row.rung, row.handled, row.plan, ratio, memory))
     if priced:
         total = coverage.total
         ratio = f"{coverage.flop_ratio:.2f}x"

@@ -298,35 +298,35 @@ class _Run:
             return [self._row(f"refused: {error}", float("inf"), 0.0)]
         rows = [self._difference("norms", clipper.per_sample_norms, norms_B, allowed)]
         coef_B = (bound / norms_B.clamp(min=1e-300)).clamp(max=1.0)
-        found = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         for name, grads in wanted.items():
             clipped = torch.einsum("b,b...->...", coef_B, grads.double())
-            own = found[name].grad
-            rows.append(self._difference(f"clipped sum of {name}", own, clipped, allowed))
+            actual = parameters[name].grad
+            rows.append(self._difference(f"clipped sum of {name}", actual, clipped, allowed))
             if self.strategy == "hooks":
                 title = f"per-sample gradient of {name}"
                 rows.append(self._difference(title, self.grad_samples.get(name), grads, allowed))
         clipper.remove()
         return rows
 
-    def _difference(self, what: str, found: Tensor | None, wanted: Tensor, allowed: _Allowed) -> Comparison:
-        if found is None:
-            found = torch.zeros_like(wanted)
-        if found.shape != wanted.shape:
-            text = f"{what}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    def _difference(self, what: str, actual: Tensor | None, wanted: Tensor, allowed: _Allowed) -> Comparison:
+        if actual is None:
+            actual = torch.zeros_like(wanted)
+        if actual.shape != wanted.shape:
+            text = f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}"
             return self._row(text, float("inf"), 0.0)
-        difference = (found.detach().double() - wanted.detach().double()).abs()
+        difference = (actual.detach().double() - wanted.detach().double()).abs()
         return self._row(what, float(difference.max()) if difference.numel() else 0.0, allowed.of(wanted))
 
     def _row(self, what: str, error: float, allowed: float) -> Comparison:
         return Comparison(self.strategy, self.loss_reduction, what, error, allowed)
 
 
-def _chosen(given: str | Sequence[str] | None, known: Sequence[str], option: str) -> list[str]:
-    chosen = list(known) if given is None else [given] if isinstance(given, str) else list(given)
+def _chosen(requested: str | Sequence[str] | None, known: Sequence[str], option: str) -> list[str]:
+    chosen = list(known) if requested is None else [requested] if isinstance(requested, str) else list(requested)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
-        raise InvalidOptionError(f"{option}={given!r} is not known. Choose from {', '.join(known)}.")
+        raise InvalidOptionError(f"{option}={requested!r} is not known. Choose from {', '.join(known)}.")
     return chosen
 
 

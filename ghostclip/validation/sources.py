@@ -212,10 +212,10 @@ def load_source(request: InspectionRequest) -> Source:
 def require_positions(config: Any, request: InspectionRequest) -> None:
     """Refuse a sequence that is longer than an architecture holds."""
     text = getattr(config, "text_config", config)
-    held = getattr(text, "max_position_embeddings", None)
-    if isinstance(held, int) and 0 < held < request.sequence_length:
+    limit = getattr(text, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < request.sequence_length:
         raise InvalidOptionError(
-            f"{request.model} holds at most {held} positions, not {request.sequence_length}: take a shorter sequence."
+            f"{request.model} holds at most {limit} positions, not {request.sequence_length}: take a shorter sequence."
         )
 
 
@@ -233,20 +233,20 @@ def _from_factory(request: InspectionRequest) -> Source:
 
 
 def _module_and_name(text: str) -> tuple[ModuleType, str]:
-    place, _, name = text.rpartition(":")
-    if not place or not name:
+    owner, _, name = text.rpartition(":")
+    if not owner or not name:
         raise InvalidOptionError(f"{text}: name both the file or module and the function: path/to/file.py:factory")
-    if not place.endswith(".py"):
+    if not owner.endswith(".py"):
         sys.path.insert(0, "")
         try:
-            return importlib.import_module(place), name
+            return importlib.import_module(owner), name
         except (Exception, SystemExit) as error:
-            raise InvalidOptionError(f"{text}: {place} cannot be imported ({type(error).__name__}: {error})") from error
+            raise InvalidOptionError(f"{text}: {owner} cannot be imported ({type(error).__name__}: {error})") from error
         finally:
             sys.path.remove("")
-    path = Path(place)
+    path = Path(owner)
     if not path.is_file():
-        raise InvalidOptionError(f"{text}: no such file: {place}")
+        raise InvalidOptionError(f"{text}: no such file: {owner}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -254,7 +254,7 @@ def _module_and_name(text: str) -> tuple[ModuleType, str]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise InvalidOptionError(f"{place} cannot be run: {type(error).__name__}: {error}") from error
+        raise InvalidOptionError(f"{owner} cannot be run: {type(error).__name__}: {error}") from error
     return module, name
 
 
@@ -268,10 +268,10 @@ def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
 
 def _called(function: Callable[..., Any], request: InspectionRequest, text: str) -> Any:
     """Call a factory with those of batch_size and sequence_length that it names."""
-    given = {"batch_size": request.batch_size, "sequence_length": request.sequence_length}
+    sizes = {"batch_size": request.batch_size, "sequence_length": request.sequence_length}
     names = inspect.signature(function).parameters
     try:
-        return function(**{key: value for key, value in given.items() if key in names})
+        return function(**{key: value for key, value in sizes.items() if key in names})
     except (Exception, SystemExit) as error:
         raise InvalidOptionError(f"{text}: {type(error).__name__}: {error}") from error
 

@@ -56,8 +56,8 @@ def count_samples(batch: Any, *, axis: int) -> int:
 
 
 def _are_all_alike(tensor: Tensor, *, size: int, axis: int) -> bool:
-    place = batch_axis_of(tensor, batch_size=size, axis=axis)
-    return place is None or torch.equal(tensor, tensor.roll(1, place))
+    dim = batch_axis_of(tensor, batch_size=size, axis=axis)
+    return dim is None or torch.equal(tensor, tensor.roll(1, dim))
 
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -93,13 +93,13 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the loss that a model computes itself, as those of transformers do."""
     # `batch`: its arguments, labels among them.
     output = model(**batch)
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
         raise InvalidOptionError(
             f"loss=None: {type(model).__name__} returned no loss for a batch of {', '.join(batch)}. Add the labels to "
             "the batch, or give the loss: a function of model and batch."
         )
-    return found
+    return loss
 
 
 @contextmanager
@@ -112,8 +112,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    places = {tensor.device for tensor in tensors}
-    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
+    all_devices = {tensor.device for tensor in tensors}
+    devices = sorted(device.index or 0 for device in all_devices if device.type == "cuda")
     with restored(model), torch.random.fork_rng(devices=devices):
         try:
             for parameter, _ in grads:

@@ -45,8 +45,8 @@ class Problem:
         head, colon, rest = text.partition(": ")
         if colon and head.endswith(")") and " (" in head and len(head.split()) == 2:
             place, text = head, rest
-        found, _, remedy = text.rpartition(". ")
-        return cls(place, found or text, remedy if found else "")
+        finding, _, remedy = text.rpartition(". ")
+        return cls(place, finding or text, remedy if finding else "")
 
     def __str__(self) -> str:
         """Return it in one line."""
@@ -216,8 +216,8 @@ def loss_problem(subject: Subject, batch: Any, reference: Reference, *, reductio
         other = "sum" if reduction == "mean" else "mean"
         other_scale = 1 if reduction == "mean" else subject.batch_size
         if reduction != "none" and relative_error(whole * other_scale, total) <= tolerance:
-            found = f"the loss is the {other} over the samples, but loss_reduction={reduction!r} was declared"
-            return Problem("loss_fn", found, f"Pass loss_reduction={other!r}, or return losses of shape (B,).")
+            finding = f"the loss is the {other} over the samples, but loss_reduction={reduction!r} was declared"
+            return Problem("loss_fn", finding, f"Pass loss_reduction={other!r}, or return losses of shape (B,).")
         return _does_not_add_up(relative_error(whole * scale, total), "the batch")
     for sample in left_out(subject):
         rest = subject.gradient(without(subject, batch, sample)) * (scale - 1 if scale > 1 else 1)
@@ -228,7 +228,7 @@ def loss_problem(subject: Subject, batch: Any, reference: Reference, *, reductio
 
 
 def _does_not_add_up(error: float, what: str) -> Problem:
-    found = (
+    finding = (
         f"the gradient of {what} is not that of its samples' own losses (relative difference {error:.2g}): the loss "
         "compares samples, normalises over the batch (a mean over all tokens), or leaves some out"
     )
@@ -236,7 +236,7 @@ def _does_not_add_up(error: float, what: str) -> Problem:
         "Write each sample's loss from its own outputs and return them as (B,): reduction='none', then a mean over "
         "each sample's own positions."
     )
-    return Problem("loss_fn", found, remedy)
+    return Problem("loss_fn", finding, remedy)
 
 
 @suggests_options
@@ -408,13 +408,13 @@ class _Validation:
         self.results.append(result)
         tolerance = tolerance_of(self.subject)
         if result.error > tolerance or result.norm_error > tolerance:
-            found = f"the clipped sum is off by {result.error:.2g} and norms by {result.norm_error:.2g} (relative)"
+            finding = f"the clipped sum is off by {result.error:.2g} and norms by {result.norm_error:.2g} (relative)"
             remedy = "This should not happen: please report the model. Meanwhile choose a strategy that is exact here."
-            self.problems.append(Problem(f"strategy '{strategy}'", found, remedy))
+            self.problems.append(Problem(f"strategy '{strategy}'", finding, remedy))
         if result.sensitivity is not None and result.sensitivity > 1 + tolerance:
-            found = f"leaving out one sample moves the clipped sum by {result.sensitivity:.4f} C"
+            finding = f"leaving out one sample moves the clipped sum by {result.sensitivity:.4f} C"
             remedy = "One sample's gradient depends on the others: see the other problems, or freeze what mixes them."
-            self.problems.append(Problem(f"strategy '{strategy}'", found, remedy))
+            self.problems.append(Problem(f"strategy '{strategy}'", finding, remedy))
 
     def _compared(
         self, strategy: Strategy, bound: float, reference: Reference, parts: Sequence[tuple[int, Any]]
@@ -455,5 +455,5 @@ class _Validation:
 
 
 def _mixing(start: DependenceStart) -> Problem:
-    found = f"the output of one sample depends on other samples; it starts in {start.describe()}"
-    return Problem(start.place, found, start.remedy())
+    finding = f"the output of one sample depends on other samples; it starts in {start.describe()}"
+    return Problem(start.place, finding, start.remedy())

@@ -35,6 +35,6 @@ def test_a_trainer_of_sentence_transformers_is_refused_by_name_with_the_loop():
 def test_a_delta_that_promises_nothing_is_said_before_the_first_step():
     host = HostTraining(Arguments(noise_multiplier=1.0, target_delta=0.5), max_grad_norm=1.0, rank=lambda: 0)
     model = nn.Linear(2, 1)
-    host.private_loader(DataLoader(TensorDataset(torch.ones(40, 2)), batch_size=4), ranks=1, place="train_dataset")
+    host.private_loader(DataLoader(TensorDataset(torch.ones(40, 2)), batch_size=4), ranks=1, source="train_dataset")
     with pytest.warns(UserWarning, match="0.5"):
         host.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3, wrap_model=True)

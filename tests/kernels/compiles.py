@@ -17,7 +17,7 @@ from ghostclip.kernels import triton_noise, triton_products, triton_sums
 from ghostclip.kernels.bounds import CHAIN_OF_KERNELS, COLUMNS, FORMED_COLUMNS, UNIT_CHAIN
 
 SIZES = ("positions", "inputs", "outputs", "tiles", "programs", "samples", "splits", "features", "share")
-STRIDES = ("a_sample", "a_step", "g_sample", "g_step", "between", "apart")
+STRIDES = ("a_sample", "a_step", "g_sample", "g_step", "between", "stride", "bias_offset")
 TYPES = dict.fromkeys((*SIZES, *STRIDES, "first_block", "block_size", "offset", "count"), "i32")
 TYPES |= dict.fromkeys(("value_ptr", "part_ptr", "square_ptr", "scales_ptr"), "*fp64")
 TYPES |= dict.fromkeys(("coef_ptr", "out_ptr", "weight_ptr", "bias_ptr", "sum_ptr"), "*fp32")
