@@ -356,11 +356,11 @@ def untouched_grads(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> Itera
             leaf.grad = grad
 
 
-def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Sequence[Edge]) -> Sequence[Tensor | None]:
+def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Sequence[Edge]) -> list[Tensor | None]:
     """Return what a backward from values or edges of a graph, which stays, brings to edges of it; None for nothing."""
     ends: list[Any] = [GradientEdge(*edge) for edge in edges]
     try:
-        return torch.autograd.grad(roots, ends, list(grads), retain_graph=True, allow_unused=True)
+        return list(torch.autograd.grad(roots, ends, list(grads), retain_graph=True, allow_unused=True))
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise
