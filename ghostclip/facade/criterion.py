@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -244,6 +245,7 @@ class Deferral:
     def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion, takeover: Takeover) -> None:
         self._clipper, self._criterion = clipper, criterion
         self.step = GraphStep(clipper, self._losses, takeover=takeover)
+        self.step.reads = criterion.criterion
 
     def defers(self, model: nn.Module) -> bool:
         """Return whether a call of the model is deferred."""
@@ -267,24 +269,31 @@ class Deferral:
 
     def compute(self, loss: DeferredLoss) -> Tensor:
         """Compute a batch's losses ``(B,)`` and add its clipped sum."""
-        call, paths = loss.call, []
+        call, paths, tensors = loss.call, [], list[Tensor]()
+
+        def taken(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            return None if isinstance(leaf, Tensor) else leaf
 
         def noted(leaf: Any) -> Any:
             if not isinstance(leaf, DeferredOutput):
                 return leaf
             paths.append(leaf.path)
-            return f"{_HERE}{len(paths) - 1}"
+            return f"{_HERE}{len(paths) - 1} {_tree.mapped(taken, leaf.path)!r}"
 
-        # An output is a plain value among the arguments: graphs are compiled for these.
+        # An output is a plain value among the arguments, and says how it is reached: graphs are compiled for these.
         given = _tree.mapped(noted, loss.given)
         self._paths = paths
-        losses_B, output = self.step(call.args, call.kwargs, given, loss.changes)
+        losses_B, output = self.step(call.args, call.kwargs, given, loss.changes, tensors)
         call.computed(output)
         return losses_B
 
-    def _losses(self, model: nn.Module, args: Any, kwargs: Any, given: Any, changes: Any) -> tuple[Tensor, Any]:
-        output = model(*args, **kwargs)
-        paths = self._paths
+    def _losses(
+        self, model: nn.Module, args: Any, kwargs: Any, given: Any, changes: Any, in_paths: Any
+    ) -> tuple[Tensor, Any]:
+        output, rest = model(*args, **kwargs), iter(in_paths)
+        paths = _tree.mapped(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, self._paths)
         own, named = _from_values(given, lambda number: _followed(output, paths[number]))
         losses_B = self._criterion.per_sample(*own, **named)
         return _changed(losses_B, changes), output if isinstance(output, Tensor) else None
@@ -303,7 +312,7 @@ _HERE: Final = "\0output"
 def _from_values(given: Any, value: Callable[[int], Any]) -> Any:
     def back(leaf: Any) -> Any:
         placed = isinstance(leaf, str) and leaf.startswith(_HERE)
-        return value(int(leaf[len(_HERE) :])) if placed else leaf
+        return value(int(leaf[len(_HERE) :].partition(" ")[0])) if placed else leaf
 
     return _tree.mapped(back, given)
 
@@ -356,7 +365,8 @@ class DeferredOutput:
         return DeferredOutput(self.call, (*self.path, ("attribute", name)))
 
     def __getitem__(self, key: Any) -> Any:
-        return DeferredOutput(self.call, (*self.path, ("item", _resolved(key))))
+        key = _tree.mapped(lambda one: torch.as_tensor(one) if isinstance(one, np.ndarray) else _resolved(one), key)
+        return DeferredOutput(self.call, (*self.path, ("item", key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the value; a method that only changes a tensor's view is recorded."""

@@ -1,9 +1,11 @@
 """What a graph was traced for: a batch of another form, or a model that was changed, needs another one.
 
 Guarded are: shapes and dtypes of the batch, its plain values, the model's modules, parameters and buffers (number,
-shape, dtype, device, whether they train), what modules hold in attributes (numbers, flags, functions, arrays of NumPy,
-and lists, dicts and objects of such, four deep), autocast, and how samples are clipped. What a forward reads elsewhere
-(a global variable, a number read off a tensor that is no buffer) is not, and must not change.
+shape, dtype, device, whether they train), what modules and the loss hold in attributes (numbers, flags, functions,
+tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes that are added), autocast, and
+how samples are clipped. What a forward reads elsewhere (a global variable, a number read off a tensor that is no
+buffer) is not, and must not change. Where tensors that samples have in common hold other values than in the trace, the
+eager engine computes the batch.
 """
 
 from __future__ import annotations
@@ -31,20 +33,25 @@ _MISSING: Final = object()
 
 
 class Watched:
-    """A model in the state in which a graph was traced."""
+    """A model and its loss in the state in which a graph was traced."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], loss: Any, constants: Sequence[Tensor]) -> None:
+        # `constants`: tensors that the graph holds; an attribute that had one must still have it.
         self._slots = [_slot(model, name) for name in names]
         self._about = [_about(owner[key]) for owner, key in self._slots]
         self._sizes: list[tuple[Any, int]] = []
+        self._keys: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._plain: list[tuple[Any, Any, Any]] = []
         self._arrays: list[tuple[Any, Any, Any]] = []
         seen = set[int]()
+        self._constants = frozenset(map(id, constants))
         for module in model.modules():
             self._sizes += [(own, len(own)) for own in _torch.tables(module)]
-            own = vars(module)
-            seen.update(id(own[key]) for key in _TORCHS_OWN & own.keys())
-            self._note(own, seen, _DEPTH)
+            self._keys.append((vars(module), frozenset(vars(module))))
+            seen.update(id(own) for key, own in vars(module).items() if key in _TORCHS_OWN)
+            self._note(vars(module), seen, _DEPTH)
+        for each in loss.modules() if isinstance(loss, nn.Module) else [loss]:
+            self._note(getattr(each, "__dict__", {}), seen, _DEPTH)
 
     def _note(self, own: Any, seen: set[int], depth: int) -> None:
         """Note the values of a list or a dict, nested ones included."""
@@ -52,7 +59,7 @@ class Watched:
             return
         seen.add(id(own))
         for key, value in own.items() if isinstance(own, dict) else enumerate(own):
-            if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
+            if isinstance(value, (*_PLAIN, *_FUNCTIONS)) or id(value) in self._constants:
                 self._plain.append((own, key, value))
             elif isinstance(value, np.ndarray):
                 self._arrays.append((own, key, value.copy()))
@@ -68,6 +75,8 @@ class Watched:
     def tensors(self) -> list[Tensor] | None:
         """Return the current parameters and buffers; None where the model was changed."""
         if any(len(own) != size for own, size in self._sizes):
+            return None
+        if any(not _is_ours(own[key]) for own, keys in self._keys for key in own.keys() - keys):
             return None
         for own, key, value in self._plain:
             found = own[key] if isinstance(own, (list, tuple)) else own.get(key, _MISSING)
@@ -93,7 +102,7 @@ def _is_weak(value: Any) -> bool:
 
 def _differs(found: Any, value: Any) -> bool:
     """Return whether an object was replaced by another that is not its equal."""
-    if type(found) is not type(value):
+    if type(found) is not type(value) or isinstance(value, Tensor):
         return True
     try:
         return bool(found != value)

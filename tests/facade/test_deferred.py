@@ -1,5 +1,7 @@
 """A loop as it is written for eager training, whose forward, loss and backward are computed as one graph."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +121,26 @@ def test_attributes_items_and_views_of_an_output_are_part_of_the_graph():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
     assert private.deferral.step.graphs[0].runs == 3
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_another_part_of_an_output_needs_another_graph(as_tensor):
+    def trained(mode):
+        places = itertools.count()
+
+        def loop(model, criterion, ids):
+            place = next(places)
+            output = model(ids)["logits"]
+            part = output[:, torch.tensor([place])].squeeze(1) if as_tensor else output[:, place]
+            criterion(part, ids[:, 0]).backward()
+
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
+        return _trained(mode, loop, Tokens().double(), data)
+
+    (want, *_), (got, _, private) = trained("bookkeeping"), trained("graph")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    assert private.deferral.step.graphs
 
 
 @pytest.mark.parametrize("combine", [lambda loss, term: loss + term, lambda loss, term: term * loss])
