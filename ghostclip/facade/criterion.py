@@ -12,15 +12,17 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.graph import GraphStep
+from ghostclip.graph.guards import autocasts
 from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
@@ -265,7 +267,9 @@ class Deferral:
         given = tuple(args), dict(kwargs)
         calls = {leaf.call for leaf in _tree.leaves(given) if isinstance(leaf, DeferredOutput)}
         call = calls.pop() if len(calls) == 1 else None
-        return None if call is None or call.known else DeferredLoss(self, self._clipper, call, given)
+        if call is None or call.known:
+            return None
+        return DeferredLoss(self, self._clipper, call, given, _Moment(self._clipper.model, given))
 
     def compute(self, loss: DeferredLoss) -> Tensor:
         """Compute a batch's losses ``(B,)`` and add its clipped sum."""
@@ -285,17 +289,21 @@ class Deferral:
         # An output is a plain value among the arguments, and says how it is reached: graphs are compiled for these.
         given = _tree.mapped(noted, loss.given)
         self._paths = paths
-        losses_B, output = self.step(call.args, call.kwargs, given, loss.changes, tensors)
+        for moment in (call.moment, loss.moment):
+            moment.refuse_changes(self._clipper.model)
+        with autocast(call.moment.autocast):
+            beside = loss.changes, tensors, loss.moment.autocast
+            losses_B, output = self.step(call.args, call.kwargs, given, beside)
         call.computed(output)
         return losses_B
 
-    def _losses(
-        self, model: nn.Module, args: Any, kwargs: Any, given: Any, changes: Any, in_paths: Any
-    ) -> tuple[Tensor, Any]:
-        output, rest = model(*args, **kwargs), iter(in_paths)
+    def _losses(self, model: nn.Module, args: Any, kwargs: Any, given: Any, beside: Any) -> tuple[Tensor, Any]:
+        changes, tensors, casts = beside
+        output, rest = model(*args, **kwargs), iter(tensors)
         paths = _tree.mapped(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, self._paths)
-        own, named = _from_values(given, lambda number: _followed(output, paths[number]))
-        losses_B = self._criterion.per_sample(*own, **named)
+        with autocast(casts):
+            own, named = _from_values(given, lambda number: _followed(output, paths[number]))
+            losses_B = self._criterion.per_sample(*own, **named)
         return _changed(losses_B, changes), output if isinstance(output, Tensor) else None
 
 
@@ -317,11 +325,38 @@ def _from_values(given: Any, value: Callable[[int], Any]) -> Any:
     return _tree.mapped(back, given)
 
 
+@contextmanager
+def autocast(states: Any) -> Iterator[None]:
+    """Switch autocast to what it was, by type of device: a dtype, or False where it was off."""
+    with ExitStack() as entered:
+        for kind, dtype in states:
+            entered.enter_context(torch.autocast(kind, dtype=dtype or None, enabled=bool(dtype)))
+        yield
+
+
+class _Moment:
+    """The state in which a call was written, which is computed later."""
+
+    def __init__(self, model: nn.Module, given: Any) -> None:
+        self.autocast: Any = autocasts(next(model.parameters()).device.type)
+        self._training = model.training
+        self._given = [(own, _torch.version(own)) for own in _tree.tensors(given) if not own.is_inference()]
+
+    def refuse_changes(self, model: nn.Module) -> None:
+        """Refuse a batch or a model that was changed since."""
+        if model.training != self._training or any(_torch.version(own) != version for own, version in self._given):
+            raise GhostClipError(
+                "a tensor of the batch was changed in place, or the model's training mode, between a call and its "
+                "backward(), which computes both as one graph. Change a copy, or do it after backward()."
+            )
+
+
 class DeferredCall:
     """A deferred call of the model."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
+        self.moment = _Moment(model, (args, kwargs))
         self.known = False  # whether its output was computed by itself, eagerly
         self._done = False
         self._value: Any = None
@@ -333,7 +368,7 @@ class DeferredCall:
     def value(self) -> Any:
         """Return the output: computed now if it is unknown, without gradients after its backward."""
         if self._value is None:
-            with torch.set_grad_enabled(not self._done and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(not self._done and torch.is_grad_enabled()), autocast(self.moment.autocast):
                 self._value = self.model(*self.args, **self.kwargs)
             self.known = not self._done
         return self._value
@@ -461,11 +496,12 @@ class DeferredLoss(PrivateLoss):
         call: DeferredCall,
         # arguments of the criterion, deferred outputs among them
         given: Any,
+        moment: _Moment,
         # arithmetic on the loss: names of operators with numbers
         changes: tuple[tuple[str, float], ...] = (),
     ) -> None:
         self._deferral, self._clipper = deferral, clipper
-        self.call, self.given, self.changes = call, given, changes
+        self.call, self.given, self.moment, self.changes = call, given, moment, changes
         self._computed: Tensor | None = None
         self._gone_back = False
 
@@ -490,7 +526,7 @@ class DeferredLoss(PrivateLoss):
         if self._computed is not None:
             return PrivateLoss(self._clipper, getattr(operator, name)(self._computed, number))
         changes = (*self.changes, (name, number))
-        return DeferredLoss(self._deferral, self._clipper, self.call, self.given, changes)
+        return DeferredLoss(self._deferral, self._clipper, self.call, self.given, self.moment, changes)
 
     def __mul__(self, other: object) -> PrivateLoss:
         return self._after("mul", number_of(other))

@@ -1,7 +1,7 @@
 """What a graph was traced for: a batch of another form, or a model that was changed, needs another one.
 
-Guarded are: shapes and dtypes of the batch, its plain values, the model's modules, parameters and buffers (number,
-shape, dtype, device, whether they train), what modules and the loss hold in attributes (numbers, flags, functions,
+Guarded are: shapes and dtypes of the batch, its plain values, the model's modules and parameters (by identity) and
+buffers (number), of these shape, dtype, device and whether they train, what modules and the loss hold in attributes (numbers, flags, functions,
 tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes that are added), autocast, and
 how samples are clipped. What a forward reads elsewhere (a global variable, a number read off a tensor that is no
 buffer) is not, and must not change. Where tensors that samples have in common hold other values than in the trace, the
@@ -39,14 +39,20 @@ class Watched:
         # `constants`: tensors that the graph holds; an attribute that had one must still have it.
         self._slots = [_slot(model, name) for name in names]
         self._about = [_about(owner[key]) for owner, key in self._slots]
+        # Modules and parameters, tied ones in each of their places: an optimizer knows them by identity.
+        self._objects: list[tuple[dict[str, Any], str, Any]] = []
         self._sizes: list[tuple[Any, int]] = []
         self._keys: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._plain: list[tuple[Any, Any, Any]] = []
         self._arrays: list[tuple[Any, Any, Any]] = []
         seen = set[int]()
         self._constants = frozenset(map(id, constants))
-        for module in model.modules():
+        self._modules = list(model.modules())
+        self._kinds = list(map(type, self._modules))
+        for module in self._modules:
             self._sizes += [(own, len(own)) for own in _torch.tables(module)]
+            children, parameters, _ = _torch.tables(module)
+            self._objects += [(own, key, value) for own in (children, parameters) for key, value in own.items()]
             self._keys.append((vars(module), frozenset(vars(module))))
             seen.update(id(own) for key, own in vars(module).items() if key in _TORCHS_OWN)
             self._note(vars(module), seen, _DEPTH)
@@ -74,7 +80,9 @@ class Watched:
 
     def tensors(self) -> list[Tensor] | None:
         """Return the current parameters and buffers; None where the model was changed."""
-        if any(len(own) != size for own, size in self._sizes):
+        if list(map(type, self._modules)) != self._kinds or any(len(own) != size for own, size in self._sizes):
+            return None
+        if any(own.get(key) is not value for own, key, value in self._objects):
             return None
         if any(not _is_ours(own[key]) for own, keys in self._keys for key in own.keys() - keys):
             return None
@@ -139,10 +147,14 @@ def form_of(tree: Any) -> Hashable | None:
     return str(structure), tuple(found)
 
 
-def surroundings(kind: str) -> Hashable:
-    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes."""
-    autocast = tuple(
+def autocasts(kind: str) -> tuple[tuple[str, Any], ...]:
+    """Return to which dtype autocast casts on a CPU and on a type of device; False where it is off."""
+    return tuple(
         (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         for device in sorted({"cpu", kind})
     )
-    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+
+
+def surroundings(kind: str) -> Hashable:
+    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes."""
+    return autocasts(kind), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

@@ -230,6 +230,11 @@ def _twice(inner, x):
     return 2 * Net.forward(inner, x)
 
 
+class _Doubled(Net):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 class _Held(nn.Module):
     """Scales by what is held in several ways."""
 
@@ -259,6 +264,7 @@ class _Held(nn.Module):
         pytest.param(lambda model: setattr(model, "how", torch.tanh), id="a function"),
         pytest.param(lambda model: setattr(model, "tensor", torch.arange(3.0)), id="another tensor"),
         pytest.param(lambda model: setattr(model.inner, "forward", MethodType(_twice, model.inner)), id="a method"),
+        pytest.param(lambda model: setattr(model.inner, "__class__", _Doubled), id="another class"),
     ],
 )
 def test_what_a_model_holds_is_watched(change):
