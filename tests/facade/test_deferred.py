@@ -143,6 +143,27 @@ def test_another_part_of_an_output_needs_another_graph(as_tensor):
     assert private.deferral.step.graphs
 
 
+def test_what_a_trace_leaves_on_a_criterion_is_taken_back():
+    class Remembering:
+        earlier = None
+
+        def __call__(self, output, y):
+            losses_B = nn.functional.cross_entropy(output, y, reduction="none")
+            self.earlier, scale = losses_B.detach().mean(), 1.0 if self.earlier is None else self.earlier
+            return losses_B * scale
+
+    private, optimizer, criterion, loader = _private(_model(), _classes(), "graph", criterion=Remembering())
+    with pytest.raises(LossReductionError, match="keeps something of a batch for later ones"):
+        _step(private, optimizer, criterion, loader)
+
+
+def _step(private, optimizer, criterion, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        criterion(private(x), y).backward()
+        optimizer.step()
+
+
 def _exchanged(model):
     model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
 
@@ -163,14 +184,12 @@ def _shared(model):
 def test_a_parameter_that_the_optimizer_does_not_hold_is_refused_as_by_the_eager_engine(change):
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)).double()
     private, optimizer, criterion, loader = _private(model, _classes(), "graph")
-    with pytest.raises(UncoveredParameterError, match="not in the model any longer"):  # noqa: PT012 - it is the third step
-        for number, (x, y) in enumerate(loader):
-            if number == 2:
-                assert private.deferral.step.graphs[0].runs == 2
-                change(model)
-            optimizer.zero_grad()
-            criterion(private(x), y).backward()
-            optimizer.step()
+    batches = iter(loader)
+    _step(private, optimizer, criterion, itertools.islice(batches, 2))
+    assert private.deferral.step.graphs[0].runs == 2
+    change(model)
+    with pytest.raises(UncoveredParameterError, match="not in the model any longer"):
+        _step(private, optimizer, criterion, batches)
 
 
 @pytest.mark.parametrize("around_loss", [True, False])
