@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -284,7 +284,7 @@ class Deferral:
             if not isinstance(leaf, DeferredOutput):
                 return leaf
             paths.append(leaf.path)
-            return f"{_HERE}{len(paths) - 1} {_tree.mapped(taken, leaf.path)!r}"
+            return f"{_HERE}{len(paths) - 1} {leaf.path and _tree.mapped(taken, leaf.path)!r}"
 
         # An output is a plain value among the arguments, and says how it is reached: graphs are compiled for these.
         given = _tree.mapped(noted, loss.given)
@@ -299,8 +299,9 @@ class Deferral:
 
     def _losses(self, model: nn.Module, args: Any, kwargs: Any, given: Any, beside: Any) -> tuple[Tensor, Any]:
         changes, tensors, casts = beside
-        output, rest = model(*args, **kwargs), iter(tensors)
-        paths = _tree.mapped(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, self._paths)
+        output, rest, paths = model(*args, **kwargs), iter(tensors), self._paths
+        if tensors:
+            paths = _tree.mapped(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, paths)
         with autocast(casts):
             own, named = _from_values(given, lambda number: _followed(output, paths[number]))
             losses_B = self._criterion.per_sample(*own, **named)
@@ -325,26 +326,32 @@ def _from_values(given: Any, value: Callable[[int], Any]) -> Any:
     return _tree.mapped(back, given)
 
 
-@contextmanager
-def autocast(states: Any) -> Iterator[None]:
-    """Switch autocast to what it was, by type of device: a dtype, or False where it was off."""
-    with ExitStack() as entered:
-        for kind, dtype in states:
-            entered.enter_context(torch.autocast(kind, dtype=dtype or None, enabled=bool(dtype)))
-        yield
+_OFF: Final = (("cpu", False), ("cuda", False))
+
+
+def autocast(states: Any) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is what it was, by type of device: a dtype, or False where it was off."""
+    if states is _OFF and not _torch.any_autocast():
+        return nullcontext()
+    entered = ExitStack()
+    for kind, dtype in states:
+        entered.enter_context(torch.autocast(kind, dtype=dtype or None, enabled=bool(dtype)))
+    return entered
 
 
 class _Moment:
     """The state in which a call was written, which is computed later."""
 
     def __init__(self, model: nn.Module, given: Any) -> None:
-        self.autocast: Any = autocasts(next(model.parameters()).device.type)
+        is_on = _torch.any_autocast()
+        self.autocast: Any = autocasts(next(model.parameters()).device.type) if is_on else _OFF
         self._training = model.training
-        self._given = [(own, _torch.version(own)) for own in _tree.tensors(given) if not own.is_inference()]
+        self._given = list(itertools.filterfalse(Tensor.is_inference, _tree.tensors(given)))
+        self._versions = _torch.versions(self._given)
 
     def refuse_changes(self, model: nn.Module) -> None:
         """Refuse a batch or a model that was changed since."""
-        if model.training != self._training or any(_torch.version(own) != version for own, version in self._given):
+        if model.training != self._training or _torch.versions(self._given) != self._versions:
             raise GhostClipError(
                 "a tensor of the batch was changed in place, or the model's training mode, between a call and its "
                 "backward(), which computes both as one graph. Change a copy, or do it after backward()."

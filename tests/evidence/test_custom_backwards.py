@@ -259,6 +259,14 @@ def test_a_factor_of_each_sample_that_the_outputs_do_not_show_is_exact(made, fac
     torch.testing.assert_close(_sums(model), expected)
 
 
+def test_noise_that_each_sample_meets_by_its_place_is_no_backward_that_follows_the_batch():
+    reverse = _function(_LINEAR["reversed"])
+    model = _Net(lambda hidden: reverse(hidden + torch.randn_like(hidden)))
+    with ghostclip.GhostClipper(model, max_grad_norm=_C) as clipper:
+        clipper.backward(_losses(model, _batch(5)))
+        assert "batch independence (of gradients): random numbers are drawn" in str(clipper.coverage())
+
+
 class _OneFollowsAnother(nn.Module):
     def __init__(self, follower, leader):
         super().__init__()
