@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.hooks import hooks_of_others, note_tensor_hooks, stop_noting_tensor_hooks
+from ghostclip.capture.hooks import hooks_before_now, note_tensor_hooks, stop_noting_tensor_hooks
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.capture.ranks import Gathering
 from ghostclip.capture.row_origin import METADATA_KEY
@@ -79,7 +79,7 @@ def announce(examiner: Examiner, forward: ForwardContext, output: Tensor, arrive
         _waiting[forward] = ref(examiner)
         _install()
     forward.announced = max(forward.announced, output.register_hook(lambda grad: arrives()).id)
-    forward.hooks_until = hooks_of_others()
+    forward.hooks_until = hooks_before_now()
 
 
 def forget(forward: ForwardContext) -> None:

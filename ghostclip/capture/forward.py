@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from torch import Tensor
 
 from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Visits
-from ghostclip.capture.hooks import hooks_of_others
+from ghostclip.capture.hooks import hooks_before_now
 from ghostclip.capture.nodes import Casts
 from ghostclip.capture.row_tracker import RowTracker
 from ghostclip.capture.sizes import Resized
@@ -93,8 +93,8 @@ class ForwardContext:
     # divided among the ranks), by name
     spread: dict[str, bool] = field(default_factory=dict)
     latest: int | None = None  # the number of the node of the latest use; None before the first
-    hooks_before: int = field(default_factory=hooks_of_others)  # number of others' hooks when it began
-    hooks_until: int = field(default_factory=hooks_of_others)  # number of others' hooks when it had ended
+    hooks_before: int = field(default_factory=hooks_before_now)  # number of others' hooks when it began
+    hooks_until: int = field(default_factory=hooks_before_now)  # number of others' hooks when it had ended
     announced: int = -1  # the number of the latest hook when it had ended
     # numbers of the first node of the graph that proofs made after it, and of the first one behind theirs
     proofs: tuple[int, int] = (0, 0)
@@ -165,7 +165,7 @@ class ForwardContext:
 
     def restart(self) -> None:
         """Count hooks from now on: those that were set before are a rehearsal's."""
-        self.hooks_before = hooks_of_others()
+        self.hooks_before = hooks_before_now()
 
     def take_over(self, other: "ForwardContext") -> None:
         """Take over what was noted of another forward behind the same loss, for whoever looks at that loss."""

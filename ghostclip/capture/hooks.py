@@ -10,7 +10,8 @@ following rows, keeping inputs) happens as it runs. A compiled model therefore r
 and compiled otherwise: in evaluation, without gradients, or once the clipper is removed.
 
 torch tells nobody which values of a graph have hooks. While anybody is attached, ``Tensor.register_hook`` is therefore
-replaced by one that leaves a note on the node that made the tensor; the hooks themselves are kept by torch alone.
+replaced by one that leaves a note on the node that made the tensor; the hooks themselves are kept by torch alone. Hooks
+on saved tensors are counted as they are set.
 """
 
 import functools
@@ -23,6 +24,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip import _torch
@@ -227,12 +229,15 @@ def note_tensor_hooks() -> None:
     """Note hooks from now on; an earlier replacement of the method is still called."""
     if not hasattr(Tensor.register_hook, _NOTING):
         Tensor.register_hook = _noting(Tensor.register_hook)  # type: ignore[method-assign]
+    if not hasattr(saved_tensors_hooks.__enter__, _NOTING):
+        saved_tensors_hooks.__enter__ = _noting_packing(saved_tensors_hooks.__enter__)  # type: ignore[method-assign]
 
 
 def stop_noting_tensor_hooks() -> None:
     """Restore torch's method, unless somebody has replaced it since."""
-    while hasattr(Tensor.register_hook, _NOTING):
-        Tensor.register_hook = getattr(Tensor.register_hook, "__wrapped__")  # type: ignore[method-assign] # noqa: B009
+    for owner, name in ((Tensor, "register_hook"), (saved_tensors_hooks, "__enter__")):
+        while hasattr(getattr(owner, name), _NOTING):
+            setattr(owner, name, getattr(owner, name).__wrapped__)
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,9 +255,30 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     return register_hook
 
 
+def _noting_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(hooks: Any) -> Any:
+        _by_others[0] += _packs(hooks.pack_hook)
+        return original(hooks)
+
+    setattr(enter, _NOTING, True)
+    return enter
+
+
+def _packs(hook: Any) -> bool:
+    """Return whether a hook that packs saved tensors is neither torch's (a checkpoint, an offload) nor ours."""
+    return not str(getattr(hook, "__module__", "")).startswith(("torch.", "ghostclip."))
+
+
 def hooks_of_others() -> int:
     """Return how many hooks of others were noted so far: where none was since, the graph need not be searched."""
     return _by_others[0]
+
+
+def hooks_before_now() -> int:
+    """Return the same, without what packs the tensors that are saved from now on."""
+    packing = _torch.saving_hooks()
+    return _by_others[0] - (packing is not None and _packs(packing[0]))
 
 
 def hooks_at(node: Any) -> Iterator[MutableMapping[Any, GradientHook]]:

@@ -175,16 +175,16 @@ def refuse_backwards_of_the_batch(
                 torch.autograd.backward(roots, grads)
                 return {name: _about(copy.grad) for name, copy in copies.items() if copy.grad is not None}
 
-    pairs: list[tuple[Any, Any, str]] = [
-        ((batch.inputs, rest, batch.size), (batch.copied(batch.drawn), rest, batch.size), "replaced")
-    ]
-    if alone:
-        few = batch.of_samples(left), range(len(left)), len(left)
-        pairs.append(((batch.inputs, left, batch.size), few, "left out"))
+    replaced = (batch.inputs, rest, batch.size), (batch.copied(batch.drawn), rest, batch.size)
     try:
         with restored(model), unnoticed(tensors) as before:
             coarsest = coarsest_dtype(tensors)
-            found = [(*_standing_out(arrived, one, other, coarsest), what) for one, other, what in pairs]
+            found = [(*_standing_out(arrived, *replaced, coarsest), "replaced")]
+            # In a batch of another size samples meet other numbers.
+            draws = alone and before.drawn()
+            if alone and not draws:
+                few = batch.of_samples(left), range(len(left)), len(left)
+                found.append((*_standing_out(arrived, (batch.inputs, left, batch.size), few, coarsest), "left out"))
     except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
         unchecked.missed(f"the model raised {type(error).__name__} on another batch", BACKWARDS)
         return
@@ -192,8 +192,9 @@ def refuse_backwards_of_the_batch(
         if name:
             place = capture.describe_module(name)
             raise SampleMixingError(_FOLLOWS_BATCH.format(place=place, parameter=name, what=what))
-    if any(noisy for _, noisy, _ in found):
-        unchecked.missed("gradients differ from run to run", BACKWARDS)
+    if draws or any(noisy for _, noisy, _ in found):
+        reason = "random numbers are drawn" if draws else "gradients differ from run to run"
+        unchecked.missed(reason, BACKWARDS)
         return
     unchecked.ran(BACKWARDS)
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.graph import GraphStep
+from ghostclip.graph.guards import autocasts
 from ghostclip.graph.takeover import Takeover
 
 if TYPE_CHECKING:
@@ -244,6 +247,7 @@ class Deferral:
     def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion, takeover: Takeover) -> None:
         self._clipper, self._criterion = clipper, criterion
         self.step = GraphStep(clipper, self._losses, takeover=takeover)
+        self.step.reads = criterion.criterion
 
     def defers(self, model: nn.Module) -> bool:
         """Return whether a call of the model is deferred."""
@@ -261,32 +265,47 @@ class Deferral:
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
         """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
         arguments = tuple(args), dict(kwargs)
-        calls = {leaf.call for leaf in _tree.leaves(arguments) if isinstance(leaf, DeferredOutput)}
+        leaves = _tree.leaves(arguments)
+        calls = {leaf.call for leaf in leaves if isinstance(leaf, DeferredOutput)}
         call = calls.pop() if len(calls) == 1 else None
-        return None if call is None or call.known else DeferredLoss(self, self._clipper, call, arguments)
+        if call is None or call.known:
+            return None
+        return DeferredLoss(self, self._clipper, call, arguments, _Moment(self._clipper.model, leaves))
 
     def compute(self, loss: DeferredLoss) -> Tensor:
         """Compute a batch's losses ``(B,)`` and add its clipped sum."""
-        call, paths = loss.call, []
+        call, paths, tensors = loss.call, [], list[Tensor]()
+
+        def taken(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            return None if isinstance(leaf, Tensor) else leaf
 
         def noted(leaf: Any) -> Any:
             if not isinstance(leaf, DeferredOutput):
                 return leaf
             paths.append(leaf.path)
-            return f"{_HERE}{len(paths) - 1}"
+            return f"{_HERE}{len(paths) - 1} {leaf.path and _tree.mapped(taken, leaf.path)!r}"
 
-        # An output is a plain value among the arguments: graphs are compiled for these.
+        # An output is a plain value among the arguments, and says how it is reached: graphs are compiled for these.
         arguments = _tree.mapped(noted, loss.given)
         self._paths = paths
-        losses_B, output = self.step(call.args, call.kwargs, arguments, loss.changes)
+        for moment in (call.moment, loss.moment):
+            moment.refuse_changes(self._clipper.model)
+        with autocast(call.moment.autocast):
+            beside = loss.changes, tensors, loss.moment.autocast
+            losses_B, output = self.step(call.args, call.kwargs, arguments, beside)
         call.computed(output)
         return losses_B
 
-    def _losses(self, model: nn.Module, args: Any, kwargs: Any, arguments: Any, changes: Any) -> tuple[Tensor, Any]:
-        output = model(*args, **kwargs)
-        paths = self._paths
-        positional, named = _from_values(arguments, lambda number: _followed(output, paths[number]))
-        losses_B = self._criterion.per_sample(*positional, **named)
+    def _losses(self, model: nn.Module, args: Any, kwargs: Any, arguments: Any, beside: Any) -> tuple[Tensor, Any]:
+        changes, tensors, casts = beside
+        output, rest, paths = model(*args, **kwargs), iter(tensors), self._paths
+        if tensors:
+            paths = _tree.mapped(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, paths)
+        with autocast(casts):
+            positional, named = _from_values(arguments, lambda number: _followed(output, paths[number]))
+            losses_B = self._criterion.per_sample(*positional, **named)
         return _changed(losses_B, changes), output if isinstance(output, Tensor) else None
 
 
@@ -303,9 +322,42 @@ _HERE: Final = "\0output"
 def _from_values(arguments: Any, value: Callable[[int], Any]) -> Any:
     def back(leaf: Any) -> Any:
         placed = isinstance(leaf, str) and leaf.startswith(_HERE)
-        return value(int(leaf[len(_HERE) :])) if placed else leaf
+        return value(int(leaf[len(_HERE) :].partition(" ")[0])) if placed else leaf
 
     return _tree.mapped(back, arguments)
+
+
+_OFF: Final = (("cpu", False), ("cuda", False))
+
+
+def autocast(states: Any) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is what it was, by type of device: a dtype, or False where it was off."""
+    if states is _OFF and not _torch.any_autocast():
+        return nullcontext()
+    entered = ExitStack()
+    for kind, dtype in states:
+        entered.enter_context(torch.autocast(kind, dtype=dtype or None, enabled=bool(dtype)))
+    return entered
+
+
+class _Moment:
+    """The state in which a call was written, which is computed later."""
+
+    def __init__(self, model: nn.Module, leaves: Sequence[Any]) -> None:
+        # `leaves`: of the call's arguments.
+        is_on = _torch.any_autocast()
+        self.autocast: Any = autocasts(next(model.parameters()).device.type) if is_on else _OFF
+        self._training = model.training
+        self._inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._versions = _torch.versions(self._inputs)
+
+    def refuse_changes(self, model: nn.Module) -> None:
+        """Refuse a batch or a model that was changed since."""
+        if model.training != self._training or _torch.versions(self._inputs) != self._versions:
+            raise GhostClipError(
+                "a tensor of the batch was changed in place, or the model's training mode, between a call and its "
+                "backward(), which computes both as one graph. Change a copy, or do it after backward()."
+            )
 
 
 class DeferredCall:
@@ -313,6 +365,7 @@ class DeferredCall:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
+        self.moment = _Moment(model, _tree.leaves((args, kwargs)))
         self.known = False  # whether its output was computed by itself, eagerly
         self._done = False
         self._value: Any = None
@@ -324,7 +377,7 @@ class DeferredCall:
     def value(self) -> Any:
         """Return the output: computed now if it is unknown, without gradients after its backward."""
         if self._value is None:
-            with torch.set_grad_enabled(not self._done and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(not self._done and torch.is_grad_enabled()), autocast(self.moment.autocast):
                 self._value = self.model(*self.args, **self.kwargs)
             self.known = not self._done
         return self._value
@@ -356,7 +409,8 @@ class DeferredOutput:
         return DeferredOutput(self.call, (*self.path, ("attribute", name)))
 
     def __getitem__(self, key: Any) -> Any:
-        return DeferredOutput(self.call, (*self.path, ("item", _resolved(key))))
+        key = _tree.mapped(lambda one: torch.as_tensor(one) if isinstance(one, np.ndarray) else _resolved(one), key)
+        return DeferredOutput(self.call, (*self.path, ("item", key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the value; a method that only changes a tensor's view is recorded."""
@@ -451,11 +505,12 @@ class DeferredLoss(PrivateLoss):
         call: DeferredCall,
         # arguments of the criterion, deferred outputs among them
         arguments: Any,
+        moment: _Moment,
         # arithmetic on the loss: names of operators with numbers
         changes: tuple[tuple[str, float], ...] = (),
     ) -> None:
         self._deferral, self._clipper = deferral, clipper
-        self.call, self.given, self.changes = call, arguments, changes
+        self.call, self.given, self.moment, self.changes = call, arguments, moment, changes
         self._computed: Tensor | None = None
         self._gone_back = False
 
@@ -480,7 +535,7 @@ class DeferredLoss(PrivateLoss):
         if self._computed is not None:
             return PrivateLoss(self._clipper, getattr(operator, name)(self._computed, number))
         changes = (*self.changes, (name, number))
-        return DeferredLoss(self._deferral, self._clipper, self.call, self.given, changes)
+        return DeferredLoss(self._deferral, self._clipper, self.call, self.given, self.moment, changes)
 
     def __mul__(self, other: object) -> PrivateLoss:
         return self._after("mul", number_of(other))

@@ -52,7 +52,7 @@ _VIEWS: Final = frozenset({"view", "unsafe_view", "reshape", "squeeze", "unsquee
 _PLACES: Final = frozenset({"arange", "slice", "slice_backward", "native_group_norm", "native_group_norm_backward"})
 # Operations that let all entries along an axis meet, and the place of that axis among their arguments.
 _ALONG: Final = {
-    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "sort", "logsumexp"), 1),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "sort"), 1),
     **dict.fromkeys(("softmax_backward_data", "log_softmax_backward_data", "topk", "roll"), 2),
 }
 # Results beside the first that stand for no sample: a number of targets, states of generators.

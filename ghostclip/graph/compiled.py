@@ -217,11 +217,12 @@ class CompiledStep:
         clipping: Clipping,
         options: GraphOptions,
         *,
+        reads: Any = None,
         refuses: Callable[[fx.GraphModule], str | None] = lambda _: None,
         branches: Sequence[bool] | None = None,
     ) -> None:
-        # `refuses`: returns why a graph that is not on disk is not compiled. `branches`: which way branches on data go,
-        # where that is settled.
+        # `reads`: an object whose attributes the loss reads. `refuses`: returns why a graph that is not on disk is not
+        # compiled. `branches`: which way branches on data go, where that is settled.
         # Nobody may listen to the model's forwards. `tree` is a batch (args, kwargs) of the size; `axis_of` returns the
         # sample axis of a tensor of it.
         inputs = inputs_of(model, tree, axis_of)
@@ -231,16 +232,19 @@ class CompiledStep:
         )
         more, axes_of_more = repeated(tree, axis_of), iter(inputs.in_batch)
         # the graph of forward, loss and backward that it was made of
-        self.joint = trace(model, loss, inputs, branches)
+        self.joint = trace(model, loss, inputs, branches, reads)
         self.branches = self.joint.branches
         if self.branches and clipping.masks:
             raise NoGraphError("it branches on data, which device_only=True does not read")
-        grown = trace(model, loss, inputs_of(model, more, lambda _: next(axes_of_more)), self.branches)
+        grown = trace(model, loss, inputs_of(model, more, lambda _: next(axes_of_more)), self.branches, reads)
         axes = analysed(self.joint, grown, inputs, self.size)
         self._extra_axes = _extra_axes(self.joint, axes, len(inputs.trainable))
         self._trainable, self._extra = inputs.trainable, self.joint.extra
         self._groups = len(clipping.layout.bounds)
-        self._watched = Watched(model, (*inputs.trainable, *inputs.held))
+        self._in_batch, constants = inputs.in_batch, _constants(self.joint.graph)
+        self._watched = Watched(model, (*inputs.trainable, *inputs.held), reads, constants)
+        # What samples have in common, and how often it had been written to.
+        self._common = [(own, _torch.version(own)) for own in (*self._shared(inputs.tensors), *constants)]
         self.random = draws(self.joint.graph)  # whether it draws random numbers
         self.key = ""  # of what is on disk; empty where nothing is
         self._refuses = refuses
@@ -296,6 +300,17 @@ class CompiledStep:
         except Exception as problem:
             raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
 
+    def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x for x, axis in zip(tensors, self._in_batch, strict=True) if axis is None]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether what samples have in common, in a batch and beside it, is what it was in the trace."""
+        # A factor on all losses may follow the batch: the eager engine compares it with earlier steps.
+        found = self._shared(tensors)
+        return all(_torch.version(own) == version for own, version in self._common) and all(
+            x is own or torch.equal(x, own) for x, (own, _) in zip(found, self._common, strict=False)
+        )
+
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
         """Compute a padded physical batch of which the first ``count`` samples count."""
         # None where the model is no longer what the graph was traced on.
@@ -330,6 +345,12 @@ class CompiledStep:
             whole = self._valid[self.size]
             valid_B = self._valid[count] = torch.arange(self.size, device=whole.device) < count
         return valid_B
+
+
+def _constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Return the tensors that a graph holds: neither the model's own nor given."""
+    held = (getattr(graph, str(node.target)) for node in graph.graph.nodes if node.op == "get_attr")
+    return [value for value in held if isinstance(value, Tensor)]
 
 
 def _extra_axes(traced: Traced, axes: Axes, trainable: int) -> list[int | None]:

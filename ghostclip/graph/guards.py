@@ -1,9 +1,11 @@
 """What a graph was traced for: a batch of another form, or a model that was changed, needs another one.
 
-Guarded are: shapes and dtypes of the batch, its plain values, the model's modules, parameters and buffers (number,
-shape, dtype, device, whether they train), what modules hold in attributes (numbers, flags, functions, arrays of NumPy,
-and lists, dicts and objects of such, four deep), autocast, and how samples are clipped. What a forward reads elsewhere
-(a global variable, a number read off a tensor that is no buffer) is not, and must not change.
+Guarded are: shapes and dtypes of the batch, its plain values, the model's modules and parameters (by identity) and
+buffers (number), of these shape, dtype, device and whether they train, what modules and the loss hold in attributes
+(numbers, flags, functions, tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes that
+are added), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable, a number read off
+a tensor that is no buffer) is not, and must not change. Where tensors that samples have in common hold other values
+than in the trace, the eager engine computes the batch.
 """
 
 from __future__ import annotations
@@ -31,20 +33,32 @@ _MISSING: Final = object()
 
 
 class Watched:
-    """A model in the state in which a graph was traced."""
+    """A model and its loss in the state in which a graph was traced."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], loss: Any, constants: Sequence[Tensor]) -> None:
+        # `constants`: tensors that the graph holds; an attribute that had one must still have it.
         self._slots = [_slot(model, name) for name in names]
         self._about = [_about(owner[key]) for owner, key in self._slots]
+        # Modules and parameters, tied ones in each of their places: an optimizer knows them by identity.
+        self._objects: list[tuple[dict[str, Any], str, Any]] = []
         self._sizes: list[tuple[Any, int]] = []
+        self._keys: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._plain: list[tuple[Any, Any, Any]] = []
         self._arrays: list[tuple[Any, Any, Any]] = []
         seen = set[int]()
-        for module in model.modules():
+        self._constants = frozenset(map(id, constants))
+        self._modules = list(model.modules())
+        self._kinds = list(map(type, self._modules))
+        for module in self._modules:
             self._sizes += [(table, len(table)) for table in _torch.tables(module)]
+            children, parameters, _ = _torch.tables(module)
+            self._objects += [(table, key, value) for table in (children, parameters) for key, value in table.items()]
             attributes = vars(module)
-            seen.update(id(attributes[key]) for key in _TORCHS_OWN & attributes.keys())
+            self._keys.append((attributes, frozenset(attributes)))
+            seen.update(id(value) for key, value in attributes.items() if key in _TORCHS_OWN)
             self._note(attributes, seen, _DEPTH)
+        for each in loss.modules() if isinstance(loss, nn.Module) else [loss]:
+            self._note(getattr(each, "__dict__", {}), seen, _DEPTH)
 
     def _note(self, container: Any, seen: set[int], depth: int) -> None:
         """Note the values of a list or a dict, nested ones included."""
@@ -52,7 +66,7 @@ class Watched:
             return
         seen.add(id(container))
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
+            if isinstance(value, (*_PLAIN, *_FUNCTIONS)) or id(value) in self._constants:
                 self._plain.append((container, key, value))
             elif isinstance(value, np.ndarray):
                 self._arrays.append((container, key, value.copy()))
@@ -67,7 +81,11 @@ class Watched:
 
     def tensors(self) -> list[Tensor] | None:
         """Return the current parameters and buffers; None where the model was changed."""
-        if any(len(container) != size for container, size in self._sizes):
+        if list(map(type, self._modules)) != self._kinds or any(len(table) != size for table, size in self._sizes):
+            return None
+        if any(table.get(key) is not value for table, key, value in self._objects):
+            return None
+        if any(not _is_ours(attributes[key]) for attributes, keys in self._keys for key in attributes.keys() - keys):
             return None
         for container, key, value in self._plain:
             current = container[key] if isinstance(container, (list, tuple)) else container.get(key, _MISSING)
@@ -93,7 +111,7 @@ def _is_weak(value: Any) -> bool:
 
 def _differs(current: Any, value: Any) -> bool:
     """Return whether an object was replaced by another that is not its equal."""
-    if type(current) is not type(value):
+    if type(current) is not type(value) or isinstance(value, Tensor):
         return True
     try:
         return bool(current != value)
@@ -130,10 +148,14 @@ def form_of(tree: Any) -> Hashable | None:
     return str(structure), tuple(forms)
 
 
-def surroundings(kind: str) -> Hashable:
-    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes."""
-    autocast = tuple(
+def autocasts(kind: str) -> tuple[tuple[str, Any], ...]:
+    """Return to which dtype autocast casts on a CPU and on a type of device; False where it is off."""
+    return tuple(
         (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         for device in sorted({"cpu", kind})
     )
-    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+
+
+def surroundings(kind: str) -> Hashable:
+    """Return what besides batch and model decides on operations: autocast and its dtype, and torch's own modes."""
+    return autocasts(kind), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -37,6 +36,7 @@ _ALIKE: Final = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 1e-1,
 _BELOW: Final = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 8e-3}
 
 _RANDOM: Final = "a graph with random numbers is compared on a batch without padding first"
+_OTHER_COMMON: Final = "a tensor that samples have in common holds other values than in the trace"
 # Comparisons of a graph with random numbers before it is given up.
 _TRIES: Final = 3
 
@@ -67,6 +67,7 @@ class GraphStep:
         options: As given; those of graphs that are compiled from then on.
         reasons: Why batches were computed eagerly, and how many physical batches for each reason.
         branches: Which way branches on data go in all graphs; None before the first one.
+        reads: The object whose attributes the loss reads; others than in a trace need another graph.
 
     Raises:
         InvalidOptionError: The clipper has another strategy, or its parameters are sharded.
@@ -98,7 +99,7 @@ class GraphStep:
             )
         self.clipper = clipper
         self.reasons: Counter[str] = Counter()
-        self._loss = loss
+        self._loss, self.reads = loss, loss
         self.options = options or GraphOptions()
         self._sizes = Sizes(self.options.sizes)
         self._steps: dict[Hashable, CompiledStep | str] = {}
@@ -106,6 +107,8 @@ class GraphStep:
         self._is_users = takeover is None
         self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
         self._verified: frozenset[str] = frozenset()
+        # Tensors of batches that have no sample axis: their places, with shapes and the batch's structure.
+        self._without_samples: set[Hashable] = set()
         self.branches: tuple[bool, ...] | None = None
         clipper.describe_graphs = self.describe
 
@@ -143,16 +146,26 @@ class GraphStep:
 
     def _cut(self, tree: Any, samples: int, parts: Sequence[Part]) -> list[tuple[Any, Part]]:
         """Return the parts of a batch, without padding."""
-        axis_of = self._axis_of(samples)
+        axis_of = self._axis_of(tree, samples)
         return [(part_of(tree, part, samples, axis_of, padded=False), part) for part in parts]
 
     def _padded(self, tree: Any, samples: int, size: int) -> Any:
         """Return a batch, or its first samples, padded to a size."""
-        return part_of(tree, Part(0, min(samples, size), size), samples, self._axis_of(samples), padded=True)
+        return part_of(tree, Part(0, min(samples, size), size), samples, self._axis_of(tree, samples), padded=True)
 
-    def _axis_of(self, samples: int) -> Callable[[Any], int | None]:
+    def _axis_of(self, tree: Any, samples: int) -> Callable[[Any], int | None]:
         """Return what finds the sample axis of a tensor of a batch."""
-        return partial(batch_axis_of, batch_size=samples, axis=self.clipper.axis)
+        # A tensor that was without one in a batch of another size has none where it happens to be as long as the batch.
+        leaves, structure = _torch.tree_flatten(tree)
+        found: dict[int, int | None] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                axis = batch_axis_of(leaf, batch_size=samples, axis=self.clipper.axis)
+                key = place, tuple(leaf.shape), str(structure)
+                if axis is None:
+                    self._without_samples.add(key)
+                found[id(leaf)] = None if key in self._without_samples else axis
+        return lambda leaf: found[id(leaf)]
 
     def describe(self) -> str:
         """Return which graphs compute batches, padding included, and why others are computed eagerly.
@@ -288,6 +301,8 @@ class GraphStep:
         step = self._step_for(padded, part.size)
         if isinstance(step, str):
             return self._eagerly(tree, step)
+        if not step.holds(_tree.tensors(padded)):
+            return self._eagerly(tree, _OTHER_COMMON)
         due = self.options.check_every and step.runs % self.options.check_every == 0
         if step.verified and not due:
             return self._taken(step, tree, padded, count)
@@ -410,11 +425,12 @@ class GraphStep:
     def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
         """Return the graph for a batch of a size."""
         clipping = Clipping(self.clipper.policy, self.clipper.clip_groups(), masks=self.clipper.device_only)
-        model, axis_of = self.clipper.model, self._axis_of(size)
+        model, axis_of = self.clipper.model, self._axis_of(padded, size)
         with self.clipper.unwatched():
             step = CompiledStep(
-                model, self._loss, padded, axis_of, clipping, self.options, refuses=refuses, branches=self.branches
-            )
+                model, self._loss, padded, axis_of, clipping, self.options,
+                reads=self.reads, refuses=refuses, branches=self.branches,
+            )  # fmt: skip
         # All graphs of a training go one way: the one that goes another way in a resumed process would be eager here.
         self.branches = step.branches
         return step

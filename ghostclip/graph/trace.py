@@ -136,10 +136,13 @@ def _experts_in_batches(model: nn.Module) -> Iterator[None]:
             setattr(config, _EXPERTS, implementation)
 
 
-def trace(model: nn.Module, loss: LossFunction, inputs: Inputs, branches: Sequence[bool] | None = None) -> Traced:
+def trace(
+    model: nn.Module, loss: LossFunction, inputs: Inputs, branches: Sequence[bool] | None = None, reads: Any = None
+) -> Traced:
     """Trace forward, loss and the gradient of every trainable parameter; ``branches``: the way, where it is known."""
-    # Refused: reading numbers, drawing from other generators than torch's, changing what the model stores.
-    states, state = Randomness(inputs.flat(model)), ModuleState(model, arguments=(loss,))
+    # `reads`: an object that the loss reads, and may write to. Refused: reading numbers, drawing from other generators
+    # than torch's, changing what the model stores.
+    states, state = Randomness(inputs.flat(model)), ModuleState(model, arguments=(loss, reads))
     try:
         graph, extra, known = _followed(model, loss, inputs, branches, state)
         if _torch.writes_in_place(graph):

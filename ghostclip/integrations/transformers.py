@@ -374,6 +374,7 @@ class DPTrainer(Trainer):
             backend = "inductor" if self.args.torch_compile_backend in (None, "inductor") else "aten"
             takeover = Takeover(left=left_of(optimizer, self.private_run.planned_steps), asked=asked)
             self._graph = GraphStep(optimizer.clipper, losses, options=GraphOptions(backend=backend), takeover=takeover)
+            self._graph.reads = self.compute_loss_func
         losses_B: Tensor = self._graph(dict(inputs))
         return losses_B
 

@@ -5,6 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ghostclip
@@ -258,6 +259,14 @@ def test_a_factor_of_each_sample_that_the_outputs_do_not_show_is_exact(made, fac
     torch.testing.assert_close(_sums(model), expected)
 
 
+def test_noise_that_each_sample_meets_by_its_place_is_no_backward_that_follows_the_batch():
+    reverse = _function(_LINEAR["reversed"])
+    model = _Net(lambda hidden: reverse(hidden + torch.randn_like(hidden)))
+    with ghostclip.GhostClipper(model, max_grad_norm=_C) as clipper:
+        clipper.backward(_losses(model, _batch(5)))
+        assert "batch independence (of gradients): random numbers are drawn" in str(clipper.coverage())
+
+
 class _OneFollowsAnother(nn.Module):
     def __init__(self, follower, leader):
         super().__init__()
@@ -286,3 +295,40 @@ def test_gradients_of_any_size_are_told_apart_and_none_is_refused(dtype, scale):
     with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
         clipper.backward((model(torch.randn(32, 3, dtype=dtype)) * scale).square().sum(1))
         assert clipper.batch_size == 32
+
+
+def _packed(pack):
+    """Return tanh whose saved values go through a hook."""
+
+    def between(hidden):
+        with saved_tensors_hooks(pack, lambda values: values):
+            return torch.tanh(hidden)
+
+    return between
+
+
+def test_saved_values_that_a_hook_changes_with_the_batch_are_refused():
+    # As quantised activations are, with one scale for all samples.
+    model = _Net(_packed(lambda values: values / values.abs().max()))
+    with (
+        ghostclip.GhostClipper(model, max_grad_norm=_C, strategy="bookkeeping") as clipper,
+        pytest.raises(SampleMixingError, match="although these outputs did not change: a backward function, a hook"),
+    ):
+        clipper.backward(_losses(model, _batch(8)))
+
+
+def test_such_a_hook_around_the_loop_is_refused_and_one_that_rounds_each_value_is_exact():
+    def step(pack):
+        model = _Net(torch.tanh)
+        with ghostclip.GhostClipper(model, max_grad_norm=_C, strategy="bookkeeping") as clipper:
+            with saved_tensors_hooks(pack, lambda values: values):
+                loss = _losses(model, _batch(8)).mean()
+            loss.backward()
+        return _sums(model), clipper.per_sample_norms
+
+    with pytest.raises(SampleMixingError, match="although these outputs did not change: a backward function, a hook"):
+        step(lambda values: values / values.abs().max() if values.is_floating_point() else values)
+    sums, norms = step(lambda values: values.float().to(values.dtype))
+    exact, exact_norms = step(lambda values: values)
+    torch.testing.assert_close(norms, exact_norms, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(sums, exact, rtol=1e-5, atol=1e-7)

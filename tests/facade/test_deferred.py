@@ -1,11 +1,13 @@
 """A loop as it is written for eager training, whose forward, loss and backward are computed as one graph."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError
+from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UncoveredParameterError
 from ghostclip.graph import GraphOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier=0")
@@ -119,6 +121,108 @@ def test_attributes_items_and_views_of_an_output_are_part_of_the_graph():
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
     assert private.deferral.step.graphs[0].runs == 3
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_another_part_of_an_output_needs_another_graph(as_tensor):
+    def trained(mode):
+        places = itertools.count()
+
+        def loop(model, criterion, ids):
+            place = next(places)
+            output = model(ids)["logits"]
+            part = output[:, torch.tensor([place])].squeeze(1) if as_tensor else output[:, place]
+            criterion(part, ids[:, 0]).backward()
+
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
+        return _trained(mode, loop, Tokens().double(), data)
+
+    (want, *_), (got, _, private) = trained("bookkeeping"), trained("graph")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    assert private.deferral.step.graphs
+
+
+def test_what_a_trace_leaves_on_a_criterion_is_taken_back():
+    class Remembering:
+        earlier = None
+
+        def __call__(self, output, y):
+            losses_B = nn.functional.cross_entropy(output, y, reduction="none")
+            self.earlier, scale = losses_B.detach().mean(), 1.0 if self.earlier is None else self.earlier
+            return losses_B * scale
+
+    private, optimizer, criterion, loader = _private(_model(), _classes(), "graph", criterion=Remembering())
+    with pytest.raises(LossReductionError, match="keeps something of a batch for later ones"):
+        _step(private, optimizer, criterion, loader)
+
+
+def _step(private, optimizer, criterion, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        criterion(private(x), y).backward()
+        optimizer.step()
+
+
+def _exchanged(model):
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+
+
+def _another_layer(model):
+    model[0] = nn.Linear(5, 5).double()
+
+
+def _tied(model):
+    model[1].weight = model[0].weight
+
+
+def _shared(model):
+    model[1] = model[0]
+
+
+@pytest.mark.parametrize("change", [_exchanged, _another_layer, _tied, _shared])
+def test_a_parameter_that_the_optimizer_does_not_hold_is_refused_as_by_the_eager_engine(change):
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)).double()
+    private, optimizer, criterion, loader = _private(model, _classes(), "graph")
+    batches = iter(loader)
+    _step(private, optimizer, criterion, itertools.islice(batches, 2))
+    assert private.deferral.step.graphs[0].runs == 2
+    change(model)
+    with pytest.raises(UncoveredParameterError, match="not in the model any longer"):
+        _step(private, optimizer, criterion, batches)
+
+
+@pytest.mark.parametrize("around_loss", [True, False])
+def test_autocast_is_that_of_the_calls_and_not_of_backward(around_loss):
+    def loop(model, criterion, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(x.float())
+            loss = criterion(output, y) if around_loss else None
+        (criterion(output.float(), y) if loss is None else loss).backward()
+        return output.dtype == torch.bfloat16
+
+    want, seen, _ = _trained("bookkeeping", loop, _model().float())
+    got, saw, private = _trained("graph", loop, _model().float())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert saw == seen == [True] * 3
+    assert private.deferral.step.graphs[0].runs == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda model, x, y: x.zero_(), id="an input"),
+        pytest.param(lambda model, x, y: y.zero_(), id="a label"),
+        pytest.param(lambda model, x, y: model.eval(), id="the mode"),
+    ],
+)
+def test_a_batch_or_a_mode_that_changes_before_backward_is_refused(change):
+    private, _, criterion, loader = _private(_model(), _classes(), "graph")
+    x, y = (tensor.clone() for tensor in next(iter(loader)))
+    loss = criterion(private(x), y)
+    change(private, x, y)
+    with pytest.raises(GhostClipError, match="changed in place, or the model's training mode"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("combine", [lambda loss, term: loss + term, lambda loss, term: term * loss])

@@ -48,6 +48,10 @@ def test_what_mixes_or_cannot_be_known_is_refused_by_name(how, named):
         _analysed(net(how=how))
 
 
+def test_a_logsumexp_of_each_sample_mixes_nothing():
+    _analysed(net(how=lambda h: h - h.logsumexp(1)[:, None]))
+
+
 def test_a_buffer_that_is_written_is_refused():
     class Counting(Net):
         def __init__(self):

@@ -1,6 +1,7 @@
 """Batches of any size, samples that are not finite, models that change, randomness, and what is counted."""
 
 import dataclasses
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import ghostclip
+from ghostclip.errors import LossReductionError
 from ghostclip.graph import GraphOptions
 from ghostclip.graph.compiled import Sizes
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums, warmed
@@ -224,6 +226,15 @@ class _Setting:
         self.scale = scale
 
 
+def _twice(inner, x):
+    return 2 * Net.forward(inner, x)
+
+
+class _Doubled(Net):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 class _Held(nn.Module):
     """Scales by what is held in several ways."""
 
@@ -233,9 +244,11 @@ class _Held(nn.Module):
         self.several, self.named = [1.0, {"deep": [1.0]}], {"scale": 1.0}
         self.setting = _Setting(_Setting(1.0))
         self.array, self.how = np.ones(2), torch.relu
+        self.tensor = torch.ones(3)
 
     def forward(self, x):
         held = self.several[0] * self.several[1]["deep"][0] * self.named["scale"] * self.setting.scale.scale
+        held = held * self.tensor
         return self.how(self.inner(x) * held * float(self.array[1]))
 
 
@@ -249,6 +262,9 @@ class _Held(nn.Module):
         pytest.param(lambda model: setattr(model.setting.scale, "scale", 2.0), id="an object in an object"),
         pytest.param(lambda model: model.array.__setitem__(1, 2.0), id="an array"),
         pytest.param(lambda model: setattr(model, "how", torch.tanh), id="a function"),
+        pytest.param(lambda model: setattr(model, "tensor", torch.arange(3.0)), id="another tensor"),
+        pytest.param(lambda model: setattr(model.inner, "forward", MethodType(_twice, model.inner)), id="a method"),
+        pytest.param(lambda model: setattr(model.inner, "__class__", _Doubled), id="another class"),
     ],
 )
 def test_what_a_model_holds_is_watched(change):
@@ -258,6 +274,53 @@ def test_what_a_model_holds_is_watched(change):
     step(*batch(seed=1))
     assert step.graphs[-1].runs == 1
     torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1))[0])
+
+
+class _Weighed(nn.Module):
+    """Squared losses whose terms have weights that the samples have in common, under a temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = 1.0
+        self.register_buffer("weights", torch.ones(3))
+
+    def forward(self, model, x, y, weights=None):
+        own = self.weights if weights is None else weights
+        return ((model(x) * self.temperature - functional.one_hot(y, 3)).square() * own).sum(1)
+
+
+def test_what_a_loss_holds_is_watched():
+    model, loss = net(), _Weighed()
+    step = warmed(model, loss=loss)
+    loss.temperature = 3.0
+    step(*batch(seed=1))
+    torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1), loss=loss)[0])
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given beside the batch", "held by the loss"])
+def test_weights_in_common_that_change_are_refused_as_by_the_eager_engine(given):
+    model, loss = net(), _Weighed()
+    step = step_of(model, loss=loss)
+    for seed in range(2):
+        step(*batch(seed=seed), *[torch.ones(3)][: int(given)])
+    assert step.graphs[0].runs == 2
+    loss.weights.copy_(torch.arange(3.0))
+    with pytest.raises(LossReductionError, match="held other values in earlier steps"):
+        step(*batch(), *[torch.arange(3.0)][: int(given)])
+
+
+def test_a_tensor_in_common_that_is_as_long_as_a_batch_is_not_cut():
+    def far(model, x, known):
+        return torch.cdist(model(x), known).softmax(1)[:, 0]
+
+    model, known = net(), torch.randn(10, 3, dtype=torch.float64)
+    step = step_of(model, loss=far)
+    step(batch(8)[0], known)
+    step.clipper.reset()
+    x, _ = batch(10)
+    step(x, known)
+    halves = [eager_sums(model, half, known, loss=far)[0] for half in x.split(5)]
+    torch.testing.assert_close(sums(model), sum(halves))
 
 
 def test_a_list_of_equal_values_needs_no_other_graph():
