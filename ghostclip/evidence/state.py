@@ -146,8 +146,8 @@ class StateWatch:
     def _marks(self) -> _StateMarks:
         tables = self._current()
         extra = {name: pickle.dumps(one.get_extra_state()) for name, one in tables.extra} if tables.extra else {}
-        places = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
-        return _StateMarks(tables.entries, _torch.versions(tables.tensors), places, tables.where, extra)
+        addresses = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
+        return _StateMarks(tables.entries, _torch.versions(tables.tensors), addresses, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------
 
