@@ -119,23 +119,23 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
             return
         roots = args[0] if args else kwargs.get("tensors", ())
         grads = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        found = _owners(_listed(roots))
+        owners = _owners(_listed(roots))
         with ExitStack() as stack:
-            for gathering in [one.gathering for one in found if one.gathering is not None]:
+            for gathering in [one.gathering for one in owners if one.gathering is not None]:
                 stack.enter_context(gathering.backward())
-            _show(found, _listed(roots), _listed(grads))
+            _show(owners, _listed(roots), _listed(grads))
             retained = bool(kwargs.get("retain_graph") or (len(args) > _RETAIN and args[_RETAIN]))
-            for forward in chain.from_iterable(found.values()):
+            for forward in chain.from_iterable(owners.values()):
                 forward.retained = retained
-            for examiner in found:
+            for examiner in owners:
                 stack.enter_context(examiner.watching_backward())
-            _running.extend(chain.from_iterable(found.values()))
+            _running.extend(chain.from_iterable(owners.values()))
             stack.callback(_running.clear)
             try:
                 with unseen():
                     original(*args, **kwargs)
             except BaseException:
-                for examiner in found:
+                for examiner in owners:
                     examiner.stop_listening()
                 raise
 
@@ -143,20 +143,20 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def _listed(given: Any) -> list[Any]:
-    if given is None:
+def _listed(tensors: Any) -> list[Any]:
+    if tensors is None:
         return []
-    return [given] if isinstance(given, (Tensor, torch.autograd.graph.GradientEdge)) else list(given)
+    return [tensors] if isinstance(tensors, (Tensor, torch.autograd.graph.GradientEdge)) else list(tensors)
 
 
 def _owners(roots: Sequence[Any]) -> dict[Examiner, list[ForwardContext]]:
     """Return the examiners whose forwards a backward is about to reach, with these forwards."""
-    found: dict[Examiner, list[ForwardContext]] = {}
+    owners: dict[Examiner, list[ForwardContext]] = {}
     for forward in _reached([edge_of(root)[0] for root in roots]):
         owner = _waiting[forward]()
         if owner is not None:
-            found.setdefault(owner, []).append(forward)
-    return found
+            owners.setdefault(owner, []).append(forward)
+    return owners
 
 
 def waits_alone(forward: ForwardContext) -> bool:
@@ -169,9 +169,9 @@ def forwards_behind(examiner: Examiner, root: Any) -> list[ForwardContext]:
     return _owners([root]).get(examiner, [])
 
 
-def _show(found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+def _show(owned: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
     """Let each examiner whose forward a backward is about to reach examine the loss."""
-    for examiner, forwards in found.items():
+    for examiner, forwards in owned.items():
         examiner.examine(roots, grads, forwards)
         for forward in forwards:
             forward.examined = True
@@ -179,7 +179,7 @@ def _show(found: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], 
 
 def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:
     """Return the forwards that have had no backward yet and lie behind these nodes."""
-    found: list[ForwardContext] = []
+    reached: list[ForwardContext] = []
     waiting = set(_waiting)
     pending, seen = [node for node in nodes if node is not None], set()
     while pending and waiting:
@@ -189,12 +189,12 @@ def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:
         seen.add(node)
         forward = forward_at(node)
         if forward in waiting:
-            found.append(forward)
+            reached.append(forward)
             waiting.discard(forward)
         # Below a layer of the forward there is nothing but the forward.
         if METADATA_KEY not in node.metadata:
             pending += [following for following, _ in node.next_functions if following is not None]
-    return found
+    return reached
 
 
 def forward_at(node: Any) -> ForwardContext | None:

@@ -66,8 +66,8 @@ class SavedByBlock:
 
             def give(saved: _SavedTensor) -> Any:
                 # Hooks hide from autograd what was changed in place: the block forms it again.
-                held = saved.tensor
-                return unpack(saved.holder) if held is None or _torch.version(held) != saved.version else held
+                tensor = saved.tensor
+                return unpack(saved.holder) if tensor is None or _torch.version(tensor) != saved.version else tensor
 
             with saved_tensors_hooks(hold, give):
                 return run(*args, **kwargs)
@@ -102,17 +102,17 @@ class BlockCall:
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model by path: modules of one class, at least two consecutive in a list or a sequence."""
     # Of blocks within blocks the outer ones; only those with a trainable parameter.
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{one}.") for one in found):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{one}.") for one in blocks):
             continue
         children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
         kinds = Counter(type(child) for _, child in children)
         for name, child in children:
             worth = kinds[type(child)] > 1 and next(child.children(), None) is not None
             if worth and any(parameter.requires_grad for parameter in child.parameters()):
-                found[name] = child
-    return found
+                blocks[name] = child
+    return blocks
 
 
 class Blocks:
@@ -157,17 +157,17 @@ class Blocks:
                 return run(*args, **kwargs)
             may_be = _is_plain((args, kwargs)) and not under_checkpoint()
             first, again = self._number(), name in chosen and may_be
-            held = SavedByBlock() if again and chosen[name] else None
+            saved = SavedByBlock() if again and chosen[name] else None
             if again:
                 with forward.recomputing():
-                    output = checkpoint(run if held is None else held.of(run), *args, use_reentrant=False, **kwargs)
+                    output = checkpoint(run if saved is None else saved.of(run), *args, use_reentrant=False, **kwargs)
             else:
                 output = run(*args, **kwargs)
             last = self._number()
             tensors = _tree.tensors((args, kwargs))
             memory = tuple((one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in tensors)
             kind = _kind_of(block), tuple((tuple(one.shape), one.dtype) for one in tensors)
-            call = BlockCall(name, kind, first, last, memory, again, may_be, held)
+            call = BlockCall(name, kind, first, last, memory, again, may_be, saved)
             forward.blocks.append(call)
             return self._marked(output, len(forward.blocks) - 1)
 
@@ -188,10 +188,10 @@ class Blocks:
         return _tree.mapped(lambda item: ending if item is inside[0] else item, output)
 
 
-def _is_plain(given: Any) -> bool:
-    if type(given) in (tuple, list):
-        return all(map(_is_plain, given))
-    return all(map(_is_plain, given.values())) if type(given) is dict else isinstance(given, _PLAIN)
+def _is_plain(tree: Any) -> bool:
+    if type(tree) in (tuple, list):
+        return all(map(_is_plain, tree))
+    return all(map(_is_plain, tree.values())) if type(tree) is dict else isinstance(tree, _PLAIN)
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:

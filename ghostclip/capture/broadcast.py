@@ -94,14 +94,14 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
     ordered = sorted(data, key=lambda tensor: (not tensor.requires_grad, -tensor.dim()))
     for exact in (True, False):
         for tensor in ordered:
-            for place in dict.fromkeys((axis, 0)):
-                if place >= tensor.dim():
+            for candidate in dict.fromkeys((axis, 0)):
+                if candidate >= tensor.dim():
                     continue
-                size = tensor.shape[place]
+                size = tensor.shape[candidate]
                 if size == batch_size or (
                     not exact and (tensor.requires_grad or size % max(1, batch_size) == 0) and size > 1
                 ):
-                    return dims - tensor.dim() + place, size, tensor
+                    return dims - tensor.dim() + candidate, size, tensor
     return None
 
 

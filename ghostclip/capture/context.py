@@ -189,8 +189,8 @@ class CaptureContext:
             self._stopped.append(None)
             if torch.is_grad_enabled():
                 changed = self._begin(ModuleCall(module, args, kwargs))
-        given, named = changed or (args, kwargs)
-        self._opaque.enter(module, given, named, self.describe_module)
+        run_args, run_kwargs = changed or (args, kwargs)
+        self._opaque.enter(module, run_args, run_kwargs, self.describe_module)
         return changed
 
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
@@ -400,11 +400,11 @@ class CaptureContext:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
                 self.forward.meet_unknown()
-            found = outputs_of(read)
-            self._meet_end(found)
+            outputs = outputs_of(read)
+            self._meet_end(outputs)
             result = read if self._prover is None else self._prover.end(self, call, read)
         forward = self.forward
-        for leaf in found if result is read else outputs_of(result):
+        for leaf in outputs if result is read else outputs_of(result):
             forward.ends_on_mesh |= self._divided and _torch.is_sharded_tensor(leaf)
             if leaf.requires_grad:
                 backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
@@ -533,7 +533,7 @@ class CaptureContext:
             return OnParts(func, name, args, kwargs, self.forward, self._intercept_plain).result()
         assert self.gathering is not None, "who divides"
         tracked = tracked_leaves((args, kwargs))
-        if name in HOOKED and self.gathering.spread.issuperset(own for one in tracked for own in one.origin.names):
+        if name in HOOKED and self.gathering.spread.issuperset(path for one in tracked for path in one.origin.names):
             # It would add up the ranks' parts of a gradient, which is done here sample by sample.
             return RemovableHandle(OrderedDict())
         self.forward.spread.update(dict.fromkeys(self.gathering.spread, True))
@@ -732,23 +732,23 @@ _INTO_OBJECTS = 2
 
 def outputs_of(output: Any) -> list[Tensor]:
     """Return the untracked tensors of a model's output in order, each once; of other objects by their attributes."""
-    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
-    return [tensor for tensor in found if not isinstance(tensor, TrackedTensor)]
+    tensors = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    return [tensor for tensor in tensors if not isinstance(tensor, TrackedTensor)]
 
 
 def tracked_among(output: Any) -> frozenset[int]:
     """Return the numbers of an output's tensors that are computed from parameters alone."""
-    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
-    return frozenset([number for number, tensor in enumerate(found) if isinstance(tensor, TrackedTensor)])
+    tensors = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    return frozenset([number for number, tensor in enumerate(tensors) if isinstance(tensor, TrackedTensor)])
 
 
 def has_rows_of_samples(output: Any, resized: Resized | None) -> bool:
     """Return whether an output that is computed from parameters alone, as it was read, has rows of samples."""
     # A parameter that was repeated for each sample has the same row for all of them.
-    found = _tree.tensors(output, into_objects=_INTO_OBJECTS)
-    if resized is None or len(resized.outputs) != len(found):
+    tensors = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    if resized is None or len(resized.outputs) != len(tensors):
         return False
-    pairs = zip(found, resized.outputs, strict=True)
+    pairs = zip(tensors, resized.outputs, strict=True)
     return any(isinstance(tensor, TrackedTensor) and _has_other_rows(plain(tensor), shape) for tensor, shape in pairs)
 
 

@@ -90,11 +90,11 @@ def _consuming(
 ) -> tuple[Plan, list[RowOrder]]:
     """Decide how parameters and data meet; return the orders of the inspected rows as well."""
     bound = _bound(operation, forward)
-    own = _per_sample_axes(operation, layout, forward)
+    sample_axes = _per_sample_axes(operation, layout, forward)
     orders: list[RowOrder] = []
-    if own and all(tracked.origin.value.dim() > 2 for tracked in operation.tracked):
+    if sample_axes and all(tracked.origin.value.dim() > 2 for tracked in operation.tracked):
         # One matrix for every sample is no product over letters that all samples share.
-        return PerSampleCopies(operation, own), orders
+        return PerSampleCopies(operation, sample_axes), orders
     if bound is not None:
         targets, captured = bound
         known = _axis_of_rows(operation, captured, layout, forward)
@@ -113,7 +113,7 @@ def _consuming(
         plan = _broadcast(operation, layout, data, forward, orders)
         if plan is not None:
             return plan, orders
-    return PerSampleCopies(operation, own) if own else General(operation, layout), orders
+    return PerSampleCopies(operation, sample_axes) if sample_axes else General(operation, layout), orders
 
 
 def _per_sample_axes(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> dict[int, int]:
@@ -128,8 +128,8 @@ def _bound(operation: Operation, forward: ForwardContext) -> tuple[dict[str, Tra
     try:
         return _bind(operation)
     except GhostClipError as error:
-        place = forward.around.describe(operation.tracked[0].origin.names[0])
-        raise type(error)(f"{place}: {error}") from None
+        location = forward.around.describe(operation.tracked[0].origin.names[0])
+        raise type(error)(f"{location}: {error}") from None
 
 
 def _bind(
@@ -141,13 +141,13 @@ def _bind(
         # Rules multiply without conjugating.
         return None
     rule, names = entry
-    given = {**dict(zip(names, operation.args, strict=False)), **operation.kwargs}
-    targets = {key: value for key, value in given.items() if isinstance(value, TrackedTensor)}
+    arguments = {**dict(zip(names, operation.args, strict=False)), **operation.kwargs}
+    targets = {key: value for key, value in arguments.items() if isinstance(value, TrackedTensor)}
     if len(targets) != len(operation.tracked):
         return None
-    values = plain(given)
+    values = plain(arguments)
     if in_place_of is not None:
-        values = _tree.mapped(lambda item: in_place_of.get(id(item), item), given)
+        values = _tree.mapped(lambda item: in_place_of.get(id(item), item), arguments)
     captured = rule(Call(operation.name, values, frozenset(targets)))
     return None if captured is None else (targets, captured)
 
@@ -188,14 +188,14 @@ def _broadcast(
     size, axis = forward.batch_size, forward.batch_axis
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
-    found = _sample_axis(data, dims, layout) or broadcast.row_axis_of(data, dims, size, axis)
-    if found is None:
+    row_axis = _sample_axis(data, dims, layout) or broadcast.row_axis_of(data, dims, size, axis)
+    if row_axis is None:
         return None
-    place, count, witness = found
+    result_axis, count, witness = row_axis
     if size > 1:
-        orders.append(order_of_rows(witness, place - dims + witness.dim(), forward))
+        orders.append(order_of_rows(witness, result_axis - dims + witness.dim(), forward))
     maps = broadcast.map_of_rows(count, size, axis, orders[-1].samples if size > 1 else None)
-    return Broadcast(operation, dims, broadcast.RowAxis(place, count, maps, size), witness) if maps else None
+    return Broadcast(operation, dims, broadcast.RowAxis(result_axis, count, maps, size), witness) if maps else None
 
 
 def _sample_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tuple[int, int, Tensor] | None:
@@ -281,9 +281,9 @@ class _CachedDecision:
             if tuple(kwargs) != self.names:
                 return None
             items = (*args, *kwargs.values())
-        for item, own in zip(items, objects, strict=False):
+        for item, cached in zip(items, objects, strict=False):
             # What never changes is the same object nearly always.
-            if item is not own and own is not _DATA and not _is_equal(item, own):
+            if item is not cached and cached is not _DATA and not _is_equal(item, cached):
                 return None
         rows = items[self.place]
         dims, dtype, in_graph, layout = self.form
@@ -332,12 +332,12 @@ class _CachedDecision:
 
     def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: SavedForm | None) -> Tensor:
         """Run the operation, with the tensors that its backward needs stored for a use."""
-        place, values, keywords = self.rows, self.values, self.keywords
-        if type(place) is int:
+        key, values, keywords = self.rows, self.values, self.keywords
+        if type(key) is int:
             values = values.copy()
-            values[place] = rows
+            values[key] = rows
         else:
-            keywords = {**keywords, place: rows}
+            keywords = {**keywords, key: rows}
         if self.product and _torch.any_autocast():
             run = partial(_shielded, func, values, keywords)
             return run_and_save(use, run, (rows,) if self.saves else (), product=True)
@@ -368,58 +368,58 @@ class DecisionCache:
     ) -> Tensor | None:
         """Run an operation by its cached decision; None, with nothing done, where there is none."""
         # The key is the torch function, and the `id` of its first tracked argument.
-        for kept in self._cached.get(key, ()):
-            rows = kept.data_of(args, kwargs)
+        for decision in self._cached.get(key, ()):
+            rows = decision.data_of(args, kwargs)
             if rows is not None:
                 if not torch.is_grad_enabled() or forward.resized is not None or _torch.in_backward():
                     return None
-                return kept.run(key[0], rows, forward)
+                return decision.run(key[0], rows, forward)
         return None
 
     def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Store a decision, if it follows from the form of the arguments."""
         forward = use.forward
-        is_kept = plan.rows.layout is torch.strided and _is_of_form(operation, plan)
-        if forward.batch_size < 2 or _torch.in_backward() or not is_kept:
+        is_cacheable = plan.rows.layout is torch.strided and _is_of_form(operation, plan)
+        if forward.batch_size < 2 or _torch.in_backward() or not is_cacheable:
             # With one sample every axis may hold it: what is met then says nothing about more.
             return
         args, kwargs, entry = operation.args, operation.kwargs, rule_for(operation.name)
         forms = [_form_of(item) for item in (*args, *kwargs.values())]
         if entry is None or any(form is NotImplemented for form in forms):
             return
-        kept = next((kept for kept in self._cached.get(key, ()) if kept.data_of(args, kwargs) is not None), None)
-        if kept is None or kept.rule is not entry[0]:
+        decision = next((one for one in self._cached.get(key, ()) if one.data_of(args, kwargs) is not None), None)
+        if decision is None or decision.rule is not entry[0]:
             if self._size >= _MOST:
                 self.forget()
-            kept = _cached_decision(operation, plan, entry[0], forms)
-            found = self._cached[key]
-            found[:] = [kept, *(other for other in found if other.data_of(args, kwargs) is None)]
+            decision = _cached_decision(operation, plan, entry[0], forms)
+            decisions = self._cached[key]
+            decisions[:] = [decision, *(other for other in decisions if other.data_of(args, kwargs) is None)]
             self._size += 1
-        call, visits = _KnownCall(use.site, plan.known), forward.visits[kept.visits]
+        call, visits = _KnownCall(use.site, plan.known), forward.visits[decision.visits]
         if visits == FIRST:
-            kept.first = call
+            decision.first = call
         else:
-            kept.calls[visits] = call
+            decision.calls[visits] = call
 
 
 def _cached_decision(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) -> _CachedDecision:
     """Return the cache entry of a decision: of its data the form alone."""
     args, kwargs, data = operation.args, operation.kwargs, plan.rows
-    place = next(number for number, item in enumerate((*args, *kwargs.values())) if item is data)
+    position = next(number for number, item in enumerate((*args, *kwargs.values())) if item is data)
     captured = plan.captured
     return _CachedDecision(
         name=plan.name,
         rule=rule,
         visits=counted_as(key_of(operation.tracked, operation.name)),
-        objects=tuple(_DATA if number == place else form for number, form in enumerate(forms)),
+        objects=tuple(_DATA if number == position else form for number, form in enumerate(forms)),
         positional=len(args),
         names=tuple(kwargs),
-        place=place,
+        place=position,
         # One object for all operations.
-        form=_data_forms.setdefault(forms[place], forms[place]),
+        form=_data_forms.setdefault(forms[position], forms[position]),
         values=[None if item is data else item for item in plain(args)],
         keywords={name: None if item is data else item for name, item in plain(kwargs).items()},
-        rows=place if place < len(args) else list(kwargs)[place - len(args)],
+        rows=position if position < len(args) else list(kwargs)[position - len(args)],
         saves=bool(plan.saved),
         product=plan.is_product,
         plain=all(type(one.origin.value) is Tensor for one in operation.tracked),
@@ -476,15 +476,15 @@ def _alike(operation: Operation, plan: ByRule, forward: ForwardContext) -> Opera
         return None
     arguments = [*enumerate(operation.args), *operation.kwargs.items()]
     # Of data in the graph and outside it the factors are the same.
-    forms = [(place, _form_of(item)) for place, item in arguments if type(item) is not TrackedTensor]
-    form = [(place, (one.dims, one.dtype, one.layout) if type(one) is _DataForm else one) for place, one in forms]
-    values = [(place, item.origin.value) for place, item in arguments if type(item) is TrackedTensor]
-    own = [(place, value.shape, value.dtype, value.device) for place, value in values]
+    forms = [(key, _form_of(item)) for key, item in arguments if type(item) is not TrackedTensor]
+    form = [(key, (one.dims, one.dtype, one.layout) if type(one) is _DataForm else one) for key, one in forms]
+    values = [(key, item.origin.value) for key, item in arguments if type(item) is TrackedTensor]
+    parameter_forms = [(key, value.shape, value.dtype, value.device) for key, value in values]
     if any(part is NotImplemented for _, part in form):
         return None
     elements = sum(value.numel() for _, value in values)
     return forward.around.sites.forms.setdefault(
-        (rule_for(operation.name), tuple(form), tuple(own)), OperationForm(elements)
+        (rule_for(operation.name), tuple(form), tuple(parameter_forms)), OperationForm(elements)
     )
 
 
@@ -501,9 +501,9 @@ def _form_of(item: Any) -> Any:
     return NotImplemented
 
 
-def _is_equal(item: Any, own: Any) -> bool:
+def _is_equal(item: Any, cached: Any) -> bool:
     """Return whether an argument that is another object than before is of the same form: a number, or numbers."""
     kind = type(item)
     if kind in _VALUES:
-        return kind is type(own) and bool(item == own)
-    return (kind is tuple or kind is list or kind is torch.Size) and type(own) is tuple and tuple(item) == own
+        return kind is type(cached) and bool(item == cached)
+    return (kind is tuple or kind is list or kind is torch.Size) and type(cached) is tuple and tuple(item) == cached

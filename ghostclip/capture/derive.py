@@ -39,14 +39,14 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         result = func(*graph_args, **graph_kwargs)
     by_graph = {id(parent.origin.graph): parent for parent in parents}
 
-    def follow(tensor: Tensor, place: int | None) -> Any:
+    def follow(tensor: Tensor, index: int | None) -> Any:
         if not tensor.requires_grad:
             return tensor
         if id(tensor) in by_graph:
             return by_graph[id(tensor)]
         leaves = {leaf_name: leaf for parent in parents for leaf_name, leaf in parent.origin.leaves.items()}
         single = parents[0] if len(parents) == 1 and (not args or isinstance(args[0], TrackedTensor)) else None
-        arguments = args[1:] if place is None else (*args[1:], place)
+        arguments = args[1:] if index is None else (*args[1:], index)
         first = parents[0].origin
         if name == "embedding":
             single, arguments = _embedding_parent(args, kwargs)
@@ -62,7 +62,7 @@ def _follow_tree(result: Any, follow: Callable[[Tensor, int | None], Any]) -> An
     if isinstance(result, Tensor):
         return follow(result, None)
     if isinstance(result, (tuple, list)):
-        items = [follow(item, place) if isinstance(item, Tensor) else item for place, item in enumerate(result)]
+        items = [follow(item, index) if isinstance(item, Tensor) else item for index, item in enumerate(result)]
         return type(result)(items) if not hasattr(result, "_fields") else type(result)(*items)
     return result
 
@@ -149,8 +149,8 @@ def _through_transpose(origin: Origin, factor: Factor, parent: Tensor) -> Factor
         first, second = (*origin.arguments, *origin.keywords.values())[:2]
         order[first], order[second] = order[second], order[first]
     elif origin.func == "permute":
-        given = origin.arguments[0] if isinstance(origin.arguments[0], (tuple, list)) else origin.arguments
-        order = [axis % parent.dim() for axis in given]
+        dims = origin.arguments[0] if isinstance(origin.arguments[0], (tuple, list)) else origin.arguments
+        order = [axis % parent.dim() for axis in dims]
     else:
         order = [*order[:-2], *reversed(order[-2:])] if origin.func == "mT" else list(reversed(order))
     if order == list(range(parent.dim())):
@@ -169,9 +169,9 @@ def _slice_of(origin: Origin, parent: Tensor) -> tuple[Any, ...] | None:
     if origin.func == "__getitem__":
         return basic_index(origin.arguments[0], parent.dim())
     if origin.func == "unbind":
-        *given, place = origin.arguments
-        axis = origin.keywords.get("dim", given[0] if given else 0) % parent.dim()
-        return (*[slice(None)] * axis, place)
+        *dims, index = origin.arguments
+        axis = origin.keywords.get("dim", dims[0] if dims else 0) % parent.dim()
+        return (*[slice(None)] * axis, index)
     # chunk and split of a parameter: the piece's own offset into the parent says where it lies.
     view = origin.value
     differing = [axis for axis in range(parent.dim()) if view.shape[axis] != parent.shape[axis]]
@@ -186,7 +186,7 @@ def basic_index(index: Any, dims: int) -> tuple[Any, ...] | None:
     """Return an index as integers and slices only, or None if it copies, repeats or adds axes."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if sum(entry is Ellipsis for entry in entries) == 1:
-        at = next(place for place, entry in enumerate(entries) if entry is Ellipsis)
+        at = next(position for position, entry in enumerate(entries) if entry is Ellipsis)
         entries[at : at + 1] = [slice(None)] * (dims - len(entries) + 1)
     plain: list[Any] = []
     for entry in entries:
@@ -207,10 +207,10 @@ def _through_broadcast(factor: Diagonal, parent: Tensor) -> Factor | None:
     """``expand`` over the batch: every sample has a copy of the same entries."""
     axis = factor.axis - (len(factor.shape) - parent.dim())
     rest = [*factor.shape[: factor.axis], *factor.shape[factor.axis + 1 :]]
-    own = [size for place, size in enumerate(parent.shape) if place != axis]
+    parent_sizes = [size for dim, size in enumerate(parent.shape) if dim != axis]
     if axis >= 0 and parent.shape[axis] != 1:
         return None
-    if [size for size in rest if size != 1] != [size for size in own if size != 1]:
+    if [size for size in rest if size != 1] != [size for size in parent_sizes if size != 1]:
         return None
     return Dense(factor.grad_BR.reshape(factor.batch_size, *parent.shape))
 

@@ -72,38 +72,38 @@ def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> 
     maps = [_map_of(tensor, arrived, batch_size) for tensor in region.plain]
     try:
         with _torch.no_slow_vmap():
-            outputs, found = _vmapped(region, arrived, maps, batch_size)
+            outputs, sample_grads = _vmapped(region, arrived, maps, batch_size)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
         return None
     same = all(
-        _close(own, _split(item.output.detach(), item.row_map, batch_size))
-        for own, item in zip(outputs, arrived, strict=True)
+        _close(rerun, _split(item.output.detach(), item.row_map, batch_size))
+        for rerun, item in zip(outputs, arrived, strict=True)
     )
-    return found if same and _adds_up(region, arrived, found) else None
+    return sample_grads if same and _adds_up(region, arrived, sample_grads) else None
 
 
 def _vmapped(
     region: Rerun, arrived: Sequence[Arrived], maps: Sequence[RowMap | None], batch_size: int
 ) -> tuple[Sequence[Tensor], list[Tensor]]:
     """Run the operation and its backward for all samples; return outputs and gradients, samples first."""
-    own = [
+    plain = [
         tensor if row_map is None else _split(tensor, row_map, batch_size)
         for tensor, row_map in zip(region.plain, maps, strict=True)
     ]
     grads = [_split(item.grad, item.row_map, batch_size) for item in arrived]
-    places = [item.place for item in arrived]
+    indices = [item.place for item in arrived]
 
     def one(rows: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         def forward(*parameters: Tensor) -> tuple[Tensor, ...]:
             outputs = region.run(rows, parameters)
-            return tuple(outputs[place] for place in places)
+            return tuple(outputs[index] for index in indices)
 
         outputs, pull = torch.func.vjp(forward, *region.inputs)[:2]
         return outputs, pull(tuple(grads))
 
     in_dims = ([None if row_map is None else 0 for row_map in maps], [0] * len(grads))
-    outputs, found = torch.func.vmap(one, in_dims=in_dims, randomness="error")(own, grads)
-    return outputs, list(found)
+    outputs, sample_grads = torch.func.vmap(one, in_dims=in_dims, randomness="error")(plain, grads)
+    return outputs, list(sample_grads)
 
 
 def _split(tensor: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
@@ -135,10 +135,10 @@ def _close(first: Tensor, second: Tensor) -> bool:
     return bool(torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
 
 
-def _adds_up(region: Rerun, arrived: Sequence[Arrived], found: Sequence[Tensor]) -> bool:
+def _adds_up(region: Rerun, arrived: Sequence[Arrived], sample_grads: Sequence[Tensor]) -> bool:
     outputs, grads = [item.output for item in arrived], [item.grad for item in arrived]
     whole = torch.autograd.grad(outputs, list(region.inputs), grads, retain_graph=True, materialize_grads=True)
-    return all(_close(mine.sum(0), total) for mine, total in zip(found, whole, strict=True))
+    return all(_close(mine.sum(0), total) for mine, total in zip(sample_grads, whole, strict=True))
 
 
 def _run_locally(
@@ -147,9 +147,9 @@ def _run_locally(
     """Run an operation on local copies of its plain tensors: nothing upstream of its node is touched."""
     # Returns the leaves of the result and their structure.
     leaves, structure = _torch.tree_flatten((operation.args, operation.kwargs))
-    given = iter(local)
-    own = [next(given) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
-    args, kwargs = _torch.tree_unflatten(own, structure)
+    remaining = iter(local)
+    local_leaves = [next(remaining) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
+    args, kwargs = _torch.tree_unflatten(local_leaves, structure)
     return _torch.tree_flatten(operation.func(*args, **kwargs))
 
 
@@ -209,8 +209,8 @@ def _delivery(
 
     def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         arrived = [
-            Arrived(place, output, grad, maps[0])
-            for place, (output, grad, maps) in enumerate(zip(outputs, grads, output_maps, strict=True))
+            Arrived(index, output, grad, maps[0])
+            for index, (output, grad, maps) in enumerate(zip(outputs, grads, output_maps, strict=True))
             if grad is not None
         ]
         if not arrived:
@@ -237,12 +237,12 @@ def _delivery(
 
 
 def _at_once(use: ParamUse, rerun: Rerun, arrived: Sequence[Arrived]) -> Mapping[str, Factor] | None:
-    found = gradients(rerun, arrived, batch_size=use.forward.batch_size)
-    if found is None:
+    sample_grads = gradients(rerun, arrived, batch_size=use.forward.batch_size)
+    if sample_grads is None:
         return None
     use.site.at_once = True
     use.site.forms.update(dict.fromkeys(use.site.names, AT_ONCE_FORM))
-    return {str(number): Dense(grad) for number, grad in enumerate(found)}
+    return {str(number): Dense(grad) for number, grad in enumerate(sample_grads)}
 
 
 def _tell_slow(use: ParamUse) -> None:
@@ -250,8 +250,8 @@ def _tell_slow(use: ParamUse) -> None:
     site, around = use.site, use.forward.around
     if site.names not in around.sites.told:
         around.sites.told.add(site.names)
-        place = around.describe(site.names[0])
-        _log.warning("%s: %s has no rule; its per-sample gradients are formed one by one.", place, site.describe())
+        location = around.describe(site.names[0])
+        _log.warning("%s: %s has no rule; its per-sample gradients are formed one by one.", location, site.describe())
 
 
 def _in_place(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
@@ -307,8 +307,8 @@ def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size
         else:
             moved = broadcast.per_sample_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
             masked_B = moved.movedim(1, row_map.axis + 1)
-        for number, found in enumerate(batched_grad(item.output, inputs, masked_B)):
-            if found is not None:
+        for number, grad_B in enumerate(batched_grad(item.output, inputs, masked_B)):
+            if grad_B is not None:
                 key = str(number)
-                totals[key] = totals[key] + found if key in totals else found
+                totals[key] = totals[key] + grad_B if key in totals else grad_B
     return {key: Dense(total) for key, total in totals.items()}

@@ -128,8 +128,8 @@ class Watch:
 
     def call_inside(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module without these hooks, and without others' hooks that are called around them."""
-        own = next((watched for watched in self._watched if watched[0] is module), None)
-        return module.forward(*args, **kwargs) if own is None else _torch.call_between_hooks(own, args, kwargs)
+        entry = next((watched for watched in self._watched if watched[0] is module), None)
+        return module.forward(*args, **kwargs) if entry is None else _torch.call_between_hooks(entry, args, kwargs)
 
     def remove(self) -> None:
         self.inner_on()
@@ -182,15 +182,15 @@ def _is_watched(module: nn.Module) -> bool:
 @contextmanager
 def in_place_of(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of one module, not of its class, within the block."""
-    own = module.__dict__.get("forward")
+    previous = module.__dict__.get("forward")
     module.__dict__["forward"] = run
     try:
         yield
     finally:
-        if own is None:
+        if previous is None:
             module.__dict__.pop("forward", None)
         else:
-            module.__dict__["forward"] = own
+            module.__dict__["forward"] = previous
 
 
 class Token(dict[str, Any]):
@@ -283,16 +283,16 @@ def hooks_before_now() -> int:
 
 def hooks_at(node: Any) -> Iterator[MutableMapping[Any, GradientHook]]:
     """Yield the hooks of every tensor that a node made, by the increasing numbers of their handles."""
-    for found in node.metadata.get(_NOTES, ()):
-        hooks = found()
+    for reference in node.metadata.get(_NOTES, ()):
+        hooks = reference()
         if hooks:
             yield hooks
 
 
 def hooks_set_on(nodes: Iterable[Any]) -> list[GradientHook]:
     """Return the hooks on what nodes made, in the order in which they were set."""
-    found = [hook for node in nodes for hooks in hooks_at(node) for hook in hooks.values()]
-    return [hook.hook if isinstance(hook, _OnlyLooks) else hook for hook in found]
+    all_hooks = [hook for node in nodes for hooks in hooks_at(node) for hook in hooks.values()]
+    return [hook.hook if isinstance(hook, _OnlyLooks) else hook for hook in all_hooks]
 
 
 def refuse_changes(node: Any, refuse: Callable[[], None]) -> None:

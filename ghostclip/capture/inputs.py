@@ -39,8 +39,8 @@ def positions(batch_sizes: Tensor) -> Tensor:
 def rows_of(packed: PackedSequence) -> Tensor:
     """Return the sample of every row of a packed batch from outside the model, ``(rows,)``, on the CPU."""
     # Without `sorted_indices`, samples stand in order.
-    place = positions(packed.batch_sizes)
-    return place if packed.sorted_indices is None else packed.sorted_indices.cpu()[place]
+    position = positions(packed.batch_sizes)
+    return position if packed.sorted_indices is None else packed.sorted_indices.cpu()[position]
 
 
 def packed_inputs(tree: Any) -> Iterator[PackedSequence]:
@@ -73,11 +73,11 @@ def with_dummy(item: Any, axis: int) -> Any:
     """Return zeros for one dummy sample instead of a tensor without samples; anything else as it is."""
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
-    place = axis if axis < item.dim() else 0
-    if item.shape[place] != 0:
+    batch_axis = axis if axis < item.dim() else 0
+    if item.shape[batch_axis] != 0:
         return item
     shape = list(item.shape)
-    shape[place] = 1
+    shape[batch_axis] = 1
     return item.new_zeros(shape)
 
 
@@ -85,8 +85,8 @@ def without_dummy(item: Any, axis: int) -> Any:
     """Return a tensor of one sample without its dummy, a view of size 0; anything else as it is."""
     if not isinstance(item, Tensor) or item.dim() == 0:
         return item
-    place = axis if axis < item.dim() else 0
-    return item.narrow(place, 0, 0) if item.shape[place] == 1 else item
+    batch_axis = axis if axis < item.dim() else 0
+    return item.narrow(batch_axis, 0, 0) if item.shape[batch_axis] == 1 else item
 
 
 class Bags:
@@ -99,15 +99,15 @@ class Bags:
 
     def batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
         """Return the number of samples in a model's inputs: of bags, where ids are flat, else as `batch_size_of`."""
-        found = self._find(_torch.tree_flatten((args, dict(kwargs)))[0]) if self._any else None
-        if found is None:
+        bags = self._find(_torch.tree_flatten((args, dict(kwargs)))[0]) if self._any else None
+        if bags is None:
             return batch_size_of(args, kwargs, axis)
         if self._closed:
             raise BatchAxisError(
                 "nn.EmbeddingBag(include_last_offset=True) with flat ids: there are more offsets than samples. "
                 "Build it with include_last_offset=False and pass offsets[:-1]."
             )
-        return len(found[1])
+        return len(bags[1])
 
     def as_rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -117,22 +117,22 @@ class Bags:
         if not self._any:
             return module, args, kwargs
         leaves, tree = _torch.tree_flatten((args, dict(kwargs)))
-        found = self._find(leaves)
-        if found is None:
+        bags = self._find(leaves)
+        if bags is None:
             return module, args, kwargs
-        first, offsets = found
+        first, offsets = bags
         flat = _OnRows(module, leaves, tree, offsets)
         ends = torch.cat([offsets[1:], offsets.new_tensor([len(leaves[first])])])
         longest = int((ends - offsets).max()) if len(offsets) else 0
-        place_BK = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
+        index_BK = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
         rows = list(leaves)
-        rows[first] = place_BK.masked_fill(place_BK >= ends.unsqueeze(1), -1)
-        given = _torch.tree_unflatten(rows, tree)
-        return flat, given[0], given[1]
+        rows[first] = index_BK.masked_fill(index_BK >= ends.unsqueeze(1), -1)
+        inputs = _torch.tree_unflatten(rows, tree)
+        return flat, inputs[0], inputs[1]
 
     def _find(self, leaves: list[Any]) -> tuple[int, Tensor] | None:
-        """Return the places of ids and offsets: ids are the first tensor, offsets begin with 0 and never fall."""
-        first = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), -1)
+        """Return the positions of ids and offsets: ids are the first tensor, offsets begin with 0 and never fall."""
+        first = next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), -1)
         if first < 0 or not _is_flat(leaves[first]):
             return None
         count = len(leaves[first])
@@ -146,8 +146,8 @@ def as_flat(
     """Undo `Bags.as_rows`, for whichever rows are left."""
     if not isinstance(module, _OnRows):
         return module, args, kwargs
-    given = module.flat(args, kwargs)
-    return module.inner[0], given[0], given[1]
+    inputs = module.flat(args, kwargs)
+    return module.inner[0], inputs[0], inputs[1]
 
 
 def batch_as_rows(
@@ -155,10 +155,10 @@ def batch_as_rows(
 ) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
     """Return a batch and its loss function with a row per sample in the place of flat ids."""
     # Both as they are where no ids are flat.
-    on_rows, given, _ = Bags(model).as_rows(model, (batch,), {})
+    on_rows, inputs, _ = Bags(model).as_rows(model, (batch,), {})
     if not isinstance(on_rows, _OnRows):
         return batch, loss_fn
-    return given[0], lambda model, rows: loss_fn(model, on_rows.flat((rows,), {})[0][0])
+    return inputs[0], lambda model, rows: loss_fn(model, on_rows.flat((rows,), {})[0][0])
 
 
 class _OnRows(nn.Module):
@@ -169,28 +169,28 @@ class _OnRows(nn.Module):
         # In a tuple: not a part of this one.
         self.inner = (module,)
         self._tree = tree
-        self._first = next(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        self._offsets = next(place for place, leaf in enumerate(leaves) if leaf is offsets)
+        self._first = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        self._offsets = next(index for index, leaf in enumerate(leaves) if leaf is offsets)
         count = len(leaves[self._first])
         # Weights of the look-ups are as long as the ids.
         self._flat = {
-            place: leaf
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.dim() == 1 and len(leaf) == count and place != self._offsets
+            index: leaf
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.dim() == 1 and len(leaf) == count and index != self._offsets
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self.flat(args, kwargs)
-        return self.inner[0](*given[0], **given[1])
+        inputs = self.flat(args, kwargs)
+        return self.inner[0](*inputs[0], **inputs[1])
 
     def flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return inputs with flat ids and offsets."""
         leaves = _torch.tree_flatten((args, dict(kwargs)))[0]
-        place_BK = leaves[self._first]
-        real_BK = place_BK >= 0
-        chosen_N = place_BK[real_BK]
-        for place, leaf in self._flat.items():
-            leaves[place] = leaf[chosen_N]
+        index_BK = leaves[self._first]
+        real_BK = index_BK >= 0
+        chosen_N = index_BK[real_BK]
+        for index, leaf in self._flat.items():
+            leaves[index] = leaf[chosen_N]
         counts_B = real_BK.sum(1)
         leaves[self._offsets] = (counts_B.cumsum(0) - counts_B).to(leaves[self._offsets].dtype)
         return _torch.tree_unflatten(leaves, self._tree)

@@ -46,27 +46,27 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     # What checkpointing runs again must run as it did, and its calls come in another order.
     visit = 1
     if not _torch.in_backward():
-        own = counted_as(key)
-        calls, uses = forward.visits.get(own, NEVER)
+        visit_key = counted_as(key)
+        calls, uses = forward.visits.get(visit_key, NEVER)
         visit = calls + 1
-        forward.visits[own] = visit, uses
-    place = key, dims, visit
+        forward.visits[visit_key] = visit, uses
+    layout_key = key, dims, visit
     if forward.batch_size < 2:
-        return ArgumentLayout(place)
+        return ArgumentLayout(layout_key)
     rows = forward.around.rows
     layout = None if rows.resized is None else rows.resized.layout(rows.key, shapes_of(tree))
     if layout is not None:
-        layouts[place] = layout
-    is_guessed = place not in layouts
-    layout = layouts.get((key, dims, 1)) if is_guessed else layouts[place]
+        layouts[layout_key] = layout
+    is_guessed = layout_key not in layouts
+    layout = layouts.get((key, dims, 1)) if is_guessed else layouts[layout_key]
     forward.guessed = forward.guessed or is_guessed
     if layout is None:
-        return ArgumentLayout(place, call=rows.key)
+        return ArgumentLayout(layout_key, call=rows.key)
     axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
     if is_guessed:
         # What the first call was given may be one of many pieces of the batch, all of one size.
         axes = {number: axis for number, axis in axes.items() if axis != CONSTANT}
-    return ArgumentLayout(place, axes, layout.resized, layout.size, rows.key)
+    return ArgumentLayout(layout_key, axes, layout.resized, layout.size, rows.key)
 
 
 def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:

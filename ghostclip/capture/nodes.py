@@ -55,10 +55,10 @@ class Casts:
 
 def _dropping(casts: Casts) -> Callable[[Any], None]:
     # A bound method would hold its object, which holds the reference that holds it.
-    held = weakref.ref(casts)
+    reference = weakref.ref(casts)
 
     def drop(source: Any) -> None:
-        alive = held()
+        alive = reference()
         if alive is not None:
             alive.drop(source)
 
@@ -151,9 +151,9 @@ class Region(torch.autograd.Function):
         arrived = [(output, grad) for output, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
         if not wanted or not arrived:
             return (None,) * (3 + len(ctx.local))
-        outputs, given = zip(*arrived, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True))
-        return None, None, None, *(next(found) if tensor.requires_grad else None for tensor in ctx.local)
+        outputs, output_grads = zip(*arrived, strict=True)
+        gradients = iter(torch.autograd.grad(outputs, wanted, output_grads, retain_graph=True, allow_unused=True))
+        return None, None, None, *(next(gradients) if tensor.requires_grad else None for tensor in ctx.local)
 
 
 class SavedForm(NamedTuple):
@@ -204,10 +204,10 @@ class SavedTensors:
         return self._tensors
 
 
-def first_saved(kept: Sequence[SavedTensors]) -> list[Tensor]:
+def first_saved(saved: Sequence[SavedTensors]) -> list[Tensor]:
     """Return the one tensor of each, as `SavedTensors.saved_tensors` does, all compared at once."""
-    tensors = [one._tensors[0] for one in kept]
-    if _torch.versions(tensors) != [one._versions[0] for one in kept]:
+    tensors = [one._tensors[0] for one in saved]
+    if _torch.versions(tensors) != [one._versions[0] for one in saved]:
         raise RuntimeError(_CHANGED)
     return tensors
 
@@ -246,8 +246,8 @@ def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
     # A view would drag its base into the graph; detaching makes it a tensor of its own on the same storage.
     # Every captured path of the graph ends at the anchor, so that a backward restricted to it visits all captured
     # operations and no parameter outside them. The result may be changed in place, and gradient hooks can be set on it.
-    own = tensor.detach() if _torch.is_view(tensor) else tensor
-    return _Enter.apply(anchor, own)
+    detached = tensor.detach() if _torch.is_view(tensor) else tensor
+    return _Enter.apply(anchor, detached)
 
 
 def source(tensor: Tensor, anchor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def uncompared() -> Iterator[None]:
         _compares.reset(before)
 
 
-def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], place: str) -> bool:
+def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], location: str) -> bool:
     """Compare a sampler's gradients for the sample with the largest ones with autograd's; refuse a difference."""
     # Random numbers and buffers are restored. What autograd cannot differentiate, or is random, is not compared, and
     # the log says so once. Returns False where all gradients are zero, so that nothing was settled.
@@ -73,7 +73,7 @@ def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], 
     try:
         wanted = _by_autograd(call, module, alone)
     except RuntimeError as error:
-        _log.warning("%s: not compared with autograd (%s). Compare it with %s.", place, error, _CHECK)
+        _log.warning("%s: not compared with autograd (%s). Compare it with %s.", location, error, _CHECK)
         return True
     largest = max((float(grad.abs().max()) for grad in wanted.values() if grad.numel()), default=0.0)
     allowed = _RTOL.get(grad_n.dtype, 0.1) * largest
@@ -84,8 +84,8 @@ def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], 
         off = float((got - (grad.norm() if norms else grad).to(got.dtype)).abs().max()) if got.numel() else 0.0
         if not off <= allowed * (grad.numel() ** 0.5 if norms else 1):
             raise UnsupportedModelError(
-                f"{place}: the {'norm' if norms else 'gradient'} that its sampler returned for parameter '{name}' is "
-                f"not autograd's (largest difference {off:.2g}, largest entry {largest:.2g}), so that samples would "
+                f"{location}: the {'norm' if norms else 'gradient'} that its sampler returned for parameter '{name}' "
+                f"is not autograd's (largest difference {off:.2g}, largest entry {largest:.2g}), so that samples would "
                 f"be clipped at another norm than their own. Mend the sampler; compare it with {_CHECK}."
             )
     return largest > 0
@@ -95,17 +95,17 @@ def _by_autograd(call: "_CallRows", module: nn.Module, alone: Tensor) -> dict[st
     """Return gradients of the parameters that autograd knows; none where the module is random."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     with torch.random.fork_rng(devices=[alone.device] if alone.is_cuda else []):
-        output, own = call.rerun()
+        output, params = call.rerun()
         again, _ = call.rerun()
-        grads = torch.autograd.grad(output, list(own.values()), alone.to(output.dtype), allow_unused=True)
-    found = cast("Sequence[Tensor | None]", grads)
+        grads = torch.autograd.grad(output, list(params.values()), alone.to(output.dtype), allow_unused=True)
+    optional_grads = cast("Sequence[Tensor | None]", grads)
     with torch.no_grad():
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
     if not torch.equal(output.detach().nan_to_num(), again.detach().nan_to_num()):
         raise RuntimeError("its output is another one each time")
-    return {name: grad for name, grad in zip(own, found, strict=True) if grad is not None}
+    return {name: grad for name, grad in zip(params, optional_grads, strict=True) if grad is not None}
 
 
 @dataclass(eq=False)
@@ -138,13 +138,13 @@ class OpaqueModules:
         tracked = {} if samplers is None else _tracked_of(module)
         if samplers is None or not tracked or not torch.is_grad_enabled():
             return
-        given, structure = _torch.tree_flatten((args, dict(kwargs)))
-        place = f"{describe(next(iter(tracked.values())).origin.names[0])} with a registered sampler"
-        if any(isinstance(leaf, TrackedTensor) for leaf in given):
-            raise UnsupportedModelError(f"{place} is called on a parameter of another module. Give it data.")
-        node = save_tensors([leaf for leaf in given if isinstance(leaf, Tensor)])
-        leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in given]
-        self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, place))
+        inputs, structure = _torch.tree_flatten((args, dict(kwargs)))
+        location = f"{describe(next(iter(tracked.values())).origin.names[0])} with a registered sampler"
+        if any(isinstance(leaf, TrackedTensor) for leaf in inputs):
+            raise UnsupportedModelError(f"{location} is called on a parameter of another module. Give it data.")
+        node = save_tensors([leaf for leaf in inputs if isinstance(leaf, Tensor)])
+        leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in inputs]
+        self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, location))
         _put(module, {name: one.origin.value for name, one in tracked.items()})
 
     def leave(self, module: nn.Module, output: Any, forward: ForwardContext) -> Any:
@@ -157,11 +157,11 @@ class OpaqueModules:
         if output is None:
             return None
         leaves, structure = _torch.tree_flatten(output)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if len(places) != 1:
-            message = f"{call.place} returned {len(places)} tensors; a sampler takes the gradient of one. Return one."
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if len(indices) != 1:
+            message = f"{call.place} returned {len(indices)} tensors; a sampler takes the gradient of one. Return one."
             raise UnsupportedModelError(message)
-        leaves[places[0]] = self._captured(call, leaves[places[0]], forward)
+        leaves[indices[0]] = self._captured(call, leaves[indices[0]], forward)
         return _torch.tree_unflatten(leaves, structure)
 
     def break_off(self) -> None:
@@ -180,11 +180,11 @@ class OpaqueModules:
         unwatched, compared = self._unwatched, self._compared
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
-            given = _CallRows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched)
-            found = _factors(given)
-            if compared.get(call.module) != call.samplers and agrees(given, call.module, found, call.place):
+            call_rows = _CallRows(call, axis, list(saved), grad, lambda x_n: split(x_n, 1), unwatched)
+            row_factors = _factors(call_rows)
+            if compared.get(call.module) != call.samplers and agrees(call_rows, call.module, row_factors, call.place):
                 compared[call.module] = call.samplers
-            return found
+            return row_factors
 
         sizes = tuple(rows.shape[:1])
         targets = dict(call.tracked)
@@ -214,15 +214,15 @@ class _CallRows:
     def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
         """Run a sampler and check what it returns."""
         activations = [self._rows_first(tensor) for tensor in self.inputs]
-        own = {
+        params = {
             name: tracked.origin.leaves[tracked.origin.names[0]].parameter
             for name, tracked in self.call.tracked.items()
         }
-        with torch.no_grad(), _in_place_of_parameters(self.call.module, own):
+        with torch.no_grad(), _in_place_of_parameters(self.call.module, params):
             returned = {id(key): values for key, values in sampler(self.call.module, activations, self.grad_n).items()}
         rows = self.grad_n.shape[0]
-        found = {}
-        for name, parameter in own.items():
+        checked = {}
+        for name, parameter in params.items():
             values = returned.get(id(parameter))
             expected = (rows,) if norms else (rows, *parameter.shape)
             shape = tuple(values.shape) if isinstance(values, Tensor) else None
@@ -232,8 +232,8 @@ class _CallRows:
                     f"{self.call.place}: '{getattr(sampler, '__name__', sampler)}' returned {came} for parameter "
                     f"'{name}', not a tensor of shape {expected}, rows first. Return one for every trainable parameter."
                 )
-            found[name] = values
-        return found
+            checked[name] = values
+        return checked
 
     def _rows_first(self, tensor: Tensor) -> Tensor:
         axis, rows = self.axis, self.grad_n.shape[0]
@@ -262,28 +262,28 @@ class _CallRows:
 
     def rerun(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the module again, in a graph of its own; return its output (rows first) and its parameters there."""
-        own = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.tracked.items()}
-        given = iter(self.inputs)
-        leaves = [next(given).detach() if is_tensor else leaf for leaf, is_tensor in self.call.leaves]
+        params = {name: tracked.origin.value.detach().requires_grad_() for name, tracked in self.call.tracked.items()}
+        inputs = iter(self.inputs)
+        leaves = [next(inputs).detach() if is_tensor else leaf for leaf, is_tensor in self.call.leaves]
         args, kwargs = _torch.tree_unflatten(leaves, self.call.structure)
-        with self.unwatched(), torch.enable_grad(), _in_place_of_parameters(self.call.module, own):
+        with self.unwatched(), torch.enable_grad(), _in_place_of_parameters(self.call.module, params):
             items = _torch.tree_flatten(self.call.module.forward(*args, **kwargs))[0]
             (output,) = (item for item in items if isinstance(item, Tensor) and item.is_floating_point())
-            return output.movedim(self.axis, 0), own
+            return output.movedim(self.axis, 0), params
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of every row, ``(n, *P)``: the sampler's, or autograd's one row after the other."""
         if self.call.samplers.gradients is not None:
             return self.ask(self.call.samplers.gradients, norms=False)
-        output, own = self.rerun()
+        output, params = self.rerun()
         rows = self.grad_n.shape[0]
         number_n = torch.arange(rows, device=self.grad_n.device)
         alone = self.grad_n.new_zeros(rows, *self.grad_n.shape)
         alone[number_n, number_n] = self.grad_n
-        found = batched_grad(output, list(own.values()), alone)
+        grads_n = batched_grad(output, list(params.values()), alone)
         return {
             name: tensor.new_zeros(rows, *tensor.shape) if grad is None else grad
-            for (name, tensor), grad in zip(own.items(), found, strict=True)
+            for (name, tensor), grad in zip(params.items(), grads_n, strict=True)
         }
 
     def weighted_sums(self, coef_n: Tensor) -> dict[str, Tensor]:
@@ -292,9 +292,9 @@ class _CallRows:
         scaled = replace(self, grad_n=grad_n)
         if self.call.samplers.gradients is not None:
             return {name: grads.sum(0) for name, grads in scaled.gradients().items()}
-        output, own = self.rerun()
-        found = torch.autograd.grad(output, list(own.values()), grad_n, allow_unused=True, materialize_grads=True)
-        return dict(zip(own, found, strict=True))
+        output, params = self.rerun()
+        sums = torch.autograd.grad(output, list(params.values()), grad_n, allow_unused=True, materialize_grads=True)
+        return dict(zip(params, sums, strict=True))
 
 
 class _LaterGradient:
@@ -339,12 +339,12 @@ def _factors(rows: _CallRows) -> dict[str, Factor]:
 
 def _tracked_of(module: nn.Module) -> dict[str, TrackedTensor]:
     """Return the tracked tensors that stand for a module's parameters, by their names in it."""
-    found = {}
+    tracked = {}
     for path, part in module.named_modules():
         for key, parameter in _torch.parameter_table(part).items():
             if isinstance(parameter, TrackedTensor):
-                found[f"{path}.{key}" if path else key] = parameter
-    return found
+                tracked[f"{path}.{key}" if path else key] = parameter
+    return tracked
 
 
 def _put(module: nn.Module, values: Mapping[str, Any]) -> None:

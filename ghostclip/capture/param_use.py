@@ -46,10 +46,10 @@ def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
     )
 
 
-def differentiated(site: CallSite, place: str) -> str:
+def differentiated(site: CallSite, location: str) -> str:
     """Return the error text for a gradient that passed a site and is to be differentiated itself."""
     return (
-        f"{place}: a backward with create_graph=True passed {site.describe()}. What a gradient penalty (WGAN-GP, "
+        f"{location}: a backward with create_graph=True passed {site.describe()}. What a gradient penalty (WGAN-GP, "
         "double backward) adds to the gradient of this parameter reaches it through the backward, where it cannot be "
         "clipped per sample. Leave the penalty out, take it with create_graph=False, or freeze the parameter."
     )
@@ -253,9 +253,9 @@ def site_of(
     """Return the call site of the next use of some tracked tensors by an operation, which is counted."""
     tracked = list(tracked)
     key = key_of(tracked, name)
-    own = counted_as(key)
-    calls, uses = forward.visits.get(own, NEVER)
-    forward.visits[own] = calls, uses + 1
+    visit_key = counted_as(key)
+    calls, uses = forward.visits.get(visit_key, NEVER)
+    forward.visits[visit_key] = calls, uses + 1
     return forward.around.sites.at((key, uses + 1), tracked, form, gathered)
 
 
@@ -282,9 +282,9 @@ def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None)
     if not use.batch_dim_sizes:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
-    kept = use.node
-    if type(kept) is SavedTensors and kept.address:
-        forward.addresses.append(kept.address)
+    saved = use.node
+    if type(saved) is SavedTensors and saved.address:
+        forward.addresses.append(saved.address)
     if node is not None and forward.batch_size > 1:
         rows, latest = forward.around.rows, forward.latest
         steps = 0 if latest is None or behind is None else _torch.order_of(behind) - latest

@@ -149,10 +149,10 @@ def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     """Return arguments of which none is still being written by a collective."""
     if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
         return args, kwargs
-    found: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(
+    arrived: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(
         lambda item: _torch.arrived(item) if _torch.is_arriving(item) else item, (args, kwargs)
     )
-    return found
+    return arrived
 
 
 def is_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -242,16 +242,16 @@ class OnParts:
             self._require(x, None)
             if bias is not None and self._lies(bias) != 0:
                 self._refuse("its weight is divided by outputs, and its bias is not")
-            found = self._captured(self._local(x, Partial()), self._part(weight), self._part(bias))
-            return self._lay(found, Shard(last), (*x.shape[:-1], _whole_shape(weight)[0]))
+            output = self._captured(self._local(x, Partial()), self._part(weight), self._part(bias))
+            return self._lay(output, Shard(last), (*x.shape[:-1], _whole_shape(weight)[0]))
         self._require(x, last)
         if bias is not None and self._lies(bias) is not None:
             self._refuse("its weight is divided by inputs, and its bias is divided as well")
-        found = self._captured(self._local(x, Shard(last)), self._part(weight), self._part(bias))
+        output = self._captured(self._local(x, Shard(last)), self._part(weight), self._part(bias))
         if bias is not None and self._rank > 0:
             # Every rank's part of the sum has it, and its gradient is the same on all; in the sum it counts once.
-            found = found - _value(bias).to(found.dtype)
-        return self._lay(found, Partial(), tuple(found.shape))
+            output = output - _value(bias).to(output.dtype)
+        return self._lay(output, Partial(), tuple(output.shape))
 
     def embedding(self) -> Any:
         from torch.distributed.tensor import Partial, Shard
@@ -265,8 +265,8 @@ class OnParts:
         self._require(ids, None)
         here = self._local(ids, None)
         if divides == 1:
-            found = self._captured(here, self._part(weight), padding, None, *rest)
-            return self._lay(found, Shard(found.dim() - 1), (*ids.shape, _whole_shape(weight)[1]))
+            output = self._captured(here, self._part(weight), padding, None, *rest)
+            return self._lay(output, Shard(output.dim() - 1), (*ids.shape, _whole_shape(weight)[1]))
         rows, total = self._part(weight).shape[0], _whole_shape(weight)[0]
         if leaves_empty(total, self._mesh.size()):
             self._refuse(f"some ranks hold none of the {total} rows of the table: divide it over fewer ranks")
@@ -275,9 +275,9 @@ class OnParts:
         if padding is not None:
             padding = padding % total - first
             padding = padding if 0 <= padding < rows else None
-        own = (here - first).masked_fill(elsewhere, 0)
-        found = self._captured(own, self._part(weight), padding, None, *rest)
-        return self._lay(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, found.shape[-1]))
+        local_ids = (here - first).masked_fill(elsewhere, 0)
+        output = self._captured(local_ids, self._part(weight), padding, None, *rest)
+        return self._lay(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, output.shape[-1]))
 
     def alike(self) -> Any:
         """Run an operation on parameters that every rank has, whose data all lies alike."""
@@ -297,13 +297,13 @@ class OnParts:
             self._refuse(f"its data is {lies}: redistribute it to Replicate() or Shard(1) before")
         for tracked in self._tracked:
             self._note(tracked, spread=isinstance(lies, Shard))
-        found = self._run(self._func, *self._with_parts(lies))
-        if not isinstance(found, Tensor):
+        output = self._run(self._func, *self._with_parts(lies))
+        if not isinstance(output, Tensor):
             self._refuse("it returns no single tensor")
-        whole = list(found.shape)
+        whole = list(output.shape)
         if isinstance(lies, Shard):
             whole[lies.dim] = moving[0].shape[lies.dim]
-        return self._lay(found, lies, tuple(whole))
+        return self._lay(output, lies, tuple(whole))
 
     def _require_by_position(self, data: Sequence[Tensor], axis: int) -> None:
         """Refuse divided positions where an operation is not one of each position by itself."""
@@ -324,22 +324,22 @@ class OnParts:
 
     def _bound(self, names: Sequence[str]) -> list[Any]:
         """Return arguments by the names of the function's, None for missing ones."""
-        found = dict(zip(names, self._args, strict=False)) | self._kwargs
-        return [found.get(name) for name in names]
+        arguments = dict(zip(names, self._args, strict=False)) | self._kwargs
+        return [arguments.get(name) for name in names]
 
     def _lies(self, operand: Any) -> int | None:
         """Return the axis along which a parameter is divided; None where every rank has all of it."""
         if not isinstance(operand, TrackedTensor):
             return _divides(operand)
-        found = {_divides(leaf.parameter) for leaf in operand.origin.leaves.values()}
-        if found == {None}:
+        axes = {_divides(leaf.parameter) for leaf in operand.origin.leaves.values()}
+        if axes == {None}:
             return None
         one: TrackedTensor | None = operand
         while one is not None and one.origin.func in _KEEPS_PLACES:
             one = one.origin.parent
-        if len(found) > 1 or one is not None:
+        if len(axes) > 1 or one is not None:
             self._refuse("what is computed from a divided parameter before lies in no known way")
-        return found.pop()
+        return axes.pop()
 
     def _part(self, operand: Any) -> Any:
         """Return this rank's part of an argument: a tracked part, or that of a frozen parameter."""
@@ -354,8 +354,8 @@ class OnParts:
         return _torch.part_of(data, None if gradient is None else [gradient])
 
     def _captured(self, *args: Any) -> Tensor:
-        found: Tensor = self._run(self._func, args, {})
-        return found
+        output: Tensor = self._run(self._func, args, {})
+        return output
 
     def _with_parts(self, lies: Placement) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def one(item: Any) -> Any:
@@ -392,9 +392,9 @@ class OnParts:
 
     def _refuse(self, reason: str) -> None:
         names = [name for tracked in self._tracked for name in tracked.origin.names]
-        place = self._forward.around.describe(names[0])
+        location = self._forward.around.describe(names[0])
         raise UnsupportedModelError(
-            f"{place}: parameter '{', '.join(dict.fromkeys(names))}' on several ranks in {self._name}: {reason}; a "
+            f"{location}: parameter '{', '.join(dict.fromkeys(names))}' on several ranks in {self._name}: {reason}; a "
             "sample's norm would not be known."
         )
 
@@ -403,8 +403,8 @@ def _placement(data: Any) -> Any:
     """Return the placement of a DTensor on its mesh of one axis, axes counted from the front."""
     from torch.distributed.tensor import Shard
 
-    (found,) = data.placements
-    return Shard(found.dim % data.dim()) if type(found) is Shard else found
+    (placement,) = data.placements
+    return Shard(placement.dim % data.dim()) if type(placement) is Shard else placement
 
 
 def _divides(parameter: Any) -> int | None:
@@ -412,8 +412,8 @@ def _divides(parameter: Any) -> int | None:
     if not _torch.is_sharded_tensor(parameter):
         return None
     axes = [getattr(placed, "dim", None) for placed in parameter.placements]
-    found = [axis % parameter.dim() for axis in axes if axis is not None]
-    return found[0] if found else None
+    divided_axes = [axis % parameter.dim() for axis in axes if axis is not None]
+    return divided_axes[0] if divided_axes else None
 
 
 def _listed(parameter: Any) -> str:

@@ -94,8 +94,8 @@ def _einsum(operation: Operation) -> Callable[[], Any] | None:
 
     def run() -> Any:
         left = list(operands)
-        for places, _, step, *_ in contract_path(equation, *shapes, shapes=True, einsum_call=True)[1]:
-            picked = [left.pop(place) for place in places]
+        for indices, _, step, *_ in contract_path(equation, *shapes, shapes=True, einsum_call=True)[1]:
+            picked = [left.pop(index) for index in indices]
             left.append(torch.einsum(step, *picked))
         return left[0]
 
@@ -103,8 +103,8 @@ def _einsum(operation: Operation) -> Callable[[], Any] | None:
 
 
 def _masked_fill(operation: Operation) -> Callable[[], Any] | None:
-    given = {**dict(zip(("input", "mask", "value"), operation.args, strict=False)), **operation.kwargs}
-    x, mask, value = (given.get(name) for name in ("input", "mask", "value"))
+    arguments = {**dict(zip(("input", "mask", "value"), operation.args, strict=False)), **operation.kwargs}
+    x, mask, value = (arguments.get(name) for name in ("input", "mask", "value"))
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or not isinstance(value, TrackedTensor):
         return None
 

@@ -65,25 +65,25 @@ class Roster:
         if met == self._met:
             return False
         self._met = met
-        expected = {key for key, (_, own) in self._known.items() if _trains(own())}
+        expected = {key for key, (_, reference) in self._known.items() if _trains(reference())}
         differs = not expected <= set(met) <= self._trainable
         self.changed = self.changed or differs
         if differs:
             self._strangers |= {id(p): (name, p) for name, p in named.items() if id(p) in met and not self._knows(p)}
         return differs
 
-    def compare(self, held: Iterable[nn.Parameter]) -> Changes:
+    def compare(self, optimized: Iterable[nn.Parameter]) -> Changes:
         """Compare the model's parameters with those that an optimizer has."""
-        own = {id(p): (name, p) for name, p in self._model.named_parameters()}
-        of_optimizer = {id(p): p for p in held if p.requires_grad}
-        new = {key: name for key, (name, p) in own.items() if p.requires_grad and not self._was_trainable(p)}
+        of_model = {id(p): (name, p) for name, p in self._model.named_parameters()}
+        of_optimizer = {id(p): p for p in optimized if p.requires_grad}
+        new = {key: name for key, (name, p) in of_model.items() if p.requires_grad and not self._was_trainable(p)}
         joined = [key for key in new if key in of_optimizer]
         return Changes(
             missing=[name for key, name in new.items() if key not in of_optimizer],
-            gone=[self._name(p) for key, p in of_optimizer.items() if key not in own],
+            gone=[self._name(p) for key, p in of_optimizer.items() if key not in of_model],
             joined=[new[key] for key in joined],
             added=[new[key] for key in joined if not self._knows(of_optimizer[key])],
-            passed=[name for key, (name, _) in self._strangers.items() if key not in own],
+            passed=[name for key, (name, _) in self._strangers.items() if key not in of_model],
         )
 
     def _knows(self, parameter: nn.Parameter) -> bool:
@@ -124,8 +124,8 @@ class Snapshot:
         # Views, which follow their tables.
         self._views = [table.values() for table in self._full]
         self._held: list[Any] = list(chain.from_iterable(self._views))
-        held = [item for item in self._held if isinstance(item, nn.Parameter)]
-        self._frozen = [parameter for parameter in held if not parameter.requires_grad]
+        parameters = [item for item in self._held if isinstance(item, nn.Parameter)]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Let a copy of the model be inspected anew."""
@@ -160,10 +160,10 @@ class Snapshot:
     def _same_memory(self) -> bool:
         """Return whether parameters lie where their aliases do, of the same sizes and dtypes."""
         # Both are alive, so that one address is one memory, also where content was exchanged meanwhile.
-        places = _layouts_of(self._plain)
+        layouts = _layouts_of(self._plain)
         return (
-            places == self._places
-            and list(map(Tensor.data_ptr, self._aliases)) == places[0]
+            layouts == self._places
+            and list(map(Tensor.data_ptr, self._aliases)) == layouts[0]
             and all(_torch.memory_of(parameter) == memory for parameter, memory in self._others)
         )
 

@@ -73,10 +73,10 @@ class RowMap:
         counts_B = torch.bincount(self.samples, minlength=batch_size)
         first_B = torch.cumsum(counts_B, 0) - counts_B
         sample = self.samples[order]
-        place = torch.arange(order.numel(), device=order.device) - first_B[sample]
+        position = torch.arange(order.numel(), device=order.device) - first_B[sample]
         longest = int(counts_B.max()) if order.numel() else 0
         packed = tensor.new_zeros(batch_size, longest, *tensor.shape[1:])
-        packed[sample, place] = tensor[order]
+        packed[sample, position] = tensor[order]
         inner = prod(tensor.shape[1:num_batch_dims])
         return packed.reshape(batch_size, longest * inner, *tensor.shape[num_batch_dims:])
 
@@ -93,9 +93,9 @@ class RowMap:
 def samples_axis(sizes: tuple[int, ...], batch_size: int, axis: int) -> int | None:
     """Return the axis of the samples, as far as sizes tell, or None."""
     # An axis of B entries, else one of several times as many (folded), the expected one first.
-    order = [place for place in dict.fromkeys((axis, *range(len(sizes)))) if place < len(sizes)]
-    exact = (place for place in order if sizes[place] == batch_size)
-    folded = (place for place in sorted(order) if sizes[place] > batch_size and sizes[place] % batch_size == 0)
+    order = [dim for dim in dict.fromkeys((axis, *range(len(sizes)))) if dim < len(sizes)]
+    exact = (dim for dim in order if sizes[dim] == batch_size)
+    folded = (dim for dim in sorted(order) if sizes[dim] > batch_size and sizes[dim] % batch_size == 0)
     return next(exact, next(folded, None))
 
 
@@ -146,17 +146,17 @@ IN_ORDER: Final = RowOrder(None, unknown=False, in_graph=True)
 def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrder:
     """Return how rows along an axis of a tensor were gathered or reordered on the way to it."""
     if tensor.requires_grad:
-        found = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
-        if found is None:
+        samples = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
+        if samples is None:
             return IN_ORDER
-        if found is UNKNOWN_ORDER:
+        if samples is UNKNOWN_ORDER:
             return RowOrder(None, unknown=True, in_graph=True)
-        return RowOrder(found.to(tensor.device), unknown=False, in_graph=True)
-    found = forward.around.rows.samples_of(tensor)
-    if found is None:
+        return RowOrder(samples.to(tensor.device), unknown=False, in_graph=True)
+    samples = forward.around.rows.samples_of(tensor)
+    if samples is None:
         return IN_ORDER
-    known = found is not UNKNOWN_ORDER and axis == 0 and found.numel() == tensor.shape[0]
-    return RowOrder(found.to(tensor.device) if known else None, unknown=not known, in_graph=False)
+    known = samples is not UNKNOWN_ORDER and axis == 0 and samples.numel() == tensor.shape[0]
+    return RowOrder(samples.to(tensor.device) if known else None, unknown=not known, in_graph=False)
 
 
 def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:

@@ -213,14 +213,14 @@ def _of_first_step(node: Any, rows: int, batch_size: int, expected_axis: int) ->
 
 def samples_at(node: Any, output_nr: int, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     """Return the sample of every row on axis 0 of a value of the graph, as `origin_of_rows`."""
-    found = _samples(node, output_nr, rows, batch_size, expected_axis)
-    return None if found is UNKNOWN_ORDER else found
+    samples = _samples(node, output_nr, rows, batch_size, expected_axis)
+    return None if samples is UNKNOWN_ORDER else samples
 
 
 def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:
     """Return the one sample that a value was computed from, where each path to the model's outputs picks its rows."""
     # None where there are several, or where that cannot be told.
-    found: set[int] = set()
+    samples: set[int] = set()
     pending, seen = [(node, output_nr)], 0
     while pending and seen < _MAX_NODES:
         edge = pending.pop()
@@ -229,12 +229,12 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
         seen += 1
         picked = _picked(*edge, batch_size)
         if picked is not None:
-            found.add(picked)
+            samples.add(picked)
         elif is_output(edge):
             return None
         else:
             pending += edge[0].next_functions
-    return found.pop() if len(found) == 1 and not pending else None
+    return samples.pop() if len(samples) == 1 and not pending else None
 
 
 def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
@@ -357,13 +357,13 @@ def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor
     """Return the samples of parts that were selected from the batch and concatenated."""
     if node.name() not in ("CatBackward0", "StackBackward0") or _torch.saved(node, "dim") != 0:
         return None
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for part, number in node.next_functions:
         one = None if part is None else _part(part, number, node.name(), batch_size, expected_axis)
         if one is None:
             return None
-        found.append(one.cpu())
-    gathered = torch.cat(found) if found else None
+        parts.append(one.cpu())
+    gathered = torch.cat(parts) if parts else None
     return gathered if gathered is not None and gathered.numel() == rows else None
 
 
@@ -410,9 +410,9 @@ def _turned(node: Any, name: str, rows: int) -> tuple[Tensor, int] | None:
     dims = len(_torch.outputs_of(node)[0].shape)
     index = torch.arange(rows)
     turned = index
-    for place, axis in enumerate(axes):
+    for number, axis in enumerate(axes):
         if axis % dims == 0:
-            turned = turned.flip(0) if flips else turned.roll(_torch.signed(_torch.saved(node, "shifts")[place]))
+            turned = turned.flip(0) if flips else turned.roll(_torch.signed(_torch.saved(node, "shifts")[number]))
     return None if torch.equal(turned, index) else (turned, rows)
 
 
@@ -475,8 +475,8 @@ def _same_rows(node: Any, name: str, rows: int) -> tuple[Any, int] | None:
         # The rows lay on the second axis; of a stack, they are those of one part.
         stack, _ = node.next_functions[0]
         stacked = stack is not None and stack.name() == "StackBackward0" and _torch.saved(stack, "dim") == 0
-        place = _torch.signed(_torch.saved(node, "index"))
-        part = stack.next_functions[place] if stacked else (None, 0)
+        index = _torch.signed(_torch.saved(node, "index"))
+        part = stack.next_functions[index] if stacked else (None, 0)
         return None if part[0] is None else part
     # What a view saved of its input's sizes costs less than asking the node that made it.
     if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:1]) != (rows,):

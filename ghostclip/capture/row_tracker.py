@@ -252,14 +252,14 @@ class RowTracker(TorchFunctionMode):
         if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
             self._mark(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
             return
-        given = _tree.tensors((args, kwargs))
-        marked = [rows for tensor in given if (rows := self._rows.get(tensor)) is not None]
+        tensors = _tree.tensors((args, kwargs))
+        marked = [rows for tensor in tensors if (rows := self._rows.get(tensor)) is not None]
         if marked:
             # Rows in another order beside rows as they came.
-            marked += [rows for tensor in given if tensor.dim() and (rows := self._beside(tensor)) is not None]
+            marked += [rows for tensor in tensors if tensor.dim() and (rows := self._beside(tensor)) is not None]
             same = all(rows is not UNKNOWN_ORDER and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else UNKNOWN_ORDER
-            self._mark(outputs, known, None, guessed=any(tensor in self._guessed for tensor in given))
+            self._mark(outputs, known, None, guessed=any(tensor in self._guessed for tensor in tensors))
 
     def _note_selection(
         self,
@@ -288,15 +288,15 @@ class RowTracker(TorchFunctionMode):
         is_data = not tensor.requires_grad and self._rows.get(tensor) is None and id(tensor) in self._came_in
         return self._arranged(tensor) if is_data else None
 
-    def _is_placed(self, func: Callable[..., Any], given: Sequence[Tensor], output: Tensor) -> bool:
+    def _is_placed(self, func: Callable[..., Any], tensors: Sequence[Tensor], output: Tensor) -> bool:
         """Return whether a call puts rows of samples where nobody can follow them: in a stack, or in a product."""
         if self._axis or not output.dim() or output.shape[0] != self._batch_size:
             return False
         if func is torch.stack:
-            return all(not tensor.requires_grad for tensor in given)
+            return all(not tensor.requires_grad for tensor in tensors)
         # A contraction over as many rows as there are samples.
         named = func in (torch.einsum, torch.tensordot)
-        factors = [factor for factor in given[1:] if not factor.requires_grad and (factor.dim() == 2 or named)]
+        factors = [factor for factor in tensors[1:] if not factor.requires_grad and (factor.dim() == 2 or named)]
         return any(factor.dim() > 0 and self._arranged(factor) is not None for factor in factors)
 
     def _note_pick(
@@ -316,8 +316,8 @@ class RowTracker(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
     ) -> bool:
         """Note the rows of pieces along the batch axis; False along another one, where rows stay together."""
-        base, place = args[0] if args else kwargs["input"], _PIECES[func]
-        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+        base, position = args[0] if args else kwargs["input"], _PIECES[func]
+        dim = kwargs.get("dim", args[position] if len(args) > position else 0)
         # Loops over positions, and over the rows of constant tables, take apart what may have as many rows.
         rows = self._known(base) if dim % max(1, base.dim()) == self._axis and self._is_followed(base) else None
         if rows is None:
@@ -326,9 +326,9 @@ class RowTracker(TorchFunctionMode):
             self._mark(outputs, UNKNOWN_ORDER, None)
             return True
         # Of the rows' numbers the first axis, however it was named.
-        given = [0 if number == place else item for number, item in enumerate(args)][1:]
+        split_args = [0 if number == position else item for number, item in enumerate(args)][1:]
         named = {key: 0 if key == "dim" else value for key, value in kwargs.items() if key != "input"}
-        pieces = _tree.tensors(func(rows, *given, **named))
+        pieces = _tree.tensors(func(rows, *split_args, **named))
         for output, piece in zip(outputs, pieces, strict=True):
             self._mark([output], piece.reshape(-1), None)
         return True
@@ -442,8 +442,8 @@ def _picked(
     if named in ("flipud", "take_along_dim"):
         return UNKNOWN_ORDER
     if named in ("flip", "roll"):
-        given = args[1:] if named == "flip" else args[2:3]
-        dims = _axes(kwargs.get("dims", given), base.dim())
+        positional = args[1:] if named == "flip" else args[2:3]
+        dims = _axes(kwargs.get("dims", positional), base.dim())
         if dims and axis not in dims:
             return None
         shifted = kwargs.get("shifts", args[1] if named == "roll" and len(args) > 1 else 0)

@@ -71,14 +71,14 @@ class Resized:
 
     def layout(self, key: Key, shapes: Shapes) -> CallLayout | None:
         """Return where samples lie in a call of the forward itself; None where it has no counterpart."""
-        found = self.calls.get(key)
-        axes = None if found is None else self.compared(shapes, found[0])
-        return None if axes is None or found is None else CallLayout(axes, (), found[0], self.size)
+        recorded = self.calls.get(key)
+        axes = None if recorded is None else self.compared(shapes, recorded[0])
+        return None if axes is None or recorded is None else CallLayout(axes, (), recorded[0], self.size)
 
     def of_results(self, key: Key, shapes: Shapes) -> tuple[int, ...]:
         """Return the axis of samples in each tensor that a call of the forward itself returned; empty where unknown."""
-        found = self.calls.get(key)
-        return (None if found is None else self.compared(shapes, found[1])) or ()
+        recorded = self.calls.get(key)
+        return (None if recorded is None else self.compared(shapes, recorded[1])) or ()
 
     def compared(self, shapes: Shapes, resized: Shapes) -> tuple[int, ...] | None:
         """Compare shapes of the forward itself with those of this one."""

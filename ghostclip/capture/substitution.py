@@ -107,8 +107,8 @@ class Substitution:
         """Substitute leaves on the same memory for the trainable parameters, and yield them by first name."""
         # Operations on them are nobody's uses, and gradients that they gain are theirs: no hook on a parameter is
         # called.
-        found: dict[int, tuple[str, Tensor]] = {}
-        places: list[tuple[dict[str, Any], str, Any]] = []
+        copies: dict[int, tuple[str, Tensor]] = {}
+        entries: list[tuple[dict[str, Any], str, Any]] = []
         modules = _modules_of(self._model, self.units)
         for prefix, module, _ in modules:
             table: dict[str, Any] = _torch.parameter_table(module)
@@ -117,19 +117,19 @@ class Substitution:
                     stands.origin.leaves[prefix + key].parameter if isinstance(stands, TrackedTensor) else stands
                 )
                 if parameter is not None and parameter.requires_grad:
-                    places.append((table, key, stands))
+                    entries.append((table, key, stands))
                     copy = parameter.detach().requires_grad_()
-                    table[key] = found.setdefault(id(parameter), (prefix + key, copy))[1]
+                    table[key] = copies.setdefault(id(parameter), (prefix + key, copy))[1]
         recurrent = [
             (module, _torch.flat_weights(module)) for _, module, _ in modules if isinstance(module, nn.RNNBase)
         ]
         for module, _ in recurrent:
-            own: dict[str, Any] = _torch.parameter_table(module)
-            _torch.set_flat_weights(module, [own.get(name) for name in _torch.flat_weight_names(module)])
+            parameters: dict[str, Any] = _torch.parameter_table(module)
+            _torch.set_flat_weights(module, [parameters.get(name) for name in _torch.flat_weight_names(module)])
         try:
-            yield dict(found.values())
+            yield dict(copies.values())
         finally:
-            for table, key, stands in places:
+            for table, key, stands in entries:
                 table[key] = stands
             for module, weights in recurrent:
                 _torch.set_flat_weights(module, weights)
@@ -144,19 +144,19 @@ class Substitution:
     def substitute(self) -> bool:
         """Substitute the trainable parameters that belong to no unit of `units`."""
         # Returns whether parameters have come in, become trainable, gone or changed places since the forward before.
-        own, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
+        substituted, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
         known = self._snapshot
-        if known is not None and not own.parameters and known.holds():
-            self._put_again(own, known)
+        if known is not None and not substituted.parameters and known.holds():
+            self._put_again(substituted, known)
             # What the roster has met the last time.
             return False
         modules = _modules_of(self._model, self.units)
         self._snapshot = None
-        found = None if self.units or own.parameters else Snapshot([module for _, module, _ in modules])
-        moved = found is not None and self._forget_moved(modules)
+        snapshot = None if self.units or substituted.parameters else Snapshot([module for _, module, _ in modules])
+        moved = snapshot is not None and self._forget_moved(modules)
         for prefix, module, unit in modules:
             if unit is None:
-                self._put(own, prefix, module)
+                self._put(substituted, prefix, module)
             else:
                 table: dict[str, Any] = _torch.parameter_table(module)
                 elsewhere += [
@@ -168,13 +168,13 @@ class Substitution:
                     "depends on the whole batch, so that per-sample gradients do not exist. Replace it by GroupNorm, "
                     "or put the layer in eval mode."
                 )
-        if found is not None:
-            found.note_trained(
-                [parameter for _, _, parameter, _ in own.parameters],
-                [tracked.origin.value for _, _, _, tracked in own.parameters],
+        if snapshot is not None:
+            snapshot.note_trained(
+                [parameter for _, _, parameter, _ in substituted.parameters],
+                [tracked.origin.value for _, _, _, tracked in substituted.parameters],
             )
-            self._snapshot, self._put_last = found, list(own.parameters)
-        met = [*(id(parameter) for _, _, parameter, _ in own.parameters), *elsewhere]
+            self._snapshot, self._put_last = snapshot, list(substituted.parameters)
+        met = [*(id(parameter) for _, _, parameter, _ in substituted.parameters), *elsewhere]
         return self.roster.meet(met, self.parameters) or moved
 
     def _forget_moved(self, modules: list[tuple[str, nn.Module, nn.Module | None]]) -> bool:
@@ -185,26 +185,26 @@ class Substitution:
             for prefix, module, _ in modules
             for key, parameter in _torch.parameter_table(module).items()
         }
-        kept = {
+        remaining = {
             number: entry
             for number, entry in self._tracked.items()
             if all(stands.get(name) is leaf.parameter for name, leaf in entry[0].origin.leaves.items())
         }
-        if len(kept) == len(self._tracked):
+        if len(remaining) == len(self._tracked):
             return False
-        self._tracked, self.generation = kept, self.generation + 1
+        self._tracked, self.generation = remaining, self.generation + 1
         for name in [name for name in self.present if name not in stands]:
             del self.present[name]
             self.parameters.pop(name, None)
         return True
 
-    def _put_again(self, own: _Unit, known: Snapshot) -> None:
+    def _put_again(self, substituted: _Unit, known: Snapshot) -> None:
         """Substitute the tracked tensors of the forward before, where nothing has changed since."""
-        own.parameters = list(self._put_last)
-        for table, key, _, tracked in own.parameters:
+        substituted.parameters = list(self._put_last)
+        for table, key, _, tracked in substituted.parameters:
             table[key] = tracked
         for module in known.recurrent:
-            _put_flat(own, module)
+            _put_flat(substituted, module)
 
     def all_train(self) -> bool:
         """Return whether every parameter that was ever substituted is trained at the moment."""
@@ -225,10 +225,10 @@ class Substitution:
 
     def substitute_unit(self, module: nn.Module) -> None:
         """Substitute the trainable parameters of one of `units`, which exist by now."""
-        own = self._substituted.setdefault(module, _Unit())
+        substituted = self._substituted.setdefault(module, _Unit())
         for prefix, part, unit in _modules_of(self._model, self.units):
             if unit is module:
-                self._put(own, prefix, part)
+                self._put(substituted, prefix, part)
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer has for one that a module has at the moment."""
@@ -254,9 +254,9 @@ class Substitution:
                     "that are computed from the parameters: "
                     "torch.nn.utils.parametrize.register_parametrization(module, name, ...), before make_private."
                 )
-            held = self._held.get(prefix + key, parameter)
-            if held is not parameter:
-                self._gathered[id(parameter)] = parameter, held
+            original = self._held.get(prefix + key, parameter)
+            if original is not parameter:
+                self._gathered[id(parameter)] = parameter, original
             tracked = self._tracked_for(prefix + key, parameter)
             unit.parameters.append((parameters, key, parameter, tracked))
             parameters[key] = tracked
@@ -321,17 +321,17 @@ class Substitution:
 
 def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:
     """Return every module once with its path and a dot, and its unit: ``named_modules`` at a third of its cost."""
-    found: dict[nn.Module, tuple[str, nn.Module | None]] = {}
+    visited: dict[nn.Module, tuple[str, nn.Module | None]] = {}
 
     def visit(prefix: str, module: nn.Module, unit: nn.Module | None) -> None:
         unit = module if module in units else unit
-        found[module] = prefix, unit
+        visited[module] = prefix, unit
         for name, child in _torch.child_table(module).items():
-            if child is not None and child not in found:
+            if child is not None and child not in visited:
                 visit(f"{prefix}{name}.", child, unit)
 
     visit("", model, None)
-    return [(prefix, module, unit) for module, (prefix, unit) in found.items()]
+    return [(prefix, module, unit) for module, (prefix, unit) in visited.items()]
 
 
 def _put_flat(unit: _Unit, module: nn.RNNBase) -> None:

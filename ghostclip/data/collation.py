@@ -375,8 +375,8 @@ def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 class _Changeable(Reachable):
     """What a trial may change; long containers are tables of data, and would take long to compare."""
 
-    def _note(self, item: Any, *, given: bool) -> Iterable[Any]:
-        return () if isinstance(item, (list, set, dict)) and len(item) > _KEPT else super()._note(item, given=given)
+    def _note(self, item: Any, *, passed: bool) -> Iterable[Any]:
+        return () if isinstance(item, (list, set, dict)) and len(item) > _KEPT else super()._note(item, passed=passed)
 
 
 @contextmanager

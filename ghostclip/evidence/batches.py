@@ -97,8 +97,8 @@ class Batch:
         """Return how the rows of an output map to samples by its shape alone."""
         # None where no axis has as many rows as there are samples, and for states ``(layers, B, ...)`` with as many
         # layers as samples.
-        place = batch_axis_of(output, batch_size=self.size, axis=self.axis)
-        return None if place is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", place)
+        axis = batch_axis_of(output, batch_size=self.size, axis=self.axis)
+        return None if axis is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", axis)
 
     def few(self, most: int = _FEW) -> "Batch":
         """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
@@ -119,9 +119,9 @@ class Batch:
 
     def copies(self, samples: Sequence[int]) -> list[int]:
         """Return which sample stands at each place where some are replaced."""
-        kept = self.others(samples)
-        held = set(kept)
-        latest = accumulate(range(self.size), lambda last, sample: sample if sample in held else last, initial=kept[0])
+        rest = self.others(samples)
+        fixed = set(rest)
+        latest = accumulate(range(self.size), lambda last, sample: sample if sample in fixed else last, initial=rest[0])
         return list(latest)[1:]
 
     def with_lists(self, samples: Sequence[int]) -> Any:
@@ -180,11 +180,11 @@ def resized(
     used = [*model.parameters(), *model.buffers(), *_tree.tensors(inputs)]
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients, order, with_values in product((False, True), orders, listed):
-        given, recorder = batch.with_lists(order) if with_values else batch.of_samples(order), _Recorder()
+        altered, recorder = batch.with_lists(order) if with_values else batch.of_samples(order), _Recorder()
         try:
             with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
                 with WithoutDropout(), recorder:
-                    outputs = run(given)
+                    outputs = run(altered)
             return Resized(recorder.found, shapes_of(list(outputs)), batch_size, len(order))
         except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
             continue

@@ -73,38 +73,38 @@ class KnownLoss:
         # `mean`: whether one loss for all is a mean over the samples, else their sum. `copied` lets leaves stand for
         # the model's parameters; None where the model must not run. Returns None where an argument may as well be as
         # long as the batch by chance: another batch tells.
-        given = _tree.mapped(_cut_off, (self.args, self.kwargs))
-        batch = Batch(given, batch_size, axis, seed=unchecked.forwards)
+        arguments = _tree.mapped(_cut_off, (self.args, self.kwargs))
+        batch = Batch(arguments, batch_size, axis, seed=unchecked.forwards)
         if sum(tensor.numel() for tensor in _tree.tensors(batch.inputs)) > _LARGE:
             batch = batch.few(_FEW)
-        given, batch_size = batch.inputs, batch.size
-        ends = [tensor for tensor in _tree.tensors(given) if tensor.requires_grad]
+        arguments, batch_size = batch.inputs, batch.size
+        ends = [tensor for tensor in _tree.tensors(arguments) if tensor.requires_grad]
         if self.is_scalar and not ends and isinstance(self.criterion, nn.Module):
             return self._refusal_by_halves(self.criterion, batch, unchecked, copied)
         # What is learned beside the outputs, a temperature, has no samples.
-        places = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
+        axes = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
         holder = _CriterionModule(self.criterion, ends)
-        state, own = ModuleState(holder), Unchecked()
+        state, local_unchecked = ModuleState(holder), Unchecked()
 
         def go_on(inputs: Any) -> list[Tensor]:
-            return self._computed(inputs, places, batch_size if mean else 0)
+            return self._computed(inputs, axes, batch_size if mean else 0)
 
         def run(inputs: Any) -> list[Tensor]:
             state.restore()
             return go_on(inputs)
 
-        changed = dependence(holder, run, batch, own)
+        changed = dependence(holder, run, batch, local_unchecked)
         state.restore()
         if changed:
             whole = _as_long(batch, run)
-            if not whole or dependence(holder, run, replace(batch, inputs=_with_whole(given, whole)), Unchecked()):
+            if not whole or dependence(holder, run, replace(batch, inputs=_with_whole(arguments, whole)), Unchecked()):
                 return _REFUSED.format(name=self._name(), what=changed)
             unchecked.missed(_AS_LONG, CRITERION)
             return None
         remembers, _ = memory(holder, state, go_on, batch)
         if remembers and True in remembers:
             return _REMEMBERED.format(name=self._name())
-        why = own.reason(REPLACED)
+        why = local_unchecked.reason(REPLACED)
         (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
         return ""
 
@@ -113,7 +113,7 @@ class KnownLoss:
         if copied is None:
             unchecked.missed("ranks hold the model in parts", CRITERION)
             return ""
-        holder, own = _CriterionModule(model, []), Unchecked()
+        holder, local_unchecked = _CriterionModule(model, []), Unchecked()
         state = ModuleState(holder)
 
         def run(inputs: Any) -> list[Tensor]:
@@ -122,15 +122,15 @@ class KnownLoss:
             return [self.function(*args, **kwargs)]
 
         with torch.autocast(self.device, dtype=self.cast, enabled=self.cast is not None), copied() as leaves:
-            follow = 0 in scalars_that_follow(holder, run, batch, own, parameters=list(leaves.values()))
+            follow = 0 in scalars_that_follow(holder, run, batch, local_unchecked, parameters=list(leaves.values()))
             state.restore()
-        why = own.reason(SCALARS)
+        why = local_unchecked.reason(SCALARS)
         (unchecked.missed(why, CRITERION) if why else unchecked.ran(CRITERION))
         return _NOT_OF_HALVES if follow else ""
 
-    def _computed(self, inputs: Any, places: Sequence[int | None], whole: int) -> list[Tensor]:
+    def _computed(self, inputs: Any, axes: Sequence[int | None], whole: int) -> list[Tensor]:
         """Return the gradients of what the function was given and, where there is one for each sample, the losses."""
-        # `places`: the samples' axis of what has a gradient, None where there is none. `whole`: the number of samples
+        # `axes`: the samples' axis of what has a gradient, None where there is none. `whole`: the number of samples
         # that one loss for all was a mean over; 0 where it was a sum.
         args, kwargs = _tree.mapped(lambda leaf: leaf.tensor if isinstance(leaf, _Whole) else leaf, inputs)
         with torch.enable_grad():
@@ -139,7 +139,7 @@ class KnownLoss:
             grads = torch.autograd.grad(losses.sum(), ends, allow_unused=True, materialize_grads=True) if ends else ()
         if losses.dim():
             return [losses, *grads]
-        sizes = [end.shape[place] for end, place in zip(ends, places, strict=True) if place is not None]
+        sizes = [end.shape[axis] for end, axis in zip(ends, axes, strict=True) if axis is not None]
         # A mean of fewer samples is one over fewer.
         share = sizes[0] / whole if whole and sizes else 1.0
         return [grad * share for grad in grads]
@@ -166,7 +166,7 @@ def _cut_off(leaf: Any) -> Any:
 
 def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
     """Return the arguments that are as long as the batch, but beside which fewer samples have losses as well."""
-    found = []
+    whole = []
     for leaf in _tree.tensors(batch.inputs):
         if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None:
             continue
@@ -174,11 +174,11 @@ def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
             run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.apart))
         except Exception:  # noqa: BLE001 - it belongs to the samples
             continue
-        found.append(leaf)
-    return found
+        whole.append(leaf)
+    return whole
 
 
-def _with_whole(given: Any, whole: Sequence[Tensor]) -> Any:
+def _with_whole(arguments: Any, whole: Sequence[Tensor]) -> Any:
     """Return arguments, some of which are left as they are."""
-    held = set(map(id, whole))
-    return _tree.mapped(lambda leaf: _Whole(leaf) if id(leaf) in held else leaf, given)
+    ids = set(map(id, whole))
+    return _tree.mapped(lambda leaf: _Whole(leaf) if id(leaf) in ids else leaf, arguments)

@@ -72,8 +72,8 @@ def is_linear(roots: Sequence[Any], capture: CaptureContext, forward: ForwardCon
     """Return whether gradients of a forward's layers follow the scale of what they come from, to the bit."""
     # False where a backward goes through code that is not torch's, on any rank that runs it together with this one; and
     # where there are numbers of float16, which end too soon.
-    own = forward.has_float16 or has_custom_backwards(roots, forward)
-    return not on_any(capture.gathering, own)
+    nonlinear = forward.has_float16 or has_custom_backwards(roots, forward)
+    return not on_any(capture.gathering, nonlinear)
 
 
 def loss_has_custom_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:
@@ -161,11 +161,11 @@ def refuse_backwards_of_the_batch(
     tensors = [*capture.substitution.present.values(), *model.buffers()]
     wants = any(tensor.requires_grad for tensor in _tree.tensors(batch.inputs))
 
-    def leaf(given: Any) -> Any:
+    def leaf(item: Any) -> Any:
         # What the inputs were computed from is none of the model's, and its graph is for one backward only.
-        if not isinstance(given, Tensor):
-            return given
-        return given.detach().requires_grad_(wants and given.is_floating_point())
+        if not isinstance(item, Tensor):
+            return item
+        return item.detach().requires_grad_(wants and item.is_floating_point())
 
     def arrived(inputs: Any, samples: Sequence[int], size: int) -> dict[str, Tensor]:
         before.restore()
@@ -179,20 +179,21 @@ def refuse_backwards_of_the_batch(
     try:
         with restored(model), unnoticed(tensors) as before:
             coarsest = coarsest_dtype(tensors)
-            found = [(*_standing_out(arrived, *replaced, coarsest), "replaced")]
+            differences = [(*_standing_out(arrived, *replaced, coarsest), "replaced")]
             # In a batch of another size samples meet other numbers.
             draws = alone and before.drawn()
             if alone and not draws:
                 few = batch.of_samples(left), range(len(left)), len(left)
-                found.append((*_standing_out(arrived, (batch.inputs, left, batch.size), few, coarsest), "left out"))
+                left_out = _standing_out(arrived, (batch.inputs, left, batch.size), few, coarsest)
+                differences.append((*left_out, "left out"))
     except Exception as error:  # noqa: BLE001 - what it does on other batches is no reason to refuse this one
         unchecked.missed(f"the model raised {type(error).__name__} on another batch", BACKWARDS)
         return
-    for name, _, what in found:
+    for name, _, what in differences:
         if name:
-            place = capture.describe_module(name)
-            raise SampleMixingError(_FOLLOWS_BATCH.format(place=place, parameter=name, what=what))
-    if draws or any(noisy for _, noisy, _ in found):
+            location = capture.describe_module(name)
+            raise SampleMixingError(_FOLLOWS_BATCH.format(place=location, parameter=name, what=what))
+    if draws or any(noisy for _, noisy, _ in differences):
         reason = "random numbers are drawn" if draws else "gradients differ from run to run"
         unchecked.missed(reason, BACKWARDS)
         return
@@ -213,8 +214,8 @@ def _standing_out(
     names = _differing(first, second, coarsest)
     if not names:
         return "", False
-    again = [(kept, arrived(*run)) for kept, run in ((first, one), (second, other)) for _ in range(REPEATS)]
-    noise = {name: max(_off(kept, found, name) for kept, found in again) for name in names}
+    again = [(grads, arrived(*run)) for grads, run in ((first, one), (second, other)) for _ in range(REPEATS)]
+    noise = {name: max(_off(grads, repeat, name) for grads, repeat in again) for name in names}
     return next((name for name in names if _off(first, second, name) > OUTSTANDING * noise[name]), ""), True
 
 
@@ -230,14 +231,14 @@ def _differing(one: dict[str, Tensor], other: dict[str, Tensor], coarsest: torch
     if not one:
         return []
     largest = torch.stack([about[0] for about in one.values()]).nan_to_num().max()
-    found = list[str]()
+    names = list[str]()
     for name in one.keys() & other.keys():
         first, second = one[name].nan_to_num(), other[name].nan_to_num()
         # A gradient may be zero but for rounding, as that of a bias that attention does not depend on.
         scale = torch.maximum(first, second)[0] + _ROUNDING * largest
         if bool((first - second).abs().max() > FEWER_TOLERANCE[coarsest] * scale):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _weighted(

@@ -47,8 +47,8 @@ class DependenceStart:
         """Return where it is, for the middle of a sentence."""
         if self.before:
             return f"the forward of {self.place} itself, before it calls {self.before!r}"
-        own = " itself" if next(self.module.children(), None) is not None else ""
-        return f"{'the forward of ' if own else ''}{self.place}{own}, whose output has shape {self.shape}"
+        itself = " itself" if next(self.module.children(), None) is not None else ""
+        return f"{'the forward of ' if itself else ''}{self.place}{itself}, whose output has shape {self.shape}"
 
     def remedy(self) -> str:
         """Return what can be done about it, by what kind of module it is."""
@@ -100,13 +100,13 @@ def dependence_start(
     if batch_size < 2:
         return None
     base = _trace(model, run, batch)
-    found: list[tuple[int, DependenceStart]] = []
+    starts: list[tuple[int, DependenceStart]] = []
     for sample in _spread_out(batch_size):
         changed = replaced(batch, sample, batch_size=batch_size, axis=axis)
         start = _first_mixed(base, _trace(model, run, changed), replaced=_Replaced(sample, batch_size, axis))
         if start is not None:
-            found.append(start)
-    return min(found, key=lambda item: item[0])[1] if found else None
+            starts.append(start)
+    return min(starts, key=lambda item: item[0])[1] if starts else None
 
 
 def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
@@ -120,8 +120,8 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int) -> 
     """Return some samples of a batch, the batch axis kept, those without B samples as they are."""
 
     def pick(leaf: Any) -> Any:
-        place = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
-        return leaf if place is None else of_samples(leaf, samples, place)
+        batch_axis = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
+        return leaf if batch_axis is None else of_samples(leaf, samples, batch_axis)
 
     return _tree.mapped(pick, batch)
 
@@ -130,21 +130,21 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
     """Return the batch axis of an input: the expected one if it has B entries, else axis 0 if that has, else None."""
     if not isinstance(leaf, (Tensor, np.ndarray)):
         return None
-    for place in (axis, 0):
-        if place < leaf.ndim and leaf.shape[place] == batch_size:
-            return place
+    for candidate in (axis, 0):
+        if candidate < leaf.ndim and leaf.shape[candidate] == batch_size:
+            return candidate
     return None
 
 
-def of_samples(leaf: Any, samples: Sequence[int], place: int) -> Any:
+def of_samples(leaf: Any, samples: Sequence[int], axis: int) -> Any:
     """Return the rows of some samples of a tensor or an array, outside the graph; repetitions are copies."""
     if isinstance(leaf, np.ndarray):
-        return leaf.take(samples, place)
+        return leaf.take(samples, axis)
     if leaf.is_nested:
         rows = leaf.detach().unbind()
         taken = torch.nested.as_nested_tensor([rows[sample] for sample in samples], layout=leaf.layout)
         return taken.requires_grad_(leaf.requires_grad)
-    taken = leaf.detach().index_select(place, torch.tensor(samples, device=leaf.device))
+    taken = leaf.detach().index_select(axis, torch.tensor(samples, device=leaf.device))
     return taken.requires_grad_(leaf.requires_grad)
 
 
@@ -181,10 +181,10 @@ def is_of_samples(values: Sequence[Any], *, batch_size: int, axis: int) -> bool:
 def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
     """Start the global generators at a fixed place, and put them back afterwards."""
     # `device_tensors`: on their devices the generators matter as well.
-    places = {tensor.device for tensor in device_tensors}
-    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
+    all_devices = {tensor.device for tensor in device_tensors}
+    devices = sorted(device.index or 0 for device in all_devices if device.type == "cuda")
     with torch.random.fork_rng(devices=devices):
-        if any(place.type not in ("cpu", "cuda", "meta") for place in places):
+        if any(device.type not in ("cpu", "cuda", "meta") for device in all_devices):
             torch.manual_seed(_SEED)
         # Otherwise not `torch.manual_seed`, which sets every GPU's generator, those that are not put back as well.
         torch.default_generator.manual_seed(_SEED)
@@ -245,17 +245,17 @@ def first_difference(
     model: nn.Module,
     run: Callable[[Any], object],
     batches: tuple[Any, Any],
-    apart: Callable[[Tensor, Tensor], bool | None],
+    differs: Callable[[Tensor, Tensor], bool | None],
 ) -> str:
     """Say where runs on two batches come apart first, as what they hold is compared."""
-    # `model`, `run`: as for `dependence_start`. `apart` compares a value of the first run with that of the second one.
+    # `model`, `run`: as for `dependence_start`. `differs` compares a value of the first run with one of the second.
     # Returns text for the middle of a sentence; '' where no module shows it.
     base, other = (_trace(model, run, batch) for batch in batches)
     # What is run is the model's forward, whose own hooks tell nothing.
     base.setdefault(("", False, 0), _Event("", model, False, []))
     for key, event in base.items():
         tensors = other[key].tensors if key in other else []
-        if len(tensors) == len(event.tensors) and any(map(apart, event.tensors, tensors)):
+        if len(tensors) == len(event.tensors) and any(map(differs, event.tensors, tensors)):
             shape = tuple(event.tensors[0].shape)
             return _start(event, list(base.values()), shape, _Replaced(0, 0, 0)).describe()
     return ""
@@ -289,12 +289,12 @@ def _mixed_shape(event: _Event, other: _Event | None, replaced: _Replaced) -> tu
     """Return the shape of an event's first mixed tensor, () where rows kept apart, None where that cannot be told."""
     if other is None or len(other.tensors) != len(event.tensors):
         return None
-    found = [
+    by_tensor = [
         (tuple(first.shape), _is_mixed(first, second, replaced))
         for first, second in zip(event.tensors, other.tensors, strict=True)
     ]
-    told = [mixed for _, mixed in found if mixed is not None]
-    return next((shape for shape, mixed in found if mixed), () if told else None)
+    told = [mixed for _, mixed in by_tensor if mixed is not None]
+    return next((shape for shape, mixed in by_tensor if mixed), () if told else None)
 
 
 def _is_mixed(first: Tensor, second: Tensor, replaced: _Replaced) -> bool | None:

@@ -74,9 +74,9 @@ class OpenGates(_torch.DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any operation, with factors that are zero opened."""
-        places, names = _FACTORS.get(func.overloadpacket.__name__.rstrip("_"), ((), ()))
-        if places:
-            args = tuple(_opened(value) if place in places else value for place, value in enumerate(args))
+        indices, names = _FACTORS.get(func.overloadpacket.__name__.rstrip("_"), ((), ()))
+        if indices:
+            args = tuple(_opened(value) if index in indices else value for index, value in enumerate(args))
         if names and kwargs:
             kwargs = {name: _opened(value) if name in names else value for name, value in kwargs.items()}
         return func(*args, **(kwargs or {}))
@@ -93,8 +93,8 @@ def _opened(factor: Any) -> Any:
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """Go through what a model's modules hold, each tensor once."""
     seen = set[int]()
-    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    for tensor in (*model.parameters(), *model.buffers(), *held):
+    attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    for tensor in (*model.parameters(), *model.buffers(), *attributes):
         plain = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_inference()
         if id(tensor) not in seen and plain and tensor.device.type != "meta" and tensor.element_size() > 1:
             seen.add(id(tensor))
@@ -105,7 +105,7 @@ def _only_value(tensor: Tensor) -> float | None:
     """Return the one finite value that a tensor holds everywhere; None where there is none."""
     if not tensor.numel() or 0 in tensor.stride():
         return None
-    first, last = (float(tensor[(place,) * tensor.dim()]) for place in (0, -1))
+    first, last = (float(tensor[(index,) * tensor.dim()]) for index in (0, -1))
     if first != last:
         return None
     least, most = torch.aminmax(tensor)

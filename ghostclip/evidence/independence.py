@@ -145,8 +145,8 @@ def scalars_that_follow(
     def told(samples: Iterable[int]) -> dict[ScalarKey, Tensor]:
         stale = scalars_of(model.modules(), [])
         with torch.enable_grad(), WithoutDropout():
-            found = scalars_of(model.modules(), run(batch.of_samples(list(samples))))
-        ends = {key: scalar for key, scalar in found.items() if stale.get(key) is not scalar}
+            scalars = scalars_of(model.modules(), run(batch.of_samples(list(samples))))
+        ends = {key: scalar for key, scalar in scalars.items() if stale.get(key) is not scalar}
         return {
             key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
             for key, scalar in ends.items()
@@ -165,13 +165,13 @@ def scalars_that_follow(
                     follow.add(key)
         return frozenset(follow)
 
-    found, raised = tried(model, batch, look)
-    if found is None:
+    following, raised = tried(model, batch, look)
+    if following is None:
         why = f"the model raised {raised} on another batch" if raised else "random numbers are drawn"
         unchecked.missed(why, SCALARS)
     else:
         unchecked.ran(SCALARS)
-    return found or frozenset()
+    return following or frozenset()
 
 
 def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tolerance: float) -> bool:
@@ -184,16 +184,16 @@ def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tole
 
 
 def scalars_of(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:
-    """Return scalars with a graph among outputs, by number, and in modules' attributes, by module, name and place."""
-    held: dict[ScalarKey, Tensor] = {
-        (id(module), name, place): tensor
+    """Return scalars with a graph among outputs, by number, and in modules' attributes, by module, name and index."""
+    candidates: dict[ScalarKey, Tensor] = {
+        (id(module), name, index): tensor
         for module in modules
         for name, value in vars(module).items()
         if isinstance(value, (Tensor, list, tuple, dict))
-        for place, tensor in enumerate(_tree.tensors(value))
+        for index, tensor in enumerate(_tree.tensors(value))
     }
-    held.update(enumerate(outputs))
-    return {key: one for key, one in held.items() if not one.dim() and one.grad_fn is not None}
+    candidates.update(enumerate(outputs))
+    return {key: one for key, one in candidates.items() if not one.dim() and one.grad_fn is not None}
 
 
 def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
@@ -201,8 +201,8 @@ def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros(2, 2, dtype=torch.float64, device=parameter.device)
     # Of a table a gradient may be sparse. Entries round independently of each other.
-    own = grad.to_dense() if grad.is_sparse else grad
-    both = [part.double() for part in (own, own * parameter.detach())]
+    dense = grad.to_dense() if grad.is_sparse else grad
+    both = [part.double() for part in (dense, dense * parameter.detach())]
     return torch.stack([torch.stack([part.sum() for part in both]), torch.stack([part.norm() for part in both])])
 
 
@@ -219,15 +219,15 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
     every, plain = range(batch.size), plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
-        found = []
+        outputs = []
         for earlier in (batch.inputs, batch.exchanged()):
             before.restore()
             state.restore()
             plain(earlier)
             if not state.changed():
                 return ()
-            found.append(plain(batch.inputs))
-        differ = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(*found)
+            outputs.append(plain(batch.inputs))
+        differ = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(*outputs)
         return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
 
     return tried(model, batch, look)
@@ -241,18 +241,18 @@ def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Un
             return _differ_behind(gates, run, asked, before, coarsest)
 
     few = batch.few()
-    found = tried(model, batch, partial(look, few))
-    if few is not batch and (found[1] or None in (found[0] or ())):
+    outcome = tried(model, batch, partial(look, few))
+    if few is not batch and (outcome[1] or None in (outcome[0] or ())):
         # It does not run on fewer samples, or shows nothing.
-        found = tried(model, batch, partial(look, batch))
-    _settle(found, _BEHIND_GATES.format(model=type(model).__name__), unchecked, BEHIND, "with other parameters")
+        outcome = tried(model, batch, partial(look, batch))
+    _settle(outcome, _BEHIND_GATES.format(model=type(model).__name__), unchecked, BEHIND, "with other parameters")
 
 
 def _settle(
-    found: tuple[Sequence[bool | None] | None, str], refusal: str, unchecked: Unchecked, check: str, when: str
+    outcome: tuple[Sequence[bool | None] | None, str], refusal: str, unchecked: Unchecked, check: str, when: str
 ) -> None:
     """Refuse a model by what was found of it, or note whether a check ran."""
-    differ, raised = found
+    differ, raised = outcome
     if differ and True in differ:
         raise SampleMixingError(refusal)
     if raised:
@@ -344,13 +344,13 @@ def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness
     if before.drawn():
         return bool(sets)
 
-    def differ(samples: Sequence[int], kept: Sequence[int], places: Sequence[int]) -> bool | None:
+    def differ(samples: Sequence[int], rows: Sequence[int], other_rows: Sequence[int]) -> bool | None:
         before.restore()
         try:
-            found = run(batch.with_lists(samples))
+            outputs = run(batch.with_lists(samples))
         except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
             return None
-        return _Outputs(batch, batch.size, kept, places, TOLERANCE, coarsest).differ(base, found)
+        return _Outputs(batch, batch.size, rows, other_rows, TOLERANCE, coarsest).differ(base, outputs)
 
     moved = [differ(batch.copies(samples), rest, rest) for samples in sets for rest in [batch.others(samples)]]
     order = [*batch.drawn, *batch.others(batch.drawn)]
@@ -361,7 +361,7 @@ def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness
 
 def _shows(batch: Batch, samples: Sequence[int]) -> bool:
     """Return whether the lists' values differ when others stand in some samples' places."""
-    one, other = (_tree.leaves(found) for found in (batch.inputs, batch.with_lists(samples)))
+    one, other = (_tree.leaves(inputs) for inputs in (batch.inputs, batch.with_lists(samples)))
     values = [pair for pair in zip(one, other, strict=True) if pair[0] is not pair[1]]
     return any(batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None for leaf, _ in values)
 
@@ -425,14 +425,14 @@ class _Outputs:
         size, row_map = self.batch.size, row_map or self.batch.map_by_shape(one)
         if row_map is None:
             return None
-        place = row_map.axis
+        axis = row_map.axis
         if one.is_complex() and two.is_complex():
             one, two = torch.view_as_real(one), torch.view_as_real(two)
         if one.dtype not in self.tolerances or row_map.kind == "gathered" or one.dim() != two.dim() or not one.numel():
             return None
-        if [*one.shape[:place], *one.shape[place + 1 :]] != [*two.shape[:place], *two.shape[place + 1 :]]:
+        if [*one.shape[:axis], *one.shape[axis + 1 :]] != [*two.shape[:axis], *two.shape[axis + 1 :]]:
             return None
-        if two.shape[place] * size != one.shape[place] * self.size:
+        if two.shape[axis] * size != one.shape[axis] * self.size:
             return None
         return row_map.split(one, one.dim(), size), row_map.split(two, two.dim(), self.size)
 
@@ -444,15 +444,15 @@ class _Outputs:
 
 
 def _pieces(
-    first: Tensor, second: Tensor, kept: Sequence[int], places: Sequence[int]
+    first: Tensor, second: Tensor, first_rows: Sequence[int], second_rows: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Go through rows of two tensors, a piece at a time: logits may be the largest tensors of a step."""
     rows = max(1, _COMPARED // max(1, first[:1].numel()))
-    for start in range(0, len(kept), rows):
+    for start in range(0, len(first_rows), rows):
         taken = [
             tensor.index_select(0, torch.tensor(numbers[start : start + rows], device=tensor.device))
             if rows > 1
             else tensor[numbers[start]]
-            for tensor, numbers in ((first, kept), (second, places))
+            for tensor, numbers in ((first, first_rows), (second, second_rows))
         ]
         yield from zip(*(rows.reshape(-1).split(_COMPARED) for rows in taken), strict=True)

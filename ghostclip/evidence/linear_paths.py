@@ -132,24 +132,24 @@ class Path:
 
     def from_the_first_pick(self) -> list[Edge]:
         """Return the values from the first that was picked to the end, which alone where none was."""
-        way, end = self._way(), self.ends[0]
-        passed = [edge for edge, _ in way]
+        steps, end = self._way(), self.ends[0]
+        passed = [edge for edge, _ in steps]
         passed = passed[: passed.index(end)] if end in passed else passed
-        return [*passed[sum(not picks for _, picks in way) - 1 :], end] if self.picked else [end]
+        return [*passed[sum(not picks for _, picks in steps) - 1 :], end] if self.picked else [end]
 
-    def cut(self, place: int) -> "Path":
+    def cut(self, position: int) -> "Path":
         """Return the way to one of the values on it, with the factors of the whole."""
-        # `place`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length.
-        way = self._way()
-        edge, picks = way[max(place, -len(way))]
+        # `position`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length.
+        steps = self._way()
+        edge, picks = steps[max(position, -len(steps))]
         return replace(self, ends=(edge,), picked=self.picked[:picks])
 
     def _way(self) -> list[tuple[Edge, int]]:
-        found, way = [], self.way
-        while way is not None:
-            edge, picks, way = way
-            found.append((edge, picks))
-        return found[::-1]
+        steps, link = [], self.way
+        while link is not None:
+            edge, picks, link = link
+            steps.append((edge, picks))
+        return steps[::-1]
 
 
 def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool]) -> Iterator[Path]:
@@ -177,18 +177,18 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
             ]
 
 
-def grouped(found: Iterable[Path], parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
+def grouped(all_paths: Iterable[Path], parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
     """Put the ways of one form to the same values together, whose factors add up; those to no forward are nobody's."""
     # `parameters`: names of those that the forward used: a loss of another head is another loss. Keys tell ways again
     # in the next step: their form, and which of its values they lead to.
-    ways: dict[tuple[Any, ...], list[Path]] = {}
+    groups: dict[tuple[Any, ...], list[Path]] = {}
     counts: dict[tuple[Any, ...], dict[tuple[Edge, ...], int]] = {}
-    for path in found:
+    for path in all_paths:
         if any(map(leads_to_forward, path.ends)):
             numbers = counts.setdefault(path.key, {})
             number = numbers.setdefault(path.ends, len(numbers))
-            ways.setdefault((parameters, number, *path.key), []).append(path)
-    return ways
+            groups.setdefault((parameters, number, *path.key), []).append(path)
+    return groups
 
 
 def linear_ends(roots: Iterable[Edge], is_output: Callable[[Edge], bool]) -> Iterator[Edge]:
@@ -232,9 +232,9 @@ def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
     sizes = None if name in _OF_CLASSES else shape_at(node.next_functions[0]) or ()
     # Its own reduction comes after them.
     return [
-        Factors(given, sizes, depth)
-        for kept in _WEIGHTS[name]
-        if isinstance(given := _torch.saved_or(node, kept, None), Tensor)
+        Factors(weights, sizes, depth)
+        for attribute in _WEIGHTS[name]
+        if isinstance(weights := _torch.saved_or(node, attribute, None), Tensor)
     ]
 
 
@@ -271,7 +271,7 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
         path = _and(path, name, numbers=(Number(1.0, 1.0, False, False, per_feature, has_axes, chosen=True),))
     elif isinstance(condition, Tensor):
         path = _and(path, name, factors=(Factors(condition, shape_at(edge) or (), len(path.reduced)),))
-    found = []
+    branches = []
     for number, following in enumerate(node.next_functions):
         if following[0] is None:
             continue
@@ -279,8 +279,8 @@ def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
         factor = _sign(name, number) * (_torch.saved_or(node, "alpha", 1) if number == _scaled_input(name) else 1)
         if factor != 1:
             onward = _and(onward, name, numbers=(Number(abs(float(factor)), factor, divides=False, plain=True),))
-        found.append((following, onward))
-    return found
+        branches.append((following, onward))
+    return branches
 
 
 def _scaled_input(name: str) -> int:
@@ -328,9 +328,9 @@ def _picked(node: Any, name: str) -> ReducedAxes:
     )
 
 
-def _axis(kept: int, count: int) -> int:
+def _axis(saved: int, count: int) -> int:
     """Return an axis as a node keeps it: a negative one modulo 2^64."""
-    return _torch.signed(kept) % max(1, count)
+    return _torch.signed(saved) % max(1, count)
 
 
 def _reduction(node: Any, name: str) -> ReducedAxes:
@@ -378,13 +378,13 @@ def _number(constant: Any, *, divides: bool, axes: int) -> Number | None:
     if isinstance(constant, Tensor):
         if not _is_one(constant):
             return None
-        plain, given = _is_python_number(constant), constant.flatten()[0].item()
+        plain, value = _is_python_number(constant), constant.flatten()[0].item()
         per_feature, has_axes = 0 < constant.dim() < axes, constant.dim() > 0
     else:
-        plain, given = True, constant
-    size = abs(float(given))
+        plain, value = True, constant
+    size = abs(float(value))
     factor = (1 / size if size else float("inf")) if divides else size
-    return Number(factor, given, divides=divides, plain=plain, per_feature=per_feature, has_axes=has_axes)
+    return Number(factor, value, divides=divides, plain=plain, per_feature=per_feature, has_axes=has_axes)
 
 
 def _is_one(values: Tensor) -> bool:

@@ -197,15 +197,15 @@ def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> Non
     for node in nodes_behind([edge_of(root)[0] for root in roots]):
         use = node.metadata.get(METADATA_KEY)
         if use is not None and _torch.has_hooks(node):
-            place, name = forward.around.describe(use.site.names[0]), type(node).__name__
-            raise UnsupportedModelError(_ON_A_LAYER.format(place=place, site=use.site.describe(), node=name))
+            location, name = forward.around.describe(use.site.names[0]), type(node).__name__
+            raise UnsupportedModelError(_ON_A_LAYER.format(place=location, site=use.site.describe(), node=name))
 
 
 def above_outputs(begun: Iterable[Edge]) -> list[tuple[Any, list[Edge]]]:
     """Return the graph from values of a loss to a model's outputs, in an order that does not depend on the data."""
     # Each node once, with the values that it was computed from.
     pending = list(begun)[::-1]
-    visited, found = set[Any](), list[tuple[Any, list[Edge]]]()
+    visited, nodes = set[Any](), list[tuple[Any, list[Edge]]]()
     while pending and len(visited) < MAX_NODES:
         edge = pending.pop()
         node = edge[0]
@@ -213,9 +213,9 @@ def above_outputs(begun: Iterable[Edge]) -> list[tuple[Any, list[Edge]]]:
             continue
         visited.add(node)
         inputs = [following for following in node.next_functions if following[0] is not None]
-        found.append((node, inputs))
+        nodes.append((node, inputs))
         pending += reversed(inputs)
-    return found
+    return nodes
 
 
 def outputs_at(begun: Iterable[Edge]) -> set[Edge] | None:
@@ -246,11 +246,11 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
     if met < _THEIRS_AND_ANOTHER:
         seen.setdefault((number, node.name()), size)
         return ""
-    kept = list(_kept(node))
-    if met <= max(_axes_of_samples(shape, size) for shape in kept) or _NO_PAIRING.fullmatch(node.name()):
+    shapes = list(_kept(node))
+    if met <= max(_axes_of_samples(shape, size) for shape in shapes) or _NO_PAIRING.fullmatch(node.name()):
         return ""
     # A view has as many values as what it shows.
-    is_view = any(prod(after) == prod(shape) for shape in kept)
+    is_view = any(prod(after) == prod(shape) for shape in shapes)
     if is_view or seen.get((number, node.name()), size) != size:
         return ""
     return f"{' and '.join(str(shape_at(edge) or ()) for edge in inputs)} becomes {after}"
@@ -260,13 +260,13 @@ def _kept(node: Any) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of what a node was computed from, without axes that other values take the place of."""
     # Of outputs (B, B) times targets (B, B), one axis of the result is the targets'.
     name = node.name()
-    for place, edge in enumerate(node.next_functions):
+    for number, edge in enumerate(node.next_functions):
         shape = tuple(shape_at(edge) or ()) if edge[0] is not None else None
         if shape is None:
             continue
         gone = set[int]()
-        if name in _PRODUCTS and place >= _PRODUCTS[name]:
-            is_right = place > _PRODUCTS[name] and name.endswith("mmBackward0")
+        if name in _PRODUCTS and number >= _PRODUCTS[name]:
+            is_right = number > _PRODUCTS[name] and name.endswith("mmBackward0")
             gone = {len(shape) - (2 if is_right else 1)}
         elif name in _PICKING:
             gone = {_torch.signed(_torch.saved(node, "dim")) % max(1, len(shape))}
@@ -302,7 +302,7 @@ def note_proved(begun: Sequence[Start]) -> None:
 def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
     """Find the proved outputs, and the layers beside them, that some values of a loss were computed from."""
     # An output's row map is as it was noted, a layer's as its rows were read.
-    pending, seen, found = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, _Rows]()
+    pending, seen, proved = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, _Rows]()
     while pending:
         edge = pending.pop()
         if edge[0] is None or edge in seen:
@@ -310,12 +310,12 @@ def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
         seen.add(edge)
         row_map, use = edge[0].metadata.get(_PROVED, {}).get(edge[1]), edge[0].metadata.get(METADATA_KEY)
         if row_map is not None:
-            found[edge] = row_map, ()
+            proved[edge] = row_map, ()
         elif use is not None:
-            found[edge] = use.row_map, use.order
+            proved[edge] = use.row_map, use.order
         else:
             pending += [one for one in edge[0].next_functions if one[0] is not None]
-    return found
+    return proved
 
 
 def separates_samples(
@@ -345,10 +345,10 @@ def input_separates_samples(tensor: Tensor, forward: ForwardContext, *, linear: 
         A few backwards, for an input in the graph, down to the outputs that it was computed from.
     """
     size, source = forward.batch_size, GradientSource.of(tensor)
-    found = proved_outputs([Start(source, WHOLE)])
+    proved = proved_outputs([Start(source, WHOLE)])
     # Rows of a batch of another size belong to another number of samples, which the backward refuses.
-    sizes = {edge: one.batch_size for edge in found if (one := forward_at(edge[0])) is not None}
-    ends = {edge: rows for edge, rows in found.items() if sizes.get(edge) == size}
+    sizes = {edge: one.batch_size for edge in proved if (one := forward_at(edge[0])) is not None}
+    ends = {edge: rows for edge, rows in proved.items() if sizes.get(edge) == size}
     if not ends:
         return True
     # One without rows of samples belongs to none of them. Of the first sample there is no gradient in some backwards.
@@ -362,14 +362,14 @@ def _separates_samples(
     begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Weights, company: Company, batch_size: int
 ) -> bool:
     """Return whether samples leave zeros in the other samples' rows; what arrives is compared in company."""
-    roots, given = roots_of(begun, batch_size, weights)
+    roots, root_grads = roots_of(begun, batch_size, weights)
     with backward_entry.unseen():
-        grads = gradients_at(roots, given, list(ends))
-    for place, (grad, (row_map, order)) in enumerate(zip(grads, ends.values(), strict=True)):
+        grads = gradients_at(roots, root_grads, list(ends))
+    for index, (grad, (row_map, order)) in enumerate(zip(grads, ends.values(), strict=True)):
         if grad is None:
             continue
         ordered = grad.permute(order) if order else grad
         if touches_others(row_map, ordered, ordered.dim(), weights, batch_size):
             return False
-        company.take(place, row_map, row_map.split(ordered, ordered.dim(), batch_size), weights)
+        company.take(index, row_map, row_map.split(ordered, ordered.dim(), batch_size), weights)
     return True

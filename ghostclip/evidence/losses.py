@@ -151,9 +151,9 @@ def _separates_samples(
     linear = weights is None and is_linear([start.edge.source for start in begun], capture, forward)
     asked = weightings(batch_size, linear=linear) if weights is None else weights
     with capture.listening(Unheard()):
-        apart = separates_samples(begun, proved_outputs(begun), asked, batch_size=batch_size, linear=linear)
+        separated = separates_samples(begun, proved_outputs(begun), asked, batch_size=batch_size, linear=linear)
     sets = sample_sets(batch_size) if weights is None else [set(one) for one in weights]
-    return apart and separates_at_any_slope(begun, sets, batch_size=batch_size, axis=forward.batch_axis)
+    return separated and separates_at_any_slope(begun, sets, batch_size=batch_size, axis=forward.batch_axis)
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:

@@ -73,10 +73,10 @@ class Reachable:
         pending = deque(chain(((item, True) for item in arguments), ((item, False) for item in roots)))
         most = len(self._seen) + _MAX_OBJECTS
         while pending and len(self._seen) < most:
-            item, given = pending.popleft()
+            item, passed = pending.popleft()
             if not isinstance(item, _DATA) and id(item) not in self._seen:
                 self._seen[id(item)] = item
-                pending.extend((part, given) for part in self._note(item, given=given))
+                pending.extend((part, passed) for part in self._note(item, passed=passed))
 
     def changed(self) -> bool:
         """Return whether anything is not as it was; generators do not count."""
@@ -88,7 +88,7 @@ class Reachable:
             if noted.changed():
                 noted.put_back()
 
-    def _note(self, item: Any, *, given: bool) -> Iterable[Any]:
+    def _note(self, item: Any, *, passed: bool) -> Iterable[Any]:
         """Note one object, and return what it reaches."""
         for kinds, note in _BY_KIND:
             if isinstance(item, kinds):
@@ -97,7 +97,7 @@ class Reachable:
         if numpy is not None and isinstance(item, (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)):
             return self._of_numpy(item, is_array=isinstance(item, numpy.ndarray))
         module = type(item).__module__
-        if isinstance(item, _HOLDERS) or _is_users(module) or (given and not _is_pythons(module)):
+        if isinstance(item, _HOLDERS) or _is_users(module) or (passed and not _is_pythons(module)):
             slots = [name for kind in type(item).__mro__ for name in _slots_of(kind)]
             return [*(self._attribute(item, name) for name in slots), getattr(item, "__dict__", None), type(item)]
         return ()
@@ -164,18 +164,18 @@ class Reachable:
 
     def _of_function(self, function: types.FunctionType) -> Iterable[Any]:
         """Note what a function's code names: variables around it, and globals of the user's modules."""
-        found: list[Any] = list(function.__closure__ or ())
+        reached: list[Any] = list(function.__closure__ or ())
         if not _is_users(function.__module__):
-            return found
-        found += [function.__defaults__, function.__kwdefaults__, vars(function)]
+            return reached
+        reached += [function.__defaults__, function.__kwdefaults__, vars(function)]
         names = set(_names_in(function.__code__))
         modules = [value for name in names if isinstance(value := function.__globals__.get(name), types.ModuleType)]
         for table in (function.__globals__, *(vars(module) for module in modules if _is_users(module.__name__))):
             for name in sorted(names & table.keys()):
                 if (id(table), name) not in self._names and not isinstance(table[name], types.ModuleType):
                     self._names.add((id(table), name))
-                    found.append(self._add(partial(table.get, name, _ABSENT), partial(table.__setitem__, name)))
-        return found
+                    reached.append(self._add(partial(table.get, name, _ABSENT), partial(table.__setitem__, name)))
+        return reached
 
     def _of_class(self, kind: type) -> Iterable[Any]:
         """Note the data of a class of the user's; its methods are looked into as functions."""
@@ -241,8 +241,8 @@ def _is_users(module: str | None) -> bool:
     if module is None or _is_pythons(module):
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "site-packages", "dist-packages")
-    return not any(part in file for part in places)
+    package_dirs = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "site-packages", "dist-packages")
+    return not any(part in file for part in package_dirs)
 
 
 class ModuleState:
@@ -254,10 +254,10 @@ class ModuleState:
         self._model, self._hooks = model, _hooks_of(model)
         modules = list(model.modules())
         self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules)]
-        self._attributes = [(own, _attributes_of(own)) for own in map(vars, modules)]
-        values = [value for _, kept in self._attributes for value in kept.values()]
-        held = filter(_is_data, values)
-        self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *held)]
+        self._attributes = [(namespace, _attributes_of(namespace)) for namespace in map(vars, modules)]
+        values = [value for _, saved in self._attributes for value in saved.values()]
+        data = filter(_is_data, values)
+        self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *data)]
         looked_after = [*modules, *model.parameters(), *(one for one, _, _ in self._tensors)]
         self._held = Reachable(values, known=looked_after)
         hooks = [hook for module in modules for hook in _torch.hooks_of(module) if not is_own(hook)] if outside else []
@@ -273,10 +273,10 @@ class ModuleState:
             buffers.update(before)
         # Whoever sets hooks in a first forward notes in an attribute that they are set, and would set them again.
         if _hooks_of(self._model) == self._hooks:
-            for own, before in self._attributes:
-                for name in _attributes_of(own).keys() - before.keys():
-                    del own[name]
-                own.update(before)
+            for namespace, before in self._attributes:
+                for name in _attributes_of(namespace).keys() - before.keys():
+                    del namespace[name]
+                namespace.update(before)
         self._held.restore()
         self._outside.restore()
         with torch.no_grad():
@@ -295,7 +295,7 @@ class ModuleState:
             return True
         if self._held.changed():
             return True
-        tables = [*self._tables, *((_attributes_of(own), before) for own, before in self._attributes)]
+        tables = [*self._tables, *((_attributes_of(namespace), before) for namespace, before in self._attributes)]
         return any(
             now.keys() != before.keys()
             or any(now[name] is not value for name, value in before.items() if name not in _torch.FLAT_WEIGHTS)
@@ -318,8 +318,8 @@ def _hooks_of(model: nn.Module) -> int:
     return sum(not is_own(hook) for module in model.modules() for hook in _torch.forward_hooks(module))
 
 
-def _attributes_of(own: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in own.items() if name not in _OWN}
+def _attributes_of(namespace: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in namespace.items() if name not in _OWN}
 
 
 def _is_data(value: Any) -> bool:

@@ -124,8 +124,8 @@ class _Beyond:
         """Return whether a gradient of the output is anything but zero there."""
         rows = _by_sample(grad, self.row_map, batch_size)
         assert rows is not None, "it was split when the forward ended"
-        found = rows[list(self.samples)].narrow(self.axis, 0 if self.leading else self.length - self.count, self.count)
-        return bool((found.nan_to_num(nan=0.0) != 0).any())
+        padded = rows[list(self.samples)].narrow(self.axis, 0 if self.leading else self.length - self.count, self.count)
+        return bool((padded.nan_to_num(nan=0.0) != 0).any())
 
 
 class Padding:
@@ -170,30 +170,30 @@ class Padding:
         """Yield numbers that a loss may have counted in the latest forward's inputs: of positions without padding."""
         # Of tensors with a value for each position, of floating-point ones those of zeros and ones; also without the
         # first position, which nothing predicts. As many for each sample are no count of the batch.
-        for tensor in [tensor for held in self._inputs if (tensor := held()) is not None]:
+        for tensor in [tensor for reference in self._inputs if (tensor := reference()) is not None]:
             if tensor.dim() != _WITH_POSITIONS or not tensor.numel():
                 continue
             if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
                 continue
             for part in (tensor, tensor[:, 1:]):
-                found = (int((part != value).sum()) for value in {0, _IGNORED, *tensor[:_CUTS, -1].tolist()})
-                yield from (count for count in found if count % len(tensor))
+                counts = (int((part != value).sum()) for value in {0, _IGNORED, *tensor[:_CUTS, -1].tolist()})
+                yield from (count for count in counts if count % len(tensor))
 
     def is_pending(self) -> bool:
         """Return whether some axis is known to follow the batch of which nothing was proved yet."""
-        places = self._following or self._proofs
-        known = any(self._proofs[place] < _PROOFS for place in places) if places else bool(self.declared)
+        axes = self._following or self._proofs
+        known = any(self._proofs[axis] < _PROOFS for axis in axes) if axes else bool(self.declared)
         return known and self._waited < _PATIENCE
 
     def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
         """Refuse a model whose outputs for a record change when its padding is cut off."""
-        places = self._input_axes(batch)
-        if not places or next(iter(packed_inputs(batch.inputs)), None) is not None:
+        input_axes = self._input_axes(batch)
+        if not input_axes or next(iter(packed_inputs(batch.inputs)), None) is not None:
             return
         self._waited += 1
         forward.padded = []
-        for length in sorted({shape for _, shape in places}):
-            chosen = tuple(place for place, shape in places if shape == length)
+        for length in sorted({shape for _, shape in input_axes}):
+            chosen = tuple(input_axis for input_axis, shape in input_axes if shape == length)
             for leading in (False, True):
                 ends = self._ends(batch, chosen, length, leading=leading)
                 if ends is not None:
@@ -201,15 +201,15 @@ class Padding:
 
     def _input_axes(self, batch: Batch) -> list[tuple[_InputAxis, int]]:
         """Return the axes of the inputs that follow the batch, with their lengths."""
-        found = []
+        axes = []
         for number, (name, tensor) in enumerate(_named(batch.inputs)):
             samples = None if tensor.is_nested else batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             for axis, length in enumerate(tensor.shape):
-                place = _InputAxis(number, tensor.dim(), axis)
-                follows = place in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
+                key = _InputAxis(number, tensor.dim(), axis)
+                follows = key in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
                 if samples is not None and axis != samples and follows:
-                    found.append((place, length))
-        return found
+                    axes.append((key, length))
+        return axes
 
     def _declared_of(self, name: str, tensor: Tensor) -> list[Padded]:
         """Return the axes of the loader's tensor of this name; of all that look like it where none has the name."""
@@ -219,36 +219,36 @@ class Padding:
         named = [one for one in alike if one.name == name]
         return named or alike
 
-    def _ends(self, batch: Batch, places: tuple[_InputAxis, ...], length: int, *, leading: bool) -> _Ends | None:
+    def _ends(self, batch: Batch, input_axes: tuple[_InputAxis, ...], length: int, *, leading: bool) -> _Ends | None:
         """Return the padding at one end of the records; None where there is none."""
         tensors = list(_named(batch.inputs))
         columns: dict[_InputAxis, _Column] = {}
-        for place in places:
-            name, tensor = tensors[place.leaf]
-            if sum(other.leaf == place.leaf for other in places) > 1:
+        for input_axis in input_axes:
+            name, tensor = tensors[input_axis.leaf]
+            if sum(other.leaf == input_axis.leaf for other in input_axes) > 1:
                 # A mask for each pair of positions.
                 continue
-            known = {end: self._known(name, tensor, place, leading=end) for end in (False, True)}
+            known = {end: self._known(name, tensor, input_axis, leading=end) for end in (False, True)}
             if known[not leading] and not known[leading]:
                 return None
             samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             assert samples is not None, "such axes lie beside one for samples"
-            rows_BLF = tensor.detach().movedim((samples, place.axis), (0, 1)).reshape(batch.size, length, -1)
-            columns[place] = _Column(rows_BLF.flip(1) if leading else rows_BLF, known[leading])
+            rows_BLF = tensor.detach().movedim((samples, input_axis.axis), (0, 1)).reshape(batch.size, length, -1)
+            columns[input_axis] = _Column(rows_BLF.flip(1) if leading else rows_BLF, known[leading])
         decided = [column for column in columns.values() if column.values]
         masked = any(column.is_flags for column in decided)
         runs = [run_B for column in columns.values() if (run_B := column.runs(masked=masked)) is not None]
-        run_B = [min(found) for found in zip(*runs, strict=True)]
+        run_B = [min(lengths) for lengths in zip(*runs, strict=True)]
         if not decided or not any(0 < run < length for run in run_B):
             return None
-        for place, column in columns.items():
-            self._values.setdefault((place, leading), set()).update(column.values)
-        return _Ends(places, length, leading, run_B)
+        for input_axis, column in columns.items():
+            self._values.setdefault((input_axis, leading), set()).update(column.values)
+        return _Ends(input_axes, length, leading, run_B)
 
-    def _known(self, name: str, tensor: Tensor, place: _InputAxis, *, leading: bool) -> set[float]:
+    def _known(self, name: str, tensor: Tensor, input_axis: _InputAxis, *, leading: bool) -> set[float]:
         """Return the values that are known to be padding at one end of an input."""
         declared = (one for one in self._declared_of(name, tensor) if one.leading is leading)
-        return {one.value for one in declared if one.value is not None} | self._values.get((place, leading), set())
+        return {one.value for one in declared if one.value is not None} | self._values.get((input_axis, leading), set())
 
     def _refuse_one(
         self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
@@ -259,20 +259,20 @@ class Padding:
             order = [samples[number % len(samples)] for number in range(batch.size)]
             # One that is longer keeps the others' company, in the first place.
             runs = batch.with_lists([longest, *order[1:]]), self._cut(batch.with_lists(order), ends, count, batch)
-            found, raised = tried(model, batch, partial(_compare_cut, run, runs, batch, ends))
-            if found is None:
+            comparison, raised = tried(model, batch, partial(_compare_cut, run, runs, batch, ends))
+            if comparison is None:
                 continue
-            if found.drew:
+            if comparison.drew:
                 unchecked.missed("random numbers are drawn", PADDING)
                 return
-            if found.differ:
+            if comparison.differ:
                 raise SampleMixingError(self._refusal(model, run, runs, ends, count, batch))
-            proved = proved or bool(found.lost)
+            proved = proved or bool(comparison.lost)
             maps = batch.maps_of(batch.outputs)
-            for number, (output, lost, row_map) in enumerate(zip(batch.outputs, found.lost, maps, strict=False)):
-                own = row_map or batch.map_by_shape(output)
-                if lost is not None and own is not None:
-                    forward.padded.append(_Beyond(number, own, *lost, ends.leading, samples))
+            for number, (output, lost, row_map) in enumerate(zip(batch.outputs, comparison.lost, maps, strict=False)):
+                known = row_map or batch.map_by_shape(output)
+                if lost is not None and known is not None:
+                    forward.padded.append(_Beyond(number, known, *lost, ends.leading, samples))
         if proved:
             unchecked.ran(PADDING)
             self._proofs.update(ends.places)
@@ -280,12 +280,12 @@ class Padding:
         why = f"the model raised {raised} without padding" if raised else "no output has one row per sample"
         unchecked.missed(why, PADDING)
 
-    def _cut(self, given: Any, ends: _Ends, count: int, batch: Batch) -> Any:
+    def _cut(self, inputs: Any, ends: _Ends, count: int, batch: Batch) -> Any:
         """Return inputs without some padded positions, along what follows the batch and masks of the same length."""
-        numbers = iter(range(len(_tree.leaves(given))))
-        own = {place.leaf for place in ends.places}
-        follows = {(place.leaf, place.axis) for place in ends.places}
-        others = {place.leaf for place in self._following}
+        numbers = iter(range(len(_tree.leaves(inputs))))
+        padded = {input_axis.leaf for input_axis in ends.places}
+        follows = {(input_axis.leaf, input_axis.axis) for input_axis in ends.places}
+        others = {input_axis.leaf for input_axis in self._following}
 
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -293,28 +293,28 @@ class Padding:
             number = next(numbers)
             samples = batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis)
             for axis, length in enumerate(leaf.shape):
-                shared = number not in own and number not in others and length == ends.length and axis != samples
+                shared = number not in padded and number not in others and length == ends.length and axis != samples
                 if (number, axis) in follows or shared:
                     leaf = leaf.narrow(axis, count if ends.leading else 0, length - count)
             return leaf
 
-        return _tree.mapped(cut, given)
+        return _tree.mapped(cut, inputs)
 
     @staticmethod
     def _refusal(model: nn.Module, run: Run, runs: tuple[Any, Any], ends: _Ends, count: int, batch: Batch) -> str:
         """Say where outputs begin to follow padding, and what to do."""
 
         def look(before: Randomness, coarsest: torch.dtype) -> str:
-            def apart(one: Tensor, two: Tensor) -> bool:
+            def differs(one: Tensor, two: Tensor) -> bool:
                 known = batch.map_by_shape(one)
                 folded = RowMap("major") if one.dim() and one.shape[0] % batch.size == 0 else None
                 pair = _remaining(one, two, known or folded, batch.size, ends.leading)
                 return pair is not None and _differs(pair, coarsest)
 
             before.restore()
-            return first_difference(model, run, runs, apart)
+            return first_difference(model, run, runs, differs)
 
-        place, _ = tried(model, batch, look)
+        location, _ = tried(model, batch, look)
         tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
         return _FOLLOWS.format(
             model=type(model).__name__,
@@ -322,14 +322,14 @@ class Padding:
             side="leading" if ends.leading else "trailing",
             axis=ends.places[0].axis,
             shape=tuple(tensor.shape),
-            place=f" It starts in {place}." if place else "",
+            place=f" It starts in {location}." if location else "",
         )
 
     # -- losses -------------------------------------------------------------------------------------------------
 
     def refuse_losses(
         self,
-        found: Iterable[Path],
+        paths: Iterable[Path],
         forward: ForwardContext,
         gradients: Callable[[Sequence[Edge]], Sequence[Tensor | None]],
         *,
@@ -347,7 +347,7 @@ class Padding:
         for one, grad in zip(beyond, gradients(edges) if edges else (), strict=True):
             if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
-        for number, path in enumerate(islice(found, _WAYS)):
+        for number, path in enumerate(islice(paths, _WAYS)):
             taken = _taken(beyond, path.ends) if beyond else []
             sizes = {length for one in taken for length in (one.length, one.length - 1)} if taken else set[int]()
             self._refuse_divisors((number, *path.key), path, forward, sizes)
@@ -430,8 +430,8 @@ class _Column:
         if not (self.values or self._known or self.is_flags) and self._counts_positions():
             return None
         lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
-        found: list[int] = (self._same_B if lenient else self._run_B).tolist()
-        return found
+        counts: list[int] = (self._same_B if lenient else self._run_B).tolist()
+        return counts
 
     def _counts_positions(self) -> bool:
         """Return whether an input counts positions, says which segment they are of, or holds one value per record."""
@@ -446,9 +446,9 @@ def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
     args, kwargs = inputs
     for name, part in [*(("", arg) for arg in args), *kwargs.items()]:
         parts = part.items() if isinstance(part, dict) else [(name, part)]
-        for own, inner in parts:
+        for key, inner in parts:
             for tensor in _tree.tensors(inner):
-                yield str(own), tensor
+                yield str(key), tensor
 
 
 def _compare_cut(
@@ -486,13 +486,13 @@ def _remaining(one: Tensor, two: Tensor, row_map: RowMap | None, batch_size: int
     long, short, lost = _by_sample(one, row_map, batch_size), _by_sample(two, row_map, batch_size), None
     if long is None or short is None:
         return None
-    for axis, kept in enumerate(short.shape):
-        less = long.shape[axis] - kept
+    for axis, length in enumerate(short.shape):
+        less = long.shape[axis] - length
         if less < 0:
             return None
         if less:
             lost = lost or (axis, less, long.shape[axis])
-            long = long.narrow(axis, less if leading else 0, kept)
+            long = long.narrow(axis, less if leading else 0, length)
     first = 1 if batch_size > 1 else 0
     return _Pair(long[first:], short[first:], lost)
 
@@ -525,12 +525,12 @@ def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Red
     # Means over picked samples are left out: they are each sample's own.
     size, axis = forward.batch_size, forward.batch_axis
     for step in (*path.picked, *path.reduced):
-        place = samples_axis(step.sizes, size, axis)
-        if step.kind == "picked" and (not step.axes or place in step.axes):
+        sample_axis = samples_axis(step.sizes, size, axis)
+        if step.kind == "picked" and (not step.axes or sample_axis in step.axes):
             return
-        if step.kind == "mean" and place is not None:
+        if step.kind == "mean" and sample_axis is not None:
             # Positions may be folded into the axis of samples.
-            sizes = [length // (size if other == place else 1) for other, length in enumerate(step.sizes)]
+            sizes = [length // (size if other == sample_axis else 1) for other, length in enumerate(step.sizes)]
             axes = [(length, other in step.axes) for other, length in enumerate(sizes) if length > 1]
             yield prod(length for length, is_reduced in axes if is_reduced), step, axes
 

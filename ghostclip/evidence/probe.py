@@ -85,7 +85,7 @@ class GradientSource:
 def reduced_sources(scalars: Sequence[Tensor], has_rows: Callable[[GradientSource], bool]) -> list[GradientSource]:
     """Return the first values with rows of samples on every path back from scalars."""
     # Empty where the search was given up.
-    found: dict[tuple[Any, int], GradientSource] = {}
+    sources: dict[tuple[Any, int], GradientSource] = {}
     pending: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in scalars]
     seen: set[tuple[Any, int]] = set()
     while pending:
@@ -95,12 +95,12 @@ def reduced_sources(scalars: Sequence[Tensor], has_rows: Callable[[GradientSourc
         if len(seen) >= _MAX_NODES:
             return []
         seen.add((node, number))
-        place = source_at(node, number)
-        if place is not None and has_rows(place):
-            found[node, number] = place
+        source = source_at(node, number)
+        if source is not None and has_rows(source):
+            sources[node, number] = source
         else:
             pending += node.next_functions
-    return list(found.values())
+    return list(sources.values())
 
 
 def source_at(node: Any, number: int) -> GradientSource | None:
@@ -136,7 +136,7 @@ class Company:
         self._off: dict[Any, Tensor] = {}
         self._noise: dict[Any, Tensor] = {}
 
-    def take(self, place: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
+    def take(self, key: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
         """Compare the extremes, the norm and the sum of each sample's rows with those that came before."""
         # `row_map`: one that knows no samples says nothing. `rows_B`: the gradient, split by samples. `weights`: what
         # each of the samples that it came from was multiplied by.
@@ -147,11 +147,11 @@ class Company:
         weight_B = weight_B.to(rows_B.device)
         chosen_B = weight_B > 0
         now_B4 = torch.stack([*_extremes(rows_B), *_norms(rows_B)], dim=1) / weight_B.where(chosen_B, 1).unsqueeze(1)
-        once_B4 = self._once.setdefault((place, tuple(weights.items())), now_B4)
+        once_B4 = self._once.setdefault((key, tuple(weights.items())), now_B4)
         if once_B4 is not now_B4:
             noise_4 = noise_of(once_B4[chosen_B], now_B4[chosen_B])
-            self._noise[place] = torch.maximum(noise_4, self._noise.get(place, noise_4))
-        before = self._seen.get(place)
+            self._noise[key] = torch.maximum(noise_4, self._noise.get(key, noise_4))
+        before = self._seen.get(key)
         values_B4, known_B = (torch.zeros_like(now_B4), torch.zeros_like(chosen_B)) if before is None else before
         both_B4 = (chosen_B & known_B).unsqueeze(1) & now_B4.isfinite() & values_B4.isfinite()
         off_4 = torch.where(both_B4, now_B4 - values_B4, 0).abs().amax(0)
@@ -162,13 +162,13 @@ class Company:
         least_4 = steady.get(rows_B.dtype, coarse) * scale_4 + torch.finfo(rows_B.dtype).tiny / _TINIEST
         off_4 = torch.where(off_4 > least_4, off_4, 0)
         if bool(off_4.any()):
-            self._off[place] = torch.maximum(off_4, self._off.get(place, off_4))
-        self._seen[place] = torch.where(chosen_B.unsqueeze(1), now_B4, values_B4), known_B | chosen_B
+            self._off[key] = torch.maximum(off_4, self._off.get(key, off_4))
+        self._seen[key] = torch.where(chosen_B.unsqueeze(1), now_B4, values_B4), known_B | chosen_B
 
     def differing(self) -> list[Any]:
         """Return the places where gradients differed by more than noise, in the order in which they were found."""
-        noise = ((place, self._noise.get(place, torch.zeros_like(off_4))) for place, off_4 in self._off.items())
-        return [place for place, noise_4 in noise if bool((self._off[place] > OUTSTANDING * noise_4).any())]
+        noise = ((key, self._noise.get(key, torch.zeros_like(off_4))) for key, off_4 in self._off.items())
+        return [key for key, noise_4 in noise if bool((self._off[key] > OUTSTANDING * noise_4).any())]
 
 
 def noise_of(once_N4: Tensor, now_N4: Tensor) -> Tensor:
@@ -237,10 +237,10 @@ class Probe:
         self.failures.append((use, _shapes(grad, use)))
 
     def _take(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> None:
-        place = use.forward, use.site, row_map.key
-        self._uses[place] = use, _shapes(grad, use)
+        key = use.forward, use.site, row_map.key
+        self._uses[key] = use, _shapes(grad, use)
         rows = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
-        self._company.take(place, row_map, rows, self.weights)
+        self._company.take(key, row_map, rows, self.weights)
 
     def settle(self) -> None:
         """Compare what all backwards so far have brought."""
@@ -282,11 +282,11 @@ class Probe:
         if not (self.failures or self.unsteady):
             return
         use, shapes = (self.failures or self.unsteady)[-1]
-        place = self.describe_module(use.site.names[0])
+        layer = self.describe_module(use.site.names[0])
         forward = use.forward
         if forward.reordered:
             raise BatchAxisError(
-                f"{place}: {use.site.describe()} has rows {shapes} in another order than the samples of the batch: the "
+                f"{layer}: {use.site.describe()} has rows {shapes} in another order than the samples of the batch: the "
                 "model sorts, flips or gathers its inputs before this layer, in a way that cannot be followed or is "
                 "not undone. Index with x[order] or index_select, return outputs in the batch's own order, or reorder "
                 "outside the model."
@@ -296,14 +296,14 @@ class Probe:
         )
         if coincidence or forward.stays_small or use.maps[0].kind in ("major", "minor"):
             raise BatchAxisError(
-                f"{place}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
+                f"{layer}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
                 f"{forward.batch_size} samples that the model's first input holds: another axis has that size, rows "
                 "are folded in an order of their own, or that input is not the batch. Hand the batch over before masks "
                 "and tables, and start with a batch size that no other axis has; later steps may have any size."
             )
         raise SampleMixingError(
             "the output of one sample depends on other samples of the batch, so that per-sample gradients do not "
-            f"exist. {where()} (Seen in the gradient of {use.site.describe()}, rows {shapes}, in {place}.)"
+            f"exist. {where()} (Seen in the gradient of {use.site.describe()}, rows {shapes}, in {layer}.)"
         )
 
     def _refuse_unsteady(self, use: ParamUse) -> None:
@@ -335,12 +335,12 @@ def nonzero_rows(rows: Tensor) -> Tensor:
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     rows = torch.view_as_real(rows) if rows.is_complex() else rows
     most, least = _extremes(rows)
-    found, unclear = (most != 0) | (least != 0), most.isnan()
+    nonzero, unclear = (most != 0) | (least != 0), most.isnan()
     for row in unclear.nonzero().flatten().tolist() if bool(unclear.any()) else ():
         # A piece at a time.
         pieces = rows[row].reshape(-1).split(_LOOKED_AT)
-        found[row] = any(bool((piece.nan_to_num(nan=0.0) != 0).any()) for piece in pieces)
-    return found
+        nonzero[row] = any(bool((piece.nan_to_num(nan=0.0) != 0).any()) for piece in pieces)
+    return nonzero
 
 
 def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -362,7 +362,7 @@ def sample_sets(batch_size: int) -> list[set[int]]:
     # About log2(B) sets, B at least 2: for any two samples, one holds the first without the second.
     length = next(length for length in count(1) if comb(length, length // 2) >= batch_size)
     words = list(islice(combinations(range(length), length // 2), batch_size))
-    digits = [{sample for sample, word in enumerate(words) if place in word} for place in range(length)]
+    digits = [{sample for sample, word in enumerate(words) if position in word} for position in range(length)]
     return [chosen for chosen in digits if chosen]
 
 
@@ -374,15 +374,15 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
     every = dict.fromkeys(range(batch_size), 1.0)
     if not linear:
         sets = sample_sets(batch_size)
-        found: list[Weights] = [dict.fromkeys(sorted(chosen), 1.0) for chosen in sets]
+        weights: list[Weights] = [dict.fromkeys(sorted(chosen), 1.0) for chosen in sets]
         if any(len(chosen) > 1 for chosen in sets):
-            return found
-        return [*found, *({**dict.fromkeys(every, _LOUD), sample: 1.0} for sample in every)]
+            return weights
+        return [*weights, *({**dict.fromkeys(every, _LOUD), sample: 1.0} for sample in every)]
     digits = next(digits for digits in count(1) if len(_SCALES) ** digits >= batch_size)
     base = next(base for base in count(2) if base**digits >= batch_size)
     drawn: list[Weights] = [
-        {sample: _SCALES[scale] for sample in range(batch_size) if (scale := sample // base**place % base)}
-        for place in range(digits)
+        {sample: _SCALES[scale] for sample in range(batch_size) if (scale := sample // base**digit % base)}
+        for digit in range(digits)
     ]
     return [every, *drawn]
 
@@ -396,20 +396,20 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
     axes = list(known) if len(known) == len(outputs) else [UNKNOWN] * len(outputs)
     pairs = [pair for pair in zip(outputs, axes, strict=True) if pair[0].requires_grad and pair[0].is_floating_point()]
     usable = [output for output, _ in pairs]
-    places = [GradientSource.of(output, axis) for output, axis in pairs if output.dim()]
-    exact, folded = _sorted_out(places, forward)
-    if places and not (exact or folded[0]):
-        shapes = ", ".join(str(tuple(place.shape)) for place in places)
+    sources = [GradientSource.of(output, axis) for output, axis in pairs if output.dim()]
+    exact, folded = _sorted_out(sources, forward)
+    if sources and not (exact or folded[0]):
+        shapes = ", ".join(str(tuple(source.shape)) for source in sources)
         raise BatchAxisError(
             f"the batch has the {forward.batch_size} samples that the model's first input holds, but the outputs, of "
             f"shape {shapes}, have no axis for them. Hand the tensor whose axis {forward.batch_axis} is the batch to "
             "the model first (masks and tables after it), and return outputs with one row, or the same number of rows, "
             "for each sample."
         )
-    if not places:
+    if not sources:
         # Rows of several samples' tokens may be any of them, so that what has one row per sample is looked for first.
-        found = reduced_sources(usable, lambda place: _certain_map(place, forward) is not None)
-        exact, folded = _sorted_out(found or reduced_sources(usable, lambda place: _is_folded(place, forward)), forward)
+        reduced = reduced_sources(usable, lambda source: _certain_map(source, forward) is not None)
+        exact, folded = _sorted_out(reduced or reduced_sources(usable, lambda one: _is_folded(one, forward)), forward)
     if exact or not folded[0]:
         return [exact] if exact else []
     # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
@@ -417,35 +417,35 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
     return folded[:1] if certain else folded
 
 
-def _sorted_out(places: Sequence[GradientSource], forward: ForwardContext) -> tuple[list[Start], list[list[Start]]]:
+def _sorted_out(sources: Sequence[GradientSource], forward: ForwardContext) -> tuple[list[Start], list[list[Start]]]:
     """Return the starts with one row per sample, and two ways to read those with several."""
     exact: list[Start] = []
     folded: list[list[Start]] = [[], []]
     kinds = ("major", "minor") if forward.batch_axis == 0 else ("minor", "major")
-    for place in places:
-        row_map = _certain_map(place, forward)
+    for source in sources:
+        row_map = _certain_map(source, forward)
         if row_map is not None:
-            exact.append(Start(place, row_map))
-        elif _is_folded(place, forward):
-            for way, kind in zip(folded, kinds, strict=True):
-                way.append(Start(place, RowMap(kind, max(0, place.axis))))
+            exact.append(Start(source, row_map))
+        elif _is_folded(source, forward):
+            for reading, kind in zip(folded, kinds, strict=True):
+                reading.append(Start(source, RowMap(kind, max(0, source.axis))))
     return exact, folded
 
 
-def _certain_map(place: GradientSource, forward: ForwardContext) -> RowMap | None:
-    expected = (place.axis,) if place.axis >= 0 else dict.fromkeys((forward.batch_axis, 0))
-    for axis in () if place.axis == CONSTANT else expected:
-        if axis < len(place.shape) and place.shape[axis] == forward.batch_size:
+def _certain_map(source: GradientSource, forward: ForwardContext) -> RowMap | None:
+    expected = (source.axis,) if source.axis >= 0 else dict.fromkeys((forward.batch_axis, 0))
+    for axis in () if source.axis == CONSTANT else expected:
+        if axis < len(source.shape) and source.shape[axis] == forward.batch_size:
             return RowMap("axis", axis)
-    if place.tensor is None:
+    if source.tensor is None:
         return None
-    gathered = origin_of_rows(place.tensor, 0, forward.batch_size, forward.batch_axis)
+    gathered = origin_of_rows(source.tensor, 0, forward.batch_size, forward.batch_axis)
     known = gathered is not None and gathered is not UNKNOWN_ORDER
     return RowMap("gathered", 0, gathered) if known else None
 
 
-def _is_folded(place: GradientSource, forward: ForwardContext) -> bool:
-    size = place.shape[max(0, place.axis)] if place.shape and place.axis != CONSTANT else 0
+def _is_folded(source: GradientSource, forward: ForwardContext) -> bool:
+    size = source.shape[max(0, source.axis)] if source.shape and source.axis != CONSTANT else 0
     return size > forward.batch_size and size % forward.batch_size == 0
 
 
@@ -470,30 +470,30 @@ def cotangent(start: Start, *, batch_size: int, weights: Weights, seed: int = 0)
     # to nothing is drawn or held beside it. Of 16-bit outputs each entry is drawn by itself: their few values come
     # again along an axis, and what enters at one place and leaves at another would cancel. `seed`: another one for
     # every output.
-    place, axis = start.edge, start.row_map.axis
-    device = place.device if place.device.type in _DRAWING else torch.device("cpu")
+    source, axis = start.edge, start.row_map.axis
+    device = source.device if source.device.type in _DRAWING else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(seed)
-    rows = place.shape[axis] if place.shape else 1
-    sample_n = start.row_map.samples_of(rows, batch_size).to(place.device)
+    rows = source.shape[axis] if source.shape else 1
+    sample_n = start.row_map.samples_of(rows, batch_size).to(source.device)
     weight_B = torch.zeros(batch_size)
     weight_B[list(weights)] = torch.tensor(list(weights.values()))
-    chosen_n = weight_B.to(device=place.device, dtype=place.dtype)[sample_n]
-    chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(place.shape))])
-    if place.dtype.itemsize < _FULL_BYTES:
-        return _random(math.prod(place.shape), place, generator).view(place.shape).mul_(chosen)
-    grad = _random(rows, place, generator).view(chosen.shape) * chosen
-    for other, size in enumerate(place.shape):
+    chosen_n = weight_B.to(device=source.device, dtype=source.dtype)[sample_n]
+    chosen = chosen_n.expand(rows).reshape([rows if other == axis else 1 for other in range(len(source.shape))])
+    if source.dtype.itemsize < _FULL_BYTES:
+        return _random(math.prod(source.shape), source, generator).view(source.shape).mul_(chosen)
+    grad = _random(rows, source, generator).view(chosen.shape) * chosen
+    for other, size in enumerate(source.shape):
         if other != axis:
-            along = [size if one == other else 1 for one in range(len(place.shape))]
-            grad = grad * _random(size, place, generator).view(along)
+            along = [size if one == other else 1 for one in range(len(source.shape))]
+            grad = grad * _random(size, source, generator).view(along)
     return grad
 
 
-def _random(size: int, place: GradientSource, generator: torch.Generator) -> Tensor:
+def _random(size: int, source: GradientSource, generator: torch.Generator) -> Tensor:
     """Return random numbers from 1/2 to 3/2: never zero, so that no row of a sample can be missed."""
-    dtype = place.dtype if place.dtype in _DRAWN_AS_THEY_ARE else torch.float32
+    dtype = source.dtype if source.dtype in _DRAWN_AS_THEY_ARE else torch.float32
     drawn = torch.rand(size, generator=generator, device=generator.device, dtype=dtype).add_(0.5)
-    return drawn.to(device=place.device, dtype=place.dtype)
+    return drawn.to(device=source.device, dtype=source.dtype)
 
 
 def ask(

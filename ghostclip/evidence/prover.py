@@ -147,10 +147,10 @@ class Evidence:
         size, axis = forward.batch_size, forward.batch_axis
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
-        found = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
-        self._undecided = None in found
-        forward.alone = found == [""] and forward.losses[0].node is edge_of(root)[0]
-        forward.refusal = next(filter(None, found), "")
+        refusals = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
+        self._undecided = None in refusals
+        forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
+        forward.refusal = next(filter(None, refusals), "")
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved, unless its forward proves nothing."""
@@ -163,8 +163,8 @@ class Evidence:
         node = edge_of(root)[0]
         number = 0 if node is None else _torch.order_of(node)
         first, behind = forward.proofs
-        own = behind - first if number >= behind else 0
-        return number - own - (forward.latest or 0), type(node)
+        proof_nodes = behind - first if number >= behind else 0
+        return number - proof_nodes - (forward.latest or 0), type(node)
 
     def refuse_mean(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Refuse a mean over the batch whose gradients do not follow their scale, between it and the layers."""
@@ -180,18 +180,18 @@ class Evidence:
         return restored(capture.model, arguments=hooks_below(roots, forward))
 
     def refuse_padding(
-        self, capture: CaptureContext, roots: Sequence[Any], found: Iterable[Path], forward: ForwardContext
+        self, capture: CaptureContext, roots: Sequence[Any], paths: Iterable[Path], forward: ForwardContext
     ) -> None:
         """Refuse a loss that takes padding in, or divides by a length that follows the batch."""
 
         def gradients(edges: Sequence[Edge]) -> Sequence[Tensor | None]:
-            given = [torch.ones_like(root) for root in roots]
+            root_grads = [torch.ones_like(root) for root in roots]
             with capture.listening(Unheard()), backward_entry.unseen():
-                return gradients_at(roots, given, edges)
+                return gradients_at(roots, root_grads, edges)
 
         if self.probes:
             with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
-                self.padding.refuse_losses(found, forward, gradients, roots=list(map(edge_of, roots)))
+                self.padding.refuse_losses(paths, forward, gradients, roots=list(map(edge_of, roots)))
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Look for what has no place between a loss and a model's outputs."""
@@ -200,7 +200,7 @@ class Evidence:
         if self.probes and not forward.is_dummy:
 
             def is_own(parameter: nn.Parameter) -> bool:
-                return any(parameter is own for own in capture.model.parameters())
+                return any(parameter is candidate for candidate in capture.model.parameters())
 
             refuse_beyond_outputs(roots, forward, self.loss_sizes, is_own=is_own)
             if forward.unproven:
@@ -295,7 +295,7 @@ class Evidence:
         return output
 
     def _ended(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
-        rehearsed, self._rehearsed, given, self._given = self._rehearsed, None, self._given, []
+        rehearsed, self._rehearsed, versioned, self._given = self._rehearsed, None, self._given, []
         writes, asks = self._written(capture), self.asks(capture)
         if asks or rehearsed is not None:
             self._refuse_mixed_inputs(capture, call)
@@ -310,7 +310,7 @@ class Evidence:
             return output
         if asks:
             # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
-            self._drew |= any(_torch.version(tensor) != version for tensor, version in given)
+            self._drew |= any(_torch.version(tensor) != version for tensor, version in versioned)
         with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
             output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
         _Rehearsed(rows, capture.forward.padded).hand_on(output, capture.forward)
@@ -320,8 +320,8 @@ class Evidence:
         """Note the nodes of the scalars that follow the batch."""
         holding = {key[0] for key in self._following if isinstance(key, tuple)}
         modules = [module for module in capture.model.modules() if id(module) in holding] if holding else []
-        found = scalars_of(modules, _parts_of(output))
-        capture.forward.following = [found[key].grad_fn for key in self._following if key in found]
+        scalars = scalars_of(modules, _parts_of(output))
+        capture.forward.following = [scalars[key].grad_fn for key in self._following if key in scalars]
 
     def _weigh(
         self,
@@ -345,8 +345,8 @@ class Evidence:
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = self._drew if randomness is None else randomness.drawn()
         forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
-        parts, own = self._parts(capture, output), tracked_among(output)
-        probe = self._probed(capture, parts, own)
+        parts, tracked = self._parts(capture, output), tracked_among(output)
+        probe = self._probed(capture, parts, tracked)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
         if failed and forward.guessed and forward.resized is None:
             # What sizes suggested is wrong: ask shapes, and read the forward once more.
@@ -355,13 +355,13 @@ class Evidence:
                 _restore_state(state)
                 output = capture.again(ModuleCall(*capture.bags.as_rows(*again())))
                 forward, begun = capture.forward, _torch.next_order()
-                parts, own = self._parts(capture, output), tracked_among(output)
-                probe = self._probed(capture, parts, own)
+                parts, tracked = self._parts(capture, output), tracked_among(output)
+                probe = self._probed(capture, parts, tracked)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
-        seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, own)
+        seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, tracked)
         if aside:
             seen, output, probe = seen.without_graph(), None, None
         parts = []
@@ -369,7 +369,7 @@ class Evidence:
             self._refuse_data(capture, call, writes, state)
         if asks:
             self._refuse_dependence(capture, seen)
-            self._refuse_custom_backwards(capture, seen, own=backs)
+            self._refuse_custom_backwards(capture, seen, has_custom=backs)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
         if self.asks(capture):
@@ -422,7 +422,7 @@ class Evidence:
             watch.refuse_unshown(writes)
         runs = Runs(
             Batch(call.inputs, forward.batch_size, forward.batch_axis),
-            run=lambda given: capture.run(call.module, *_copied(given, of=call.inputs)),
+            run=lambda inputs: capture.run(call.module, *_copied(inputs, of=call.inputs)),
             begin=lambda: _restore_state(state),
             drew=self._drew,
             proves=forward.proves,
@@ -443,9 +443,9 @@ class Evidence:
             return None
         on_rows, *inputs = capture.bags.as_rows(*call)
 
-        def run(given: Any) -> list[Tensor]:
-            own, args, kwargs = as_flat(on_rows, *given)
-            return _parts_of(capture.run(own, *_copied((args, kwargs))))
+        def run(altered: Any) -> list[Tensor]:
+            module, args, kwargs = as_flat(on_rows, *altered)
+            return _parts_of(capture.run(module, *_copied((args, kwargs))))
 
         forward = capture.forward
         exchanges = Exchanges()
@@ -454,11 +454,11 @@ class Evidence:
             exchanges if torch.distributed.is_available() and torch.distributed.is_initialized() else nullcontext()
         )
         with capture.substitution.unwatched(), watched:
-            found = resized(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
+            rerun = resized(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
         if not self._may_exchange:
             exchanges.refuse(capture.model)
-        forward.stays_small = found is None
-        return found
+        forward.stays_small = rerun is None
+        return rerun
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
@@ -467,19 +467,19 @@ class Evidence:
             _refuse_single_rows(capture, output)
         return _parts_of(output) if self._asked or asks else []
 
-    def _probed(self, capture: CaptureContext, found: list[Tensor], own: frozenset[int]) -> Probe | None:
+    def _probed(self, capture: CaptureContext, outputs: list[Tensor], tracked: frozenset[int]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
         if not self.asks(capture):
             return None
         forward = capture.forward
-        forward.has_float16 = _has_float16([*capture.model.parameters(), *capture.model.buffers(), *found])
+        forward.has_float16 = _has_float16([*capture.model.parameters(), *capture.model.buffers(), *outputs])
         if forward.resized is not None:
-            shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in own]
-            axes = forward.resized.compared(shapes_of(found), tuple(shapes))
+            shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in tracked]
+            axes = forward.resized.compared(shapes_of(outputs), tuple(shapes))
             capture.sites.outputs = () if axes is None else axes
         if self.hands_on:
-            refuse_other_axis(capture.model, found, forward)
-        probe = _probe_outputs(capture, found)
+            refuse_other_axis(capture.model, outputs, forward)
+        probe = _probe_outputs(capture, outputs)
         if probe is None:
             self.unchecked.missed("the model returned no tensor with a gradient", ROWS)
         return probe
@@ -504,11 +504,11 @@ class Evidence:
 
     def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Note which scalars that the model computes follow the batch."""
-        found = any(part.requires_grad and not part.dim() for part in seen.parts)
-        found = found or bool(scalars_of(capture.model.modules(), []))
-        if found and capture.gathering is not None:
+        has_scalars = any(part.requires_grad and not part.dim() for part in seen.parts)
+        has_scalars = has_scalars or bool(scalars_of(capture.model.modules(), []))
+        if has_scalars and capture.gathering is not None:
             self.unchecked.missed("ranks hold the model in parts", SCALARS)
-        elif found:
+        elif has_scalars:
             batch = self._batch(capture, seen)
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
                 # What followed one batch need not show in the next.
@@ -523,21 +523,21 @@ class Evidence:
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
         """Return whether outputs have backwards that are not torch's; note_proved whether these follow their scale."""
         trained, self._without_scale = [part for part in parts if part.requires_grad], ""
-        own = capture.forward.proves and bool(trained) and has_custom_backwards(trained, capture.forward)
-        if own and starts:
+        has_custom = capture.forward.proves and bool(trained) and has_custom_backwards(trained, capture.forward)
+        if has_custom and starts:
             self._without_scale = without_scale(capture, starts)
-        return own
+        return has_custom
 
-    def _refuse_custom_backwards(self, capture: CaptureContext, seen: "_ReadForward", *, own: bool) -> None:
+    def _refuse_custom_backwards(self, capture: CaptureContext, seen: "_ReadForward", *, has_custom: bool) -> None:
         """Refuse a model whose own backward functions, hooks or detached values make gradients follow the batch."""
-        if not capture.forward.proves or not (own or capture.forward.around.rows.detaches):
+        if not capture.forward.proves or not (has_custom or capture.forward.around.rows.detaches):
             return
         if capture.gathering is not None or _has_packed(seen.call.inputs):
             self.unchecked.missed("samples cannot be exchanged", BACKWARDS)
             return
         batch = self._batch(capture, seen)
         with capture.substitution.unwatched():
-            refuse_backwards_of_the_batch(capture, seen.rerun(capture), batch, self.unchecked, alone=own)
+            refuse_backwards_of_the_batch(capture, seen.rerun(capture), batch, self.unchecked, alone=has_custom)
 
     def _refuse_padding(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
@@ -559,7 +559,7 @@ class Evidence:
         known = dict(seen.rows or {})
         if self.hands_on:
             as_they_lie = RowMap("axis", forward.batch_axis)
-            known |= {number: as_they_lie for number, found in enumerate(seen.parts) if _has_samples(found, forward)}
+            known |= {number: as_they_lie for number, part in enumerate(seen.parts) if _has_samples(part, forward)}
         return Batch(
             seen.call.inputs,
             forward.batch_size,
@@ -616,10 +616,10 @@ def _copied(inputs: Any, *, of: Any = None) -> Any:
     """Return inputs whose tensors and arrays are copies, which a forward may change in place."""
     # `of`: the user's, where some are copies already.
     copies: dict[int, Any] = {}
-    given = None if of is None else {id(leaf) for leaf in _tree.leaves(of)}
+    originals = None if of is None else {id(leaf) for leaf in _tree.leaves(of)}
 
     def copy(leaf: Any) -> Any:
-        if given is not None and id(leaf) not in given:
+        if originals is not None and id(leaf) not in originals:
             return leaf
         if id(leaf) not in copies and isinstance(leaf, Tensor):
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -658,10 +658,10 @@ class _ReadForward:
     def rerun(self, capture: CaptureContext) -> Run:
         """Return what runs it on other inputs, from what the model held before it."""
 
-        def run(given: Any) -> list[Tensor]:
+        def run(inputs: Any) -> list[Tensor]:
             _restore_state(self.state)
-            found = _parts_of(capture.run(self.call.module, *_copied(given, of=self.call.inputs)))
-            return [part for number, part in enumerate(found) if number not in self.own]
+            parts = _parts_of(capture.run(self.call.module, *_copied(inputs, of=self.call.inputs)))
+            return [part for number, part in enumerate(parts) if number not in self.own]
 
         return run
 
@@ -699,7 +699,7 @@ def _restore_state(state: ModuleState | None) -> None:
 
 def _parts_of(output: Any) -> list[Tensor]:
     """Return the tensors of a model's output; of one that lies on several ranks, this rank's part."""
-    return [_torch.part_of(found) for found in outputs_of(output)]
+    return [_torch.part_of(tensor) for tensor in outputs_of(output)]
 
 
 def _rows_of(probe: Probe | None, parts: Sequence[Tensor]) -> dict[int, RowMap]:

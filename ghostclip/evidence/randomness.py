@@ -58,9 +58,9 @@ class WithoutDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         off = _of_recurrent(args) if func in _RECURRENT else _FUNCTIONS.get(func)
         if off is not None:
-            name, place, value = off
-            if place < len(args):
-                args = (*args[:place], value, *args[place + 1 :])
+            name, position, value = off
+            if position < len(args):
+                args = (*args[:position], value, *args[position + 1 :])
             else:
                 kwargs = {**kwargs, name: value}
         return func(*args, **kwargs)
@@ -159,6 +159,6 @@ class Draws(_torch.DispatchMode):
         """Run any operation, and note it if it is seeded."""
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            found = result if isinstance(result, tuple) else (result,)
-            self.seen.append((func, *(tuple(item.shape) for item in found if isinstance(item, Tensor))))
+            outputs = result if isinstance(result, tuple) else (result,)
+            self.seen.append((func, *(tuple(item.shape) for item in outputs if isinstance(item, Tensor))))
         return result

@@ -68,8 +68,8 @@ def _is_separated(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_siz
     maps = dict[Edge, list[RowMap]]()
     for steep in (False, True):
         for samples in sets:
-            found = _followed(begun, samples, batch_size=batch_size, steep=steep)
-            for edge, grad in (found or {}).items():
+            followed = _followed(begun, samples, batch_size=batch_size, steep=steep)
+            for edge, grad in (followed or {}).items():
                 rows = _with_whole_rows(grad, axis)
                 known = maps.get(edge, _maps_of(rows, batch_size, axis=axis))
                 left = _untouched(known, rows, samples, batch_size=batch_size)
@@ -115,7 +115,7 @@ def _on_any_rank(holds: Sequence[bool], mesh: Any, device: torch.device) -> list
 
     here = torch.tensor(holds, dtype=torch.int32, device=device)
     anywhere = DTensor.from_local(here, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
-    return [bool(found) for found in anywhere.tolist()]
+    return [bool(flag) for flag in anywhere.tolist()]
 
 
 def _followed(begun: Sequence[Start], samples: set[int], *, batch_size: int, steep: bool) -> dict[Edge, Tensor] | None:
@@ -124,19 +124,19 @@ def _followed(begun: Sequence[Start], samples: set[int], *, batch_size: int, ste
     pending = list[tuple[int, int, Any]]()
 
     def arrive(edge: Edge, grad: Tensor) -> None:
-        node, place = edge
+        node, output_nr = edge
         if node is None or node.name().endswith("AccumulateGrad"):
             return
         # As autograd's engine does between nodes.
-        about = _torch.outputs_of(node)[place]
+        about = _torch.outputs_of(node)[output_nr]
         grad = grad.sum_to_size(about.shape).to(about.dtype)
         if is_output(edge):
             ends[edge] = ends[edge] + grad if edge in ends else grad
             return
         if node not in arrived:
             heapq.heappush(pending, (-_torch.order_of(node), next(numbers), node))
-        before = arrived[node].get(place)
-        arrived[node][place] = grad if before is None else before + grad
+        before = arrived[node].get(output_nr)
+        arrived[node][output_nr] = grad if before is None else before + grad
 
     for seed, start in enumerate(begun):
         arrive(
@@ -159,8 +159,8 @@ def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Ten
         known = _of_any_pick(node, grads[0]) if _picks(node) else _at_slope_one(node, grads[0])
         if known is not None:
             return known
-    found = _torch.run_node(node, grads)
-    return found if isinstance(found, tuple) else (found,)
+    input_grads = _torch.run_node(node, grads)
+    return input_grads if isinstance(input_grads, tuple) else (input_grads,)
 
 
 def _of_any_pick(node: Any, grad: Tensor) -> list[Tensor | None]:
@@ -182,16 +182,16 @@ def _is_for_nothing(node: Any) -> bool:
 
 def _at_slope_one(node: Any, grad: Tensor) -> list[Tensor | None] | None:
     """Return the gradients of a node's inputs as if its slopes were one; None where shapes do not tell them."""
-    found = list[Tensor | None]()
+    input_grads = list[Tensor | None]()
     for edge in node.next_functions:
         sizes = None if edge[0] is None or edge[0].name().endswith("AccumulateGrad") else shape_at(edge)
         if sizes is None:
-            found.append(None)
+            input_grads.append(None)
             continue
         # A loss of each pair, say, with its own reduction.
         if grad.dim() == 0 and sizes:
             return None
         if torch.broadcast_shapes(sizes, grad.shape) != grad.shape:
             return None
-        found.append(grad.abs().sum_to_size(sizes))
-    return found
+        input_grads.append(grad.abs().sum_to_size(sizes))
+    return input_grads

@@ -84,12 +84,12 @@ class _Tables:
         self.parameters: set[str] = set()
         for path, module in named:
             hidden = _torch.non_persistent(module)
-            own, buffers = _torch.parameter_table(module), _torch.buffer_table(module)
-            both = [own, buffers] if parameters else [buffers]
-            for table, key in [(own_or_buffers, key) for own_or_buffers in both for key in own_or_buffers]:
+            param_table, buffers = _torch.parameter_table(module), _torch.buffer_table(module)
+            both = [param_table, buffers] if parameters else [buffers]
+            for table, key in [(one, key) for one in both for key in one]:
                 name = f"{path}.{key}" if path else key
                 self.where[name] = table, key
-                if table is own:
+                if table is param_table:
                     self.parameters.add(name)
                 if _is_watched(table[key]) and (key not in hidden or table[key].is_floating_point()):
                     (self.hidden if key in hidden else self.entries)[name] = table[key]
@@ -146,8 +146,8 @@ class StateWatch:
     def _marks(self) -> _StateMarks:
         tables = self._current()
         extra = {name: pickle.dumps(one.get_extra_state()) for name, one in tables.extra} if tables.extra else {}
-        places = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
-        return _StateMarks(tables.entries, _torch.versions(tables.tensors), places, tables.where, extra)
+        addresses = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
+        return _StateMarks(tables.entries, _torch.versions(tables.tensors), addresses, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------
 
@@ -166,14 +166,14 @@ class StateWatch:
             return {}
         if not proves:
             known = {name: tables.entries[name] for name in self._known if name in tables.entries}
-            held = {name: entry for name, entry in known.items() if entry.numel() <= _SMALL} | tables.small
-            return {name: entry.detach().clone() for name, entry in held.items()}
-        own = {name: entry for name, entry in tables.entries.items() if name in tables.parameters}
-        too_large = self._sparing or sum(entry.numel() for entry in own.values()) > _MOST_COPIED
-        held = {**tables.entries, **tables.hidden}
-        names, kept = held.keys() - own.keys() if too_large else held, self._copies
+            state = {name: entry for name, entry in known.items() if entry.numel() <= _SMALL} | tables.small
+            return {name: entry.detach().clone() for name, entry in state.items()}
+        parameters = {name: entry for name, entry in tables.entries.items() if name in tables.parameters}
+        too_large = self._sparing or sum(entry.numel() for entry in parameters.values()) > _MOST_COPIED
+        state = {**tables.entries, **tables.hidden}
+        names, saved = state.keys() - parameters.keys() if too_large else state, self._copies
         return {
-            name: kept[name] if name in kept and _equal(held[name], kept[name]) else held[name].detach().clone()
+            name: saved[name] if name in saved and _equal(state[name], saved[name]) else state[name].detach().clone()
             for name in names
         }
 
@@ -206,25 +206,25 @@ class StateWatch:
             name: (entry, version, before.places.get(name, 0))
             for (name, entry), version in zip(before.entries.items(), before.versions, strict=True)
         }
-        found = []
+        writes = []
         for (name, entry), version in zip(now.entries.items(), now.versions, strict=True):
             times = self._times(name, then.get(name), (entry, version, now.places.get(name, 0)))
             if times is not None:
-                found.append(StateWrite(name, times, tuple(entry.shape), self._step(name, entry)))
-        found += [StateWrite(name, -1, None, None) for name in then.keys() - now.entries.keys()]
-        found += [
-            StateWrite(name, 0, tuple(held.shape), None)
-            for name, held in self._current().hidden.items()
-            if self._has_changed(name, held)
+                writes.append(StateWrite(name, times, tuple(entry.shape), self._step(name, entry)))
+        writes += [StateWrite(name, -1, None, None) for name in then.keys() - now.entries.keys()]
+        writes += [
+            StateWrite(name, 0, tuple(hidden.shape), None)
+            for name, hidden in self._current().hidden.items()
+            if self._has_changed(name, hidden)
         ]
-        found += [
+        writes += [
             StateWrite(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value
         ]
-        return frozenset(found)
+        return frozenset(writes)
 
     def _match_copies(self, now: _StateMarks) -> bool:
-        held = {**now.entries, **self._current().hidden}
-        return all(_equal(held[name], own) for name, own in self._copies.items())
+        state = {**now.entries, **self._current().hidden}
+        return all(_equal(state[name], copied) for name, copied in self._copies.items())
 
     def _times(self, name: str, then: tuple[Tensor, int, int] | None, now: tuple[Tensor, int, int]) -> int | None:
         """Return how often an entry was written, as `StateWrite.times`; None where it was not."""
@@ -265,14 +265,14 @@ class StateWatch:
         entries, parameters = self._current().entries, self._current().parameters
         uncounted = {write.name for write in writes if write.times == 0}
         names = {write.name for write in writes} | self._known
-        held = {name: entries[name] for name in names if name in entries}
-        own = [entry for name, entry in held.items() if name in parameters or name in uncounted]
-        self._kept = [(entry, entry.detach().clone(), _torch.version(entry)) for entry in own]
+        written = {name: entries[name] for name in names if name in entries}
+        to_restore = [entry for name, entry in written.items() if name in parameters or name in uncounted]
+        self._kept = [(entry, entry.detach().clone(), _torch.version(entry)) for entry in to_restore]
 
     def put_back(self) -> None:
         """Put back what was kept; to autograd nothing was changed."""
-        kept, self._kept = self._kept, []
-        for entry, value, version in kept:
+        saved, self._kept = self._kept, []
+        for entry, value, version in saved:
             if _torch.version(entry) != version or not _equal(entry, value):
                 _torch.write_uncounted_(entry, value, version)
 
@@ -298,16 +298,16 @@ class StateWatch:
     def _prove_from(self, start: int, writes: frozenset[StateWrite], runs: "Runs") -> None:
         wanted = _in_order(writes)
         names = [write.name for write in wanted]
-        found = [self._after(runs.batch.with_lists(range(runs.batch.size)), start, wanted, runs)]
-        again = found[0][1] | set(self._current().hidden)
+        baseline = [self._after(runs.batch.with_lists(range(runs.batch.size)), start, wanted, runs)]
+        again = baseline[0][1] | set(self._current().hidden)
         missing = next((name for name in names if name not in again), None)
         if missing is not None:
             raise SampleMixingError(_unshown(self._model, missing))
         for altered, fewer in runs.altered:
             content, also = self._after(altered, start, wanted, runs)
             compared = [name for name in names if not (fewer and runs.drew and _is_continuous(content.get(name)))]
-            follows = [name for name in compared if not _equal(content.get(name), found[0][0].get(name))]
-            follows += sorted(also - found[0][1] - set(names))
+            follows = [name for name in compared if not _equal(content.get(name), baseline[0][0].get(name))]
+            follows += sorted(also - baseline[0][1] - set(names))
             if follows:
                 raise SampleMixingError(_from_the_batch(self._model, follows[0]))
 
@@ -344,11 +344,11 @@ class StateWatch:
     def _put(self, name: str, start: int) -> None:
         """Let an entry be what it was before the forward, or where nobody knows that, something else than it is."""
         assert self._before is not None, "a forward has begun"
-        before, place = self._before, self._current().where.get(name) or self._before.where.get(name)
-        if place is None or name in self._current().hidden:
+        before, slot = self._before, self._current().where.get(name) or self._before.where.get(name)
+        if slot is None or name in self._current().hidden:
             # Extra state is made of attributes; what is not saved was put back with them.
             return
-        (table, key), entry = place, before.entries.get(name)
+        (table, key), entry = slot, before.entries.get(name)
         if entry is None:
             # Made by the forward; a buffer that was None is None again.
             table.pop(key, None)
@@ -372,13 +372,13 @@ class StateWatch:
         if self._in_backward:
             yield
             return
-        self._in_backward, before, kept = True, self._marks(), self._copies
+        self._in_backward, before, previous = True, self._marks(), self._copies
         self._copies = self._copied(proves=proves)
         try:
             yield
             written = self._since(before)
         finally:
-            self._in_backward, self._copies = False, kept
+            self._in_backward, self._copies = False, previous
         for write in _in_order(written):
             if not (again and write.name in self._known | self._latest):
                 raise SampleMixingError(_in_a_backward(self._model, write.name))
@@ -456,26 +456,26 @@ def _describe(model: nn.Module, name: str) -> tuple[str, str]:
 
 
 def _from_the_batch(model: nn.Module, name: str) -> str:
-    place, entry = _describe(model, name)
+    module, entry = _describe(model, name)
     return (
-        f"{place}: the forward updates the {entry} from the batch, so that what private samples looked like is stored "
+        f"{module}: the forward updates the {entry} from the batch, so that what private samples looked like is stored "
         f"in the model without noise. {_ADVICE}"
     )
 
 
 def _unshown(model: nn.Module, name: str) -> str:
-    place, entry = _describe(model, name)
+    module, entry = _describe(model, name)
     return (
-        f"{place}: the forward writes the {entry}, and did not do so again when it was run once more to see whether "
+        f"{module}: the forward writes the {entry}, and did not do so again when it was run once more to see whether "
         "that follows the batch: the write may depend on samples, which would be stored in the model without noise. "
         f"{_ADVICE}"
     )
 
 
 def _in_a_backward(model: nn.Module, name: str) -> str:
-    place, entry = _describe(model, name)
+    module, entry = _describe(model, name)
     return (
-        f"{place}: the backward writes the {entry} (in a hook, or a backward function of one's own), so that what is "
+        f"{module}: the backward writes the {entry} (in a hook, or a backward function of one's own), so that what is "
         "left of private samples' gradients may be stored in the model without noise. Write it in the loop, after "
         "step(), from the weights or the released gradients; keep statistics of a batch outside the model."
     )
