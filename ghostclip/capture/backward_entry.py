@@ -6,7 +6,7 @@ attached, the function is replaced by one that shows the roots to those whose fo
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -114,8 +114,16 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
     def backward(*args: Any, **kwargs: Any) -> None:
         # What is restricted to some inputs trains no parameter of theirs.
         restricted = kwargs.get("inputs") is not None or (len(args) > _INPUTS and args[_INPUTS] is not None)
-        if restricted or getattr(_here, "unseen", False) or _torch.in_backward() or not _waiting:
+        if restricted or getattr(_here, "unseen", False) or _torch.in_backward():
             original(*args, **kwargs)
+            return
+        if not _waiting:
+            # A second one through the same graph is refused on its way.
+            try:
+                original(*args, **kwargs)
+            except BaseException:
+                _let_go(_attached)
+                raise
             return
         roots = args[0] if args else kwargs.get("tensors", ())
         grads = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
@@ -135,12 +143,16 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
                 with unseen():
                     original(*args, **kwargs)
             except BaseException:
-                for examiner in owners:
-                    examiner.stop_listening()
+                _let_go(owners)
                 raise
 
     setattr(backward, _MARK, True)
     return backward
+
+
+def _let_go(examiners: Iterable[Examiner]) -> None:
+    for examiner in list(examiners):
+        examiner.stop_listening()
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -159,6 +159,8 @@ class CaptureContext:
 
     def close(self) -> None:
         """Remove every hook."""
+        self.stop_listening()
+        self._break_off()
         self._watch.remove()
         backward_entry.detach(self)
         self.let_go()
@@ -189,6 +191,8 @@ class CaptureContext:
             self._stopped.append(None)
             if torch.is_grad_enabled():
                 changed = self._begin(ModuleCall(module, args, kwargs))
+            else:
+                self._running = hooks.Running(module)
         run_args, run_kwargs = changed or (args, kwargs)
         self._opaque.enter(module, run_args, run_kwargs, self.describe_module)
         return changed
@@ -364,7 +368,8 @@ class CaptureContext:
             self._blocks.end()
         self._opaque.break_off()
         self._rows.end()
-        self._let_compile()
+        while self._stopped:
+            self._let_compile()
         self._running = None
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

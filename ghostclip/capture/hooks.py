@@ -200,7 +200,7 @@ class Token(dict[str, Any]):
 class Running:
     """The outermost module call."""
 
-    def __init__(self, module: Any, token: Token, expired: Callable[[], None]) -> None:
+    def __init__(self, module: Any, token: Token | None = None, expired: Callable[[], None] = lambda: None) -> None:
         # `token`: referred to by the call's frames and by nobody else. `expired` is called when these are gone and the
         # call was never ended.
         def gone(_: Any) -> None:
@@ -208,7 +208,7 @@ class Running:
             if not _calls_of(module):
                 expired()
 
-        self.module, self._token = module, ref(token, gone)
+        self.module, self._token = module, None if token is None else ref(token, gone)
 
     def was_broken_off(self, module: Any) -> bool:
         """Return whether a new call of the same module, which has begun, shows that this one is over."""

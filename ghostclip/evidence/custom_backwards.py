@@ -194,8 +194,7 @@ def refuse_backwards_of_the_batch(
             location = capture.describe_module(name)
             raise SampleMixingError(_FOLLOWS_BATCH.format(place=location, parameter=name, what=what))
     if draws or any(noisy for _, noisy, _ in differences):
-        reason = "random numbers are drawn" if draws else "gradients differ from run to run"
-        unchecked.missed(reason, BACKWARDS)
+        unchecked.missed("random numbers are drawn" if draws else "gradients differ from run to run", BACKWARDS)
         return
     unchecked.ran(BACKWARDS)
 

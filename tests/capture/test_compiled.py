@@ -164,3 +164,45 @@ def test_a_checkpoint_between_two_parts_of_a_model_leaves_the_compiler():
     assert torch._dynamo.eval_frame._stance.stance == "default"
     clipper.backward(losses)
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters():
+    model, x = _Checkpointed(), torch.randn(4, 7)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    loss = model(x).square().sum(1).mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ghostclip.errors.GhostClipError):
+        loss.backward()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    clipper.reset()
+    clipper.backward(model(x).square().sum(1))
+    assert clipper.per_sample_norms.shape == (4,)
+
+
+def test_removing_a_clipper_in_the_middle_leaves_the_compiler():
+    model, x = _Model(), torch.randint(11, (4, 5))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    model.interrupted = True
+    with pytest.raises(KeyboardInterrupt) as kept:
+        model(x)
+    clipper.remove()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    del kept
+
+
+def test_an_interrupted_evaluation_does_not_end_the_training():
+    model, x = _Model().double(), torch.randint(11, (4, 5))
+    wanted = clip_and_sum(per_sample_gradients(model, {"x": x}, _losses, axes={}), 0.5).clipped
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    clipper.backward(model(x).square().sum(1))
+    model.interrupted = True
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(x)
+    model.interrupted = False
+    model.zero_grad()
+    clipper.reset()
+    clipper.backward(model(x).square().sum(1))
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad, wanted[name], rtol=1e-10, atol=1e-14), name
