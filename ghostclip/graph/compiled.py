@@ -244,7 +244,8 @@ class CompiledStep:
         self._in_batch, constants = inputs.in_batch, _constants(self.joint.graph)
         self._watched = Watched(model, (*inputs.trainable, *inputs.held), reads, constants)
         # What samples have in common, and how often it had been written to.
-        self._common = [(own, _torch.version(own)) for own in (*self._shared(inputs.tensors), *constants)]
+        self._common = [x.detach().clone() for x in self._shared(inputs.tensors)]
+        self._constants = [(x, _version(x)) for x in constants]
         self.random = draws(self.joint.graph)  # whether it draws random numbers
         self.key = ""  # of what is on disk; empty where nothing is
         self._refuses = refuses
@@ -306,10 +307,8 @@ class CompiledStep:
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether what samples have in common, in a batch and beside it, is what it was in the trace."""
         # A factor on all losses may follow the batch: the eager engine compares it with earlier steps.
-        found = self._shared(tensors)
-        return all(_torch.version(own) == version for own, version in self._common) and all(
-            x is own or torch.equal(x, own) for x, (own, _) in zip(found, self._common, strict=False)
-        )
+        unchanged = all(_version(constant) == version for constant, version in self._constants)
+        return unchanged and all(map(_are_equal, self._shared(tensors), self._common))
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
         """Compute a padded physical batch of which the first ``count`` samples count."""
@@ -345,6 +344,15 @@ class CompiledStep:
             whole = self._valid[self.size]
             valid_B = self._valid[count] = torch.arange(self.size, device=whole.device) < count
         return valid_B
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else _torch.version(tensor)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same values; NaN equals NaN."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _constants(graph: fx.GraphModule) -> list[Tensor]:

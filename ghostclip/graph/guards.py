@@ -3,8 +3,8 @@
 Guarded are: shapes and dtypes of the batch, its plain values, the model's modules and parameters (by identity) and
 buffers (number), of these shape, dtype, device and whether they train, what modules and the loss hold in attributes
 (numbers, flags, functions, tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes that
-are added), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable, a number read off
-a tensor that is no buffer) is not, and must not change. Where tensors that samples have in common hold other values
+are added), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable, a closure, a number
+read off a tensor that is no buffer) is not, and must not change. Where tensors that samples have in common hold other values
 than in the trace, the eager engine computes the batch.
 """
 
@@ -57,7 +57,7 @@ class Watched:
             self._keys.append((attributes, frozenset(attributes)))
             seen.update(id(value) for key, value in attributes.items() if key in _TORCHS_OWN)
             self._note(attributes, seen, _DEPTH)
-        for each in loss.modules() if isinstance(loss, nn.Module) else [loss]:
+        for each in _behind(loss):
             self._note(getattr(each, "__dict__", {}), seen, _DEPTH)
 
     def _note(self, container: Any, seen: set[int], depth: int) -> None:
@@ -97,6 +97,15 @@ class Watched:
         if any(about != _about(tensor) for about, tensor in zip(self._about, current, strict=True)):
             return None
         return current
+
+
+def _behind(loss: Any) -> list[Any]:
+    """Return the objects whose attributes a loss reads: the one that a method is of, what a partial function holds."""
+    if isinstance(loss, nn.Module):
+        return list(loss.modules())
+    if isinstance(loss, partial):
+        return [part for item in (loss.func, *loss.args, *loss.keywords.values()) for part in _behind(item)]
+    return _behind(loss.__self__) if isinstance(loss, MethodType) else [loss]
 
 
 def _is_ours(value: Any) -> bool:

@@ -36,8 +36,9 @@ _ALIKE: Final = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 1e-1,
 _BELOW: Final = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 8e-3}
 
 _RANDOM: Final = "a graph with random numbers is compared on a batch without padding first"
+_CHANGES: Final = "the model or its loss holds something else in every batch"
 _OTHER_COMMON: Final = "a tensor that samples have in common holds other values than in the trace"
-# Comparisons of a graph with random numbers before it is given up.
+# Comparisons of a graph with random numbers, and graphs that were only compared, before they are given up.
 _TRIES: Final = 3
 
 
@@ -107,6 +108,7 @@ class GraphStep:
         self._is_users = takeover is None
         self.takeover = takeover or Takeover(asked=clipper.strategy == "graph")
         self._verified: frozenset[str] = frozenset()
+        self._fruitless: Counter[Hashable] = Counter()  # by form: graphs that were forgotten before a second run
         # Tensors of batches that have no sample axis: their places, with shapes and the batch's structure.
         self._without_samples: set[Hashable] = set()
         self.branches: tuple[bool, ...] | None = None
@@ -324,7 +326,10 @@ class GraphStep:
 
     def _forget(self, step: CompiledStep) -> None:
         for key in [key for key, other in self._steps.items() if other is step]:
+            self._fruitless[key] += step.runs < 2
             del self._steps[key]
+            if self._fruitless[key] == _TRIES:
+                self._steps[key] = _CHANGES
 
     def _add(self, outcome: Outcome, tree: Any, count: int) -> None:
         self.clipper.add_computed(

@@ -1,6 +1,7 @@
 """Batches of any size, samples that are not finite, models that change, randomness, and what is counted."""
 
 import dataclasses
+import functools
 from types import MethodType
 
 import numpy as np
@@ -295,6 +296,54 @@ def test_what_a_loss_holds_is_watched():
     loss.temperature = 3.0
     step(*batch(seed=1))
     torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1), loss=loss)[0])
+
+
+@pytest.mark.parametrize(
+    "behind", [lambda loss: loss.forward, functools.partial], ids=["a method", "a partial function"]
+)
+def test_what_stands_behind_a_loss_is_watched(behind):
+    model, loss = net(), _Weighed()
+    step = warmed(model, loss=behind(loss))
+    loss.temperature = 3.0
+    step(*batch(seed=1))
+    torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1), loss=loss)[0])
+
+
+class _Counted(_Weighed):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, model, x, y):
+        self.calls += 1
+        return super().forward(model, x, y)
+
+
+def test_a_loss_that_holds_something_else_in_every_batch_is_computed_eagerly():
+    model, loss = net(), _Counted()
+    step = step_of(model, loss=loss)
+    for seed in range(5):
+        step.clipper.reset()
+        step(*batch(seed=seed))
+    assert step.reasons == {"the model or its loss holds something else in every batch": 2}
+    torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=4), loss=_Weighed())[0])
+
+
+def test_tensors_in_common_that_hold_the_same_go_on():
+    """Filled again with the same values, with NaN where nothing is, and made without gradients."""
+    model, common = net(), torch.tensor([1.0, float("nan"), 3.0])
+
+    def weighed(model, x, y, weights):
+        return (model(x).square() * weights.nan_to_num()).sum(1)
+
+    step = step_of(model, loss=weighed)
+    for seed in range(4):
+        common.copy_(common.clone())
+        step(*batch(seed=seed), common)
+    with torch.inference_mode():
+        made = common.clone()
+    step(*batch(), made)
+    assert [graph.runs for graph in step.graphs] == [5]
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given beside the batch", "held by the loss"])
