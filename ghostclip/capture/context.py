@@ -191,7 +191,7 @@ class CaptureContext:
             self._stopped.append(None)
             if torch.is_grad_enabled():
                 changed = self._begin(ModuleCall(module, args, kwargs))
-            else:
+            elif not _torch.in_backward():
                 self._running = hooks.Running(module)
         run_args, run_kwargs = changed or (args, kwargs)
         self._opaque.enter(module, run_args, run_kwargs, self.describe_module)
