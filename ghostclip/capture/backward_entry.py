@@ -6,7 +6,7 @@ attached, the function is replaced by one that shows the roots to those whose fo
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -117,17 +117,9 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
         if restricted or getattr(_here, "unseen", False) or _torch.in_backward():
             original(*args, **kwargs)
             return
-        if not _waiting:
-            # A second one through the same graph is refused on its way.
-            try:
-                original(*args, **kwargs)
-            except BaseException:
-                _let_go(_attached)
-                raise
-            return
         roots = args[0] if args else kwargs.get("tensors", ())
         grads = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        owners = _owners(_listed(roots))
+        owners = _owners(_listed(roots)) if _waiting else {}
         with ExitStack() as stack:
             for gathering in [one.gathering for one in owners if one.gathering is not None]:
                 stack.enter_context(gathering.backward())
@@ -150,9 +142,13 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def _let_go(examiners: Iterable[Examiner]) -> None:
-    for examiner in list(examiners):
-        examiner.stop_listening()
+def _let_go(owners: Collection[Examiner]) -> None:
+    """End what a backward that has raised began, but none of another thread."""
+    # A second one through a graph, which is refused on its way, has no owner.
+    elsewhere = {_waiting[forward]() for forward in _running if forward in _waiting}.difference(owners)
+    for examiner in list(_attached):
+        if examiner not in elsewhere:
+            examiner.stop_listening()
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -166,9 +166,12 @@ def test_a_checkpoint_between_two_parts_of_a_model_leaves_the_compiler():
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters():
-    model, x = _Checkpointed(), torch.randn(4, 7)
+@pytest.mark.parametrize("waiting", [False, True], ids=["alone", "beside a forward of another model"])
+def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters(waiting):
+    model, other, x = _Checkpointed(), _Checkpointed(), torch.randn(4, 7)
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    beside = ghostclip.GhostClipper(other, max_grad_norm=0.5)
+    others = other(x).square().sum(1) if waiting else None
     loss = model(x).square().sum(1).mean()
     loss.backward(retain_graph=True)
     with pytest.raises(ghostclip.errors.GhostClipError):
@@ -178,6 +181,9 @@ def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters():
     clipper.reset()
     clipper.backward(model(x).square().sum(1))
     assert clipper.per_sample_norms.shape == (4,)
+    if others is not None:
+        beside.backward(others)
+        assert beside.per_sample_norms.shape == (4,)
 
 
 def test_removing_a_clipper_in_the_middle_leaves_the_compiler():
