@@ -17,6 +17,9 @@ _MAX_NODES = 256
 METADATA_KEY = "ghostclip_use"
 # On a node whose output's rows are known: (axis, sample of every row along it).
 ROWS_KEY = "ghostclip_rows"
+# Under it stands, by the name that torch has for it, the index by which a node picks rows: what it saved itself is there
+# after the forward alone where activation checkpointing has dropped it.
+INDEX_KEY = "ghostclip_index"
 # Nodes that may put rows into another order, or hold fewer or more of them.
 _SELECTING: Final = frozenset(
     {
@@ -52,6 +55,11 @@ def note(node: Any, key: str, value: Any) -> None:
     """Store a value in a node's metadata: under `METADATA_KEY` its use, under `ROWS_KEY` its rows."""
     _noted_kinds.add(type(node))
     node.metadata[key] = value
+
+
+def _index_of(node: Any, name: str) -> Any:
+    """Return the index, or the indices, by which a node picks rows: as it was noted, or as the node saved it."""
+    return node.metadata[INDEX_KEY] if INDEX_KEY in node.metadata else _torch.saved(node, name)
 
 
 def _name_of(node: Any) -> str:
@@ -192,7 +200,7 @@ def columns_of(x: Tensor, axis: int, batch_size: int, expected_axis: int) -> Ten
     else:
         sorted_here = node is not None and node.name() == "IndexSelectBackward0" and _torch.saved(node, "dim") == axis
         gathered = (
-            _torch.saved(node, "index")
+            _index_of(node, "index")
             if sorted_here and _torch.saved(node, "self_sym_sizes")[axis] == batch_size
             else None
         )
@@ -389,7 +397,7 @@ def _selection(node: Any, output_nr: int, rows: int) -> tuple[Tensor, int] | Non
     if name == "IndexBackward0":
         return _advanced_index(node, rows)
     if name == "IndexSelectBackward0" and _torch.saved(node, "dim") == 0:
-        return _torch.saved(node, "index"), _torch.saved(node, "self_sym_sizes")[0]
+        return _index_of(node, "index"), _torch.saved(node, "self_sym_sizes")[0]
     if name == "GatherBackward0" and _torch.saved(node, "dim") == 0:
         return _gathered(node)
     if name in ("FlipBackward0", "RollBackward0"):
@@ -417,7 +425,7 @@ def _turned(node: Any, name: str, rows: int) -> tuple[Tensor, int] | None:
 
 
 def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
-    index = _torch.saved(node, "indices")[0]
+    index = _index_of(node, "indices")[0]
     if index is None:
         return None
     sizes = _torch.saved(node, "self_sym_sizes")
@@ -432,12 +440,10 @@ def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> 
     """Return the samples of rows that were selected behind a leading axis of size 1: ``h[None, index]``."""
     if node is not None and node.name() == "BmmBackward0" and node.next_functions[0][0] is None:
         return UNKNOWN_ORDER
-    if node is None or node.name() != "IndexBackward0" or node.metadata:
+    if node is None or node.name() != "IndexBackward0" or _noted(node, rows)[0]:
         return None
-    (leading, index, *others), sizes = (
-        (*_torch.saved(node, "indices"), None, None)[:3],
-        _torch.saved(node, "self_sym_sizes"),
-    )
+    leading, index, *others = (*_index_of(node, "indices"), None, None)[:3]
+    sizes = _torch.saved(node, "self_sym_sizes")
     unsqueezed = node.next_functions[0][0]
     only_rows = leading is None and index is not None and others == [None] and index.dim() == 1
     if (
@@ -454,7 +460,7 @@ def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> 
 
 
 def _gathered(node: Any) -> tuple[Tensor, int] | None:
-    index = _torch.saved(node, "index")
+    index = _index_of(node, "index")
     parent, number = node.next_functions[0]
     first = index.flatten(1)[:, :1] if index.dim() > 1 else index[:, None]
     if parent is None or not bool((index.reshape(len(index), -1) == first).all()):

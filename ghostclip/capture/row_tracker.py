@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import positions, rows_of
-from ghostclip.capture.row_origin import ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
+from ghostclip.capture.nodes import under_checkpoint
+from ghostclip.capture.row_origin import INDEX_KEY, ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
 from ghostclip.capture.sizes import Calls, Key, Resized
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import UnsupportedModelError
@@ -44,6 +45,11 @@ _SORTS = {
     torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk, torch.gather, torch.Tensor.gather, torch.msort,
     torch.Tensor.msort, torch.unique, torch.Tensor.unique, torch.masked_select, torch.Tensor.masked_select,
     torch.scatter, torch.Tensor.scatter, torch.unique_consecutive, torch.Tensor.unique_consecutive,
+}  # fmt: skip
+# They pick rows by a tensor; the place of the index among their arguments.
+_INDEXED = {
+    torch.Tensor.__getitem__: 1, torch.index_select: 2, torch.Tensor.index_select: 2, torch.gather: 2,
+    torch.Tensor.gather: 2,
 }  # fmt: skip
 _TURNS = {
     torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute, torch.t, torch.Tensor.t,
@@ -237,6 +243,11 @@ class RowTracker(TorchFunctionMode):
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         base: Any = args[0] if args else kwargs.get("input")
+        node: Any = result.grad_fn if func in _INDEXED and isinstance(result, Tensor) else None
+        if node is not None and under_checkpoint():
+            # Whoever asks the node would have the checkpoint run its part again, in the middle of the forward.
+            note(node, INDEX_KEY, _index(func, base, args, kwargs))
+            self._changed = True
         if func is torch.Tensor.__setitem__:
             if _scatters(args[1], args[2]) and self._known(base) is not None:
                 self._rows[base] = UNKNOWN_ORDER
@@ -478,6 +489,31 @@ def _indexed(rows: Tensor, index: Any, axis: int) -> Tensor | None:
     if first.dtype in (torch.bool, torch.uint8) and first.dim() > 1:
         return rows.view(-1, *[1] * (first.dim() - 1)).expand(first.shape)[first.bool()]
     return rows[first] if first.dim() == 1 else UNKNOWN_ORDER
+
+
+def _index(func: Callable[..., Any], base: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what autograd saves of the index of a call that picks rows: a tensor, or one or none for each axis."""
+    index = args[_INDEXED[func]] if len(args) > _INDEXED[func] else kwargs["index"]
+    if func is not torch.Tensor.__getitem__:
+        return index
+    items = list(index) if type(index) is tuple else [index]
+    items = [torch.tensor(item) if isinstance(item, list) else item for item in items]
+    # A number takes an axis away, before the others are looked at.
+    numbers = [isinstance(item, int) or (isinstance(item, Tensor) and not item.dim()) for item in items]
+    items = [item for item, is_number in zip(items, numbers, strict=True) if not is_number]
+    axes = sum(_axes_of(item) for item in items)
+    indices = list[Any]()
+    for item in items:
+        left_out = base.dim() - sum(numbers) - axes if item is Ellipsis else 1
+        indices += [item if isinstance(item, Tensor) else None] * left_out
+    return indices
+
+
+def _axes_of(item: Any) -> int:
+    """Return how many axes a part of an index that is no number goes over."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _chooses(arguments: Sequence[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +158,24 @@ class Experts(nn.Module):
         return out_NI.view_as(h_BTI)
 
 
+class CheckpointedExperts(nn.Module):
+    """A block of a mixture of experts recomputed in backward: a norm, positions in another order, and experts."""
+
+    def __init__(self, *, style: str, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inp, self.norm, self.head = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(6, 3)
+        self.experts = Experts(style=style)
+
+    def _block(self, x_BTI: Tensor) -> Tensor:
+        order_T, order_I = torch.arange(x_BTI.shape[1]).flip(0), torch.tensor([3, 0, 4, 2, 1])
+        return self.experts(self.norm(x_BTI)[:, order_T][..., order_I])
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Map (B, T, 4) to (B, T, 3)."""
+        return self.head(checkpoint(self._block, self.inp(x_BTI), use_reentrant=self.reentrant))
+
+
 class SampleRouting(nn.Module):
     """Whole samples are routed: an expert sees some samples, or none."""
 
@@ -203,6 +222,16 @@ CASES = [
         tags=("checkpoint", "reentrant"),
     ),
     layer_case("checkpoint_whole_model", CheckpointedWhole, 4, 3, 5, tags=("checkpoint",)),
+    *(
+        layer_case(
+            f"moe_{style}_checkpoint_{kind}",
+            partial(CheckpointedExperts, style=style, reentrant=kind == "reentrant"),
+            *(4, 6, 4),
+            tags=("moe", "checkpoint", *(["reentrant"] if kind == "reentrant" else [])),
+        )
+        for style in ("boolean", "index")
+        for kind in ("not_reentrant", "reentrant")
+    ),
     layer_case("moe_boolean", lambda: Experts(style="boolean"), 4, 6, 5, tags=("moe",)),
     layer_case("moe_index", lambda: Experts(style="index"), 4, 6, 5, tags=("moe",)),
     layer_case("moe_stacked_weights", lambda: Experts(style="stacked"), 4, 6, 5, tags=("moe",)),
