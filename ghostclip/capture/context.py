@@ -21,7 +21,7 @@ from ghostclip.capture.decide import DecisionCache, decide
 from ghostclip.capture.forward import ForwardContext, Surroundings
 from ghostclip.capture.inputs import Bags, as_flat, packed_inputs, with_dummy, without_dummy
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
-from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied
+from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied, under_checkpoint
 from ghostclip.capture.opaque_modules import OpaqueModules
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated
 from ghostclip.capture.plans import ByRule
@@ -201,10 +201,12 @@ class CaptureContext:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
         self._stopped[-1] = hooks.suspend_compiler()
-        if _torch.transform() is not None:
+        again = _torch.in_backward()
+        around = again and call.module is self.model and not under_checkpoint()
+        if around or _torch.transform() is not None:
             self._break_off()
-            raise UnsupportedModelError(_transformed(call.module))
-        if _torch.in_backward():
+            raise UnsupportedModelError((_inside_a_checkpoint if around else _transformed)(call.module))
+        if again:
             # Activation checkpointing runs a part of the latest forward again.
             self._start(call.args, call.kwargs)
             return None
@@ -642,6 +644,8 @@ class CaptureContext:
         """Return the forward that a loss was computed from, with what was noted of others that it was computed from."""
         if not backward_entry.waits_alone(self.forward):
             self._go_back(self.forwards_behind(loss))
+        if not self.forward.batch_size:
+            raise UnsupportedModelError(f"no forward with gradients came before. {_inside_a_checkpoint(self.model)}")
         return self.forward
 
     def _latest_first(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
@@ -710,6 +714,14 @@ class CaptureContext:
             return f"{path or 'model'} ({type(self.model.get_submodule(path)).__name__})"
         except AttributeError:
             return path
+
+
+def _inside_a_checkpoint(module: nn.Module) -> str:
+    return (
+        f"A reentrant checkpoint around {type(module).__name__} computes its outputs without a graph, and runs the "
+        "forward that belongs to the loss within the backward, where nothing follows it. Give checkpoint(..., "
+        "use_reentrant=False), or checkpoint blocks inside the model."
+    )
 
 
 def _transformed(module: nn.Module) -> str:

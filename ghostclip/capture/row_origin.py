@@ -17,8 +17,8 @@ _MAX_NODES = 256
 METADATA_KEY = "ghostclip_use"
 # On a node whose output's rows are known: (axis, sample of every row along it).
 ROWS_KEY = "ghostclip_rows"
-# Under it stands, by the name that torch has for it, the index by which a node picks rows: what it saved itself is there
-# after the forward alone where activation checkpointing has dropped it.
+# The index by which a node picks rows, or one or none for each axis, as autograd saves it: activation checkpointing
+# drops what the node itself saved until the backward.
 INDEX_KEY = "ghostclip_index"
 # Nodes that may put rows into another order, or hold fewer or more of them.
 _SELECTING: Final = frozenset(

@@ -1,9 +1,11 @@
 """Reentrant checkpoints over nothing trained: over inputs, or frozen layers whose outputs need a gradient."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ghostclip.errors import GhostClipError
 from tests.exactness.runs import engine
 from tests.reference import clip_and_sum, per_sample_gradients, trainable
 
@@ -44,3 +46,23 @@ def test_the_first_step_is_exact(strategy):
         clipper.reset()
         clipper.backward(_losses(model, batch))
         torch.testing.assert_close({name: p.grad for name, p in trainable(model).items()}, expected)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
+def test_a_model_inside_a_checkpoint_as_a_whole_is_refused(strategy, before):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(5, 4)
+    clipper = engine(strategy)(model, _C)
+    if before:
+        clipper.backward(model(x).square().sum(1))
+        clipper.reset()
+    losses = checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum(1)
+    # After another forward the loss is looked at as one of that forward.
+    with pytest.raises(GhostClipError, match=None if before else "reentrant"):
+        clipper.backward(losses)
+
+
+def test_a_plain_backward_through_a_model_inside_a_checkpoint_is_refused(strategy):
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(5, 4)
+    with engine(strategy)(model, _C), pytest.raises(GhostClipError, match="reentrant"):
+        checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum(1).mean().backward()
