@@ -642,6 +642,11 @@ def is_sharded_tensor(tensor: Any) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def is_wrapped(tensor: Any) -> bool:
+    """Return whether a tensor is made of others, on one rank, as a quantised weight is: it need not know arithmetic."""
+    return hasattr(tensor, "__tensor_flatten__") and not is_sharded_tensor(tensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of any tensor, on the same memory, outside the graph: ``DTensor.to_local()``."""
     if not is_sharded_tensor(tensor):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Visits
@@ -105,6 +106,8 @@ class ForwardContext:
     # positions of its outputs that samples have only because others are longer, once computed
     padded: list[Any] = field(default_factory=list)
     has_float16: bool = False  # it may compute with numbers of float16
+    # what autocast computes with where it was on at a use, be it within the model alone
+    autocast: torch.dtype | None = None
     ends_on_mesh: bool = False  # the model returned tensors of a mesh, of which each rank has some classes
     _recomputing: bool = False
     _counts: _Counts = _NO_COUNTS

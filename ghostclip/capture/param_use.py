@@ -10,6 +10,7 @@ from functools import partial
 from math import prod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ghostclip import _torch
@@ -278,6 +279,9 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
 def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None) -> None:
     """Note in its forward how often parameters are used, what a use will take, and how the forward reached it."""
     forward, site = use.forward, use.site
+    if _torch.any_autocast() and forward.autocast is None:
+        kind = next(iter(use.targets.values())).origin.value.device.type
+        forward.autocast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
     forward.uses.append((site, use.batch_dim_sizes) if counted is None else counted)
     if not use.batch_dim_sizes:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())

@@ -47,6 +47,7 @@ class Batch:
 
     seed: int = 0  # another one for every proof
     again: bool = False  # whether the same way of the model was proved before
+    autocast: torch.dtype | None = None  # what autocast computed with in that forward; None where it was off
     by_place: bool = False  # whether a list among the inputs may hold one value for each sample
 
     @property

@@ -178,7 +178,7 @@ def refuse_backwards_of_the_batch(
     replaced = (batch.inputs, rest, batch.size), (batch.copied(batch.drawn), rest, batch.size)
     try:
         with restored(model), unnoticed(tensors) as before:
-            coarsest = coarsest_dtype(tensors)
+            coarsest = coarsest_dtype(tensors, batch.autocast)
             differences = [(*_standing_out(arrived, *replaced, coarsest), "replaced")]
             # In a batch of another size samples meet other numbers.
             draws = alone and before.drawn()

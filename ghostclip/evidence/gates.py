@@ -96,7 +96,8 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     for tensor in (*model.parameters(), *model.buffers(), *attributes):
         plain = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_inference()
-        if id(tensor) not in seen and plain and tensor.device.type != "meta" and tensor.element_size() > 1:
+        plain = plain and tensor.device.type != "meta" and not _torch.is_wrapped(tensor)
+        if id(tensor) not in seen and plain and tensor.element_size() > 1:
             seen.add(id(tensor))
             yield tensor
 

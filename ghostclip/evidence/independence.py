@@ -125,7 +125,7 @@ def tried(
     for gradients in (False, True):
         try:
             with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
-                return look(before, coarsest_dtype(tensors)), ""
+                return look(before, coarsest_dtype(tensors, batch.autocast)), ""
         except Exception as error:  # noqa: PERF203 - two rounds
             # What it does on other batches is no reason to refuse this one.
             if isinstance(error, passing):
@@ -394,11 +394,10 @@ def _refusal(model: nn.Module, what: str) -> str:
     )
 
 
-def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+def coarsest_dtype(tensors: Iterable[Tensor], autocast: torch.dtype | None) -> torch.dtype:
     """Return the dtype with the fewest digits among those of a model and of autocast, where it is on."""
-    devices = {tensor.device.type for tensor in tensors}
     used = {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCE}
-    used |= {torch.get_autocast_dtype(kind) for kind in devices if kind != "meta" and torch.is_autocast_enabled(kind)}
+    used |= set() if autocast is None else {autocast}
     return max(used, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 

@@ -472,7 +472,8 @@ class Evidence:
         if not self.asks(capture):
             return None
         forward = capture.forward
-        forward.has_float16 = _has_float16([*capture.model.parameters(), *capture.model.buffers(), *outputs])
+        tensors = (*capture.model.parameters(), *capture.model.buffers(), *outputs)
+        forward.has_float16 = torch.float16 in (forward.autocast, *(tensor.dtype for tensor in tensors))
         if forward.resized is not None:
             shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in tracked]
             axes = forward.resized.compared(shapes_of(outputs), tuple(shapes))
@@ -569,6 +570,7 @@ class Evidence:
             outputs=outputs,
             seed=self.unchecked.forwards,
             again=self._asks_again(capture),
+            autocast=forward.autocast,
         )
 
     def _asks_again(self, capture: CaptureContext) -> bool:
@@ -716,18 +718,6 @@ def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]
 def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
     """Return tensors on every device that a forward uses."""
     return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors(call.inputs)]
-
-
-def _has_float16(tensors: Iterable[Tensor]) -> bool:
-    """Return whether tensors, or what autocast makes of them, are of float16."""
-    kinds = set[str]()
-    for tensor in tensors:
-        kinds.add(tensor.device.type)
-        if tensor.dtype is torch.float16:
-            return True
-    return any(
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16 for kind in kinds - {"meta"}
-    )
 
 
 def _has_samples(output: Tensor, forward: ForwardContext) -> bool:

@@ -427,6 +427,9 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
+    if _torch.is_wrapped(one):
+        names, _ = one.__tensor_flatten__()  # type: ignore[attr-defined]
+        return all(_equal(getattr(one, name), getattr(other, name)) for name in names)
     continuous = one.is_floating_point() or one.is_complex()
     return torch.equal(one, other) or (continuous and torch.equal(one.nan_to_num(), other.nan_to_num()))
 

@@ -137,6 +137,33 @@ def test_a_forward_that_adds_up_in_another_order_each_time_is_none(dtype, share)
         assert clipper.batch_size == 5
 
 
+class _Casts(nn.Module):
+    """A float32 model that turns autocast on by itself, and rounds otherwise where no gradient is asked for."""
+
+    def __init__(self, *, mixing=False):
+        super().__init__()
+        self.first, self.second, self.mixing = nn.Linear(6, 8), nn.Linear(8, 3), mixing
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.first(x)
+            hidden = hidden if torch.is_grad_enabled() else hidden * (1 + 2**-7)
+            output = self.second(hidden).float()
+        return output + output.detach().mean(0) if self.mixing else output
+
+
+def test_rounding_of_an_autocast_within_the_model_is_none(strategy):
+    with ghostclip.GhostClipper(_Casts(), max_grad_norm=0.1, strategy=strategy) as clipper:
+        clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
+        assert clipper.batch_size == 6
+
+
+def test_mixing_in_an_autocast_within_the_model_is_refused(strategy):
+    with ghostclip.GhostClipper(_Casts(mixing=True), max_grad_norm=0.1, strategy=strategy) as clipper:
+        with pytest.raises(SampleMixingError):
+            clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
+
+
 def test_two_backwards_with_and_without_a_batch_are_told_apart_in_a_hook():
     change = MIXING["unit norm"]()
 
