@@ -16,7 +16,10 @@ import torch
 from benchmarks.harness import head, parser, short_line, version_of, write
 from tests.integrations.table import Row, all_rows, outcome_of
 
-HOSTS = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "lightning", "timm", "bitsandbytes")
+HOSTS = (
+    *("torch", "transformers", "peft", "trl", "accelerate", "datasets", "lightning", "timm"),
+    *("bitsandbytes", "torchao"),
+)
 DIFFS = Path(__file__).resolve().parent / "diffs.md"
 """Scripts before and after, written by hand."""
 
