@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.broadcast import is_elementwise
@@ -60,12 +60,15 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     is_guessed = layout_key not in layouts
     layout = layouts.get((key, dims, 1)) if is_guessed else layouts[layout_key]
     forward.guessed = forward.guessed or is_guessed
+    # A frozen parameter has no samples, whatever its sizes are.
+    frozen = {id(one): CONSTANT for one in operation.plain if isinstance(one, nn.Parameter)}
+    constants = {number: axis for number, axis in frozen.items() if number not in forward.inputs}
     if layout is None:
-        return ArgumentLayout(layout_key, call=rows.key)
+        return ArgumentLayout(layout_key, constants, call=rows.key)
     axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
     if is_guessed:
         # What the first call was given may be one of many pieces of the batch, all of one size.
-        axes = {number: axis for number, axis in axes.items() if axis != CONSTANT}
+        axes = {number: axis for number, axis in axes.items() if axis != CONSTANT} | constants
     return ArgumentLayout(layout_key, axes, layout.resized, layout.size, rows.key)
 
 

@@ -176,6 +176,24 @@ class CheckpointedExperts(nn.Module):
         return self.head(checkpoint(self._block, self.inp(x_BTI), use_reentrant=self.reentrant))
 
 
+class CheckpointedAdapter(nn.Module):
+    """A frozen matrix with as many rows as there are samples, and a product of two small ones added to it."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inp, self.head = nn.Linear(5, 6), nn.Linear(4, 3)
+        self.frozen = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(4, 2))
+
+    def _adapted(self, h: Tensor) -> Tensor:
+        return functional.linear(h, self.frozen + self.up @ self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., 5) to (..., 3)."""
+        return self.head(checkpoint(self._adapted, self.inp(x), use_reentrant=self.reentrant))
+
+
 class SampleRouting(nn.Module):
     """Whole samples are routed: an expert sees some samples, or none."""
 
@@ -219,6 +237,13 @@ CASES = [
         "checkpoint_reentrant_raw_parameter",
         lambda: Checkpointed(reentrant=True, raw=True),
         *(4, 6),
+        tags=("checkpoint", "reentrant"),
+    ),
+    layer_case("checkpoint_adapter", lambda: CheckpointedAdapter(reentrant=False), *(4, 3, 5), tags=("checkpoint",)),
+    layer_case(
+        "checkpoint_adapter_reentrant",
+        lambda: CheckpointedAdapter(reentrant=True),
+        *(4, 3, 5),
         tags=("checkpoint", "reentrant"),
     ),
     layer_case("checkpoint_whole_model", CheckpointedWhole, 4, 3, 5, tags=("checkpoint",)),
