@@ -117,8 +117,9 @@ def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
         listed = ", ".join(names)
         raise UncoveredParameterError(
             f"parameter '{listed}' is used by an operation that cannot be captured (a custom autograd.Function, a "
-            "scripted function, a sparse tensor, or as an argument of a torch.func transform such as vmap). Write the "
-            "operation with torch functions, or freeze the parameter. Of peft's adapters LoHa, RandLora, C3A and SHiRA "
+            "scripted function, a sparse tensor, or as an argument of a reentrant checkpoint or of a torch.func "
+            "transform such as vmap). Write the operation with torch functions, give checkpoints use_reentrant=False, "
+            "or freeze the parameter. Of peft's adapters LoHa, RandLora, C3A and SHiRA "
             "are exact after ghostclip.integrations.peft.use_plain_operations(); in the place of others use LoRA."
         )
 
