@@ -19,7 +19,7 @@ from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import batch_size_of
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError, LossReductionError
-from ghostclip.evidence.dependence import batch_axis_of
+from ghostclip.evidence.dependence import batch_axis_of, has_lists
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.graph.compiled import CompiledStep, GraphOptions, Outcome, Part, Sizes, part_of
@@ -37,6 +37,7 @@ _BELOW: Final = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 3e-2
 
 _RANDOM: Final = "a graph with random numbers is compared on a batch without padding first"
 _CHANGES: Final = "the model or its loss holds something else in every batch"
+_LISTS: Final = "a list may hold a value for each sample, and is not cut with the batch"
 _OTHER_COMMON: Final = "a tensor that samples have in common holds other values than in the trace"
 # Comparisons of a graph with random numbers, and graphs that were only compared, before they are given up.
 _TRIES: Final = 3
@@ -135,7 +136,7 @@ class GraphStep:
         samples, axis = batch_size_of(args, kwargs, self.clipper.axis), self.clipper.axis
         if not self.takeover.has_begun(self):
             return self.takeover.compute(self, tree, samples)
-        reason = self._eager_alone(samples)
+        reason = self._eager_alone(tree, samples)
         if reason is not None:
             return self._eagerly(tree, reason)
         before = self.clipper.backward_passes
@@ -253,7 +254,8 @@ class GraphStep:
         Returns:
             Why graphs cannot be used; None where all agree.
         """
-        reason, states = self._eager_alone(samples), Randomness(self.clipper.model.parameters())
+        reason, states = self._eager_alone(tree, samples), Randomness(self.clipper.model.parameters())
+        reason = _LISTS if reason is None and self._has_lists(tree, samples) else reason
         for size in self.sizes if reason is None else ():
             padded = self._padded(tree, samples, size)
             step = self._step_for(padded, size)
@@ -284,7 +286,10 @@ class GraphStep:
                 step.run(_tree.tensors(padded), part.samples)
         states.restore()
 
-    def _eager_alone(self, samples: int) -> str | None:
+    def _has_lists(self, tree: Any, samples: int) -> bool:
+        return has_lists(tree, batch_size=samples, axis=self.clipper.axis)
+
+    def _eager_alone(self, tree: Any, samples: int) -> str | None:
         """Return why no graph could be used for a batch at all."""
         if samples < 2:
             return "a batch of fewer than two samples shows no sample axes"
@@ -294,7 +299,10 @@ class GraphStep:
             return "gradients are switched off"
         if self.clipper.policy.adaptation is not None:
             return "an adaptive bound changes at every step, and is part of the graph"
-        return None
+        if form_of(tree) is None:
+            return "its batch holds what is neither a tensor nor a plain value"
+        is_cut = self._sizes.parts(samples)[0].size != samples
+        return _LISTS if is_cut and self._has_lists(tree, samples) else None
 
     def _part(self, tree: Any, part: Part) -> Any:
         """Compute one physical batch."""
@@ -406,10 +414,7 @@ class GraphStep:
 
     def _step_for(self, padded: Any, size: int) -> CompiledStep | str:
         """Return the graph for a batch of this form, or why there is none."""
-        form = form_of(padded)
-        if form is None:
-            return "its batch holds what is neither a tensor nor a plain value"
-        model, layout = self.clipper.model, self.clipper.clip_groups()
+        form, model, layout = form_of(padded), self.clipper.model, self.clipper.clip_groups()
         device = next(model.parameters()).device
         key = form, surroundings(device.type), layout.bounds, id(self.clipper.policy), model.training
         if key in self._steps:

@@ -372,6 +372,24 @@ def test_a_tensor_in_common_that_is_as_long_as_a_batch_is_not_cut():
     torch.testing.assert_close(sums(model), sum(halves))
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda values: [torch.tensor(value) for value in values]])
+def test_values_of_each_sample_that_are_not_cut_with_a_batch_keep_it_whole(kind):
+    def weighed(model, x, y, weights):
+        known = [float(weight) for _, weight in zip(range(len(x)), weights, strict=False)]
+        return losses(model, x, y) * torch.tensor(known, dtype=x.dtype)
+
+    (x, y), weights = batch(14, seed=1), [0.25 * place for place in range(14)]
+    model = net()
+    step = step_of(model, loss=weighed, options=ghostclip.GraphOptions(backend="aten", sizes=(12, 3)))
+    for _ in range(4):
+        step.clipper.reset()
+        step(x[:12], y[:12], kind(weights[:12]))
+    step.clipper.reset()
+    step(x, y, kind(weights))
+    eager, _ = eager_sums(model, x, y, loss=lambda *arguments: weighed(*arguments, weights))
+    torch.testing.assert_close(sums(model), eager)
+
+
 def test_a_list_of_equal_values_needs_no_other_graph():
     model = _Held()
     step = warmed(model)
