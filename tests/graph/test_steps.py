@@ -231,6 +231,19 @@ def _twice(inner, x):
     return 2 * Net.forward(inner, x)
 
 
+def _doubles(module, inputs, output):
+    return 2 * output
+
+
+def _trebles(module, inputs, output):
+    return 3 * output
+
+
+def _put_another_hook(model):
+    model.hook.remove()
+    model.inner.register_forward_hook(_trebles)
+
+
 class _Doubled(Net):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -246,6 +259,7 @@ class _Held(nn.Module):
         self.setting = _Setting(_Setting(1.0))
         self.array, self.how = np.ones(2), torch.relu
         self.tensor = torch.ones(3)
+        self.hook = self.inner.register_forward_hook(_doubles)
 
     def forward(self, x):
         held = self.several[0] * self.several[1]["deep"][0] * self.named["scale"] * self.setting.scale.scale
@@ -261,6 +275,8 @@ class _Held(nn.Module):
         pytest.param(lambda model: setattr(model, "several", [2.0, {"deep": [1.0]}]), id="another list"),
         pytest.param(lambda model: model.named.update(scale=2.0), id="an entry of a dict"),
         pytest.param(lambda model: setattr(model.setting.scale, "scale", 2.0), id="an object in an object"),
+        pytest.param(lambda model: setattr(model, "setting", _Setting(_Setting(2.0))), id="another object"),
+        pytest.param(_put_another_hook, id="another hook"),
         pytest.param(lambda model: model.array.__setitem__(1, 2.0), id="an array"),
         pytest.param(lambda model: setattr(model, "how", torch.tanh), id="a function"),
         pytest.param(lambda model: setattr(model, "tensor", torch.arange(3.0)), id="another tensor"),
