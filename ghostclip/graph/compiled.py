@@ -133,8 +133,8 @@ class Part(NamedTuple):
 class Sizes:
     """The sizes of physical batches."""
 
-    def __init__(self, sizes: Sequence[int] | None) -> None:
-        self._fixed = sizes is not None
+    def __init__(self, sizes: Sequence[int] | None, *, grows: bool = False) -> None:
+        self._fixed = sizes is not None and not grows
         self._sizes = sorted(set(sizes or ()), reverse=True)
 
     @property

@@ -183,7 +183,12 @@ class GraphStep:
     # What a takeover asks for
 
     def take_sizes(
-        self, sizes: Sequence[int], keys: Sequence[str] = (), branches: tuple[bool, ...] | None = None
+        self,
+        sizes: Sequence[int],
+        keys: Sequence[str] = (),
+        branches: tuple[bool, ...] | None = None,
+        *,
+        grows: bool = False,
     ) -> tuple[int, ...]:
         """Compile for these sizes from now on, and take graphs of these keys as held against the eager engine.
 
@@ -191,11 +196,13 @@ class GraphStep:
             sizes: Physical batch sizes.
             keys: Of compiled graphs on disk.
             branches: Which way branches on data go in them; None for the way of the next batch.
+            grows: Whether sizes follow larger batches, unless the options fix them.
 
         Returns:
             The sizes, each once, the largest first.
         """
-        self._sizes, self._verified, self.branches = Sizes(sizes), frozenset(keys), branches
+        self._sizes = Sizes(sizes, grows=grows and self.options.sizes is None)
+        self._verified, self.branches = frozenset(keys), branches
         self._steps.clear()
         return self._sizes.all
 

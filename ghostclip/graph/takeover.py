@@ -68,30 +68,31 @@ class CompiledRecord:
     """What of a training graphs compute, as its optimizer, checkpoints and ledger have it."""
 
     def __init__(self) -> None:
-        self._now: Compiled | None = None
+        self.saved: Compiled | None = None  # what this process noted, or the checkpoint that it loaded
         self.write: Callable[[Mapping[str, Any]], None] | None = None  # to a ledger, before anything is released
         self.written: Callable[[], Mapping[str, Any] | None] = lambda: None  # what a ledger has of this training
+        self.repeats: Callable[[], bool] = lambda: False  # whether a ledger has the next release already
 
     def note(self, compiled: Compiled) -> None:
         """Record what graphs compute from now on."""
         if self.write is not None:
             self.write(asdict(compiled))
-        self._now = compiled
+        self.saved = compiled
 
     @property
     def known(self) -> Compiled | None:
         """What is recorded; a ledger may know of releases after the checkpoint that was loaded."""
         plain = self.written()
-        return Compiled.of(plain) if plain else self._now
+        return Compiled.of(plain) if plain else self.saved
 
     def state(self) -> dict[str, Any] | None:
         """Return it in plain values, for a checkpoint."""
-        known = self.known
+        known = self.saved or self.known
         return None if known is None else asdict(known)
 
     def load(self, plain: Mapping[str, Any] | None) -> None:
         """Continue what a checkpoint holds."""
-        self._now = None if plain is None else Compiled.of(plain)
+        self.saved = None if plain is None else Compiled.of(plain)
 
 
 class Takeover:
@@ -120,13 +121,14 @@ class Takeover:
     def has_begun(self, step: Any) -> bool:
         """Return whether graphs compute the batch that comes; those of an earlier process are read from disk."""
         owner = step.clipper.owner
-        known = None if owner is None else owner.compiled.known
+        # Graphs that are asked for are made again from the checkpoint on, in the order in which batches ask for them.
+        known = None if owner is None else owner.compiled.saved if self._asked else owner.compiled.known
         if known is None or known == self._lost or owner.releases < known.since:
             return self._asked
         if self._taken != known:
             self._taken = known
-            if step.sizes != known.sizes or not step.graphs:
-                step.take_sizes(known.sizes, known.keys, known.branches)
+            if self._asked or step.sizes != known.sizes or not step.graphs:
+                step.take_sizes(known.sizes, known.keys, known.branches, grows=self._asked)
             self.why = f"graphs compute all releases from number {known.since + 1} on"
         return True
 
@@ -221,6 +223,9 @@ class Takeover:
 
     def _compare(self, step: Any, tree: Any, samples: int) -> Any:
         """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
+        if step.clipper.owner.compiled.repeats():
+            # What was eager before a crash is eager again.
+            return step.eager(tree)
         self._tried += 1
         if samples < step.sizes[0]:
             if self._tried > _TRIED:
