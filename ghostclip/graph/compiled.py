@@ -257,8 +257,8 @@ class CompiledStep:
         self._run = self._compiled([valid_B, *flat], axes, inputs, clipping, options)
         # whether it was compared with the eager engine
         self.verified, self.runs = False, 0
-        # Its policy is told from others by its identity, which must not be given anew.
-        self._clipping = clipping
+        # The policy and what the loss reads are told from others by their identity, which must not be given anew.
+        self._kept = clipping, reads
         self._valid: dict[int, Tensor] = {self.size: valid_B}
 
     def _compiled(

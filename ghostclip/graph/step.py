@@ -423,7 +423,7 @@ class GraphStep:
         """Return the graph for a batch of this form, or why there is none."""
         form, model, layout = form_of(padded), self.clipper.model, self.clipper.clip_groups()
         device = next(model.parameters()).device
-        key = form, surroundings(device.type), layout.bounds, id(self.clipper.policy), model.training
+        key = form, surroundings(device.type), layout.bounds, id(self.clipper.policy), model.training, id(self.reads)
         if key in self._steps:
             return self._steps[key]
         if len(self.graphs) >= self.options.most:

@@ -143,6 +143,22 @@ def test_another_part_of_an_output_needs_another_graph(as_tensor):
     assert private.deferral.step.graphs
 
 
+@pytest.mark.parametrize(("name", "value"), [("margin", 0.5), ("criterion", nn.MultiMarginLoss(margin=0.5))])
+def test_what_is_set_on_the_criterion_counts_from_then_on(name, value):
+    model, other = _model(), _model()
+    private, optimizer, criterion, loader = _private(model, _classes(), "graph", criterion=nn.MultiMarginLoss())
+    x, y = next(iter(loader))
+    criterion(private(x), y).backward()
+    optimizer.zero_grad()
+    setattr(criterion, name, value)
+    assert criterion.margin == 0.5
+    criterion(private(x), y).backward()
+    with ghostclip.GhostClipper(other, max_grad_norm=0.5) as clipper:
+        clipper.backward(nn.MultiMarginLoss(margin=0.5, reduction="none")(other(x), y))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(private.clipper.summed_gradient(p), q.grad)
+
+
 def test_what_a_trace_leaves_on_a_criterion_is_taken_back():
     class Remembering:
         earlier = None
