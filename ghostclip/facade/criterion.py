@@ -257,7 +257,7 @@ class Deferral:
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput:
         """Record a call of the model and return a deferred output."""
-        return DeferredOutput(DeferredCall(self._clipper.model, tuple(args), dict(kwargs)))
+        return DeferredOutput(DeferredCall(self._clipper.model, *resolved((tuple(args), dict(kwargs)))))
 
     def per_sample(self, loss: DeferredLoss) -> Tensor:
         """Compute losses ``(B,)`` eagerly, with a graph."""
@@ -265,12 +265,12 @@ class Deferral:
         return _changed(self._criterion.per_sample(*args, **kwargs), loss.changes)
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
-        """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
+        """Record a call of the criterion and return a deferred loss; None if the output is known or another model's."""
         arguments = tuple(args), dict(kwargs)
         leaves = _tree.leaves(arguments)
         calls = {leaf.call for leaf in leaves if isinstance(leaf, DeferredOutput)}
         call = calls.pop() if len(calls) == 1 else None
-        if call is None or call.known:
+        if call is None or call.known or call.model is not self._clipper.model:
             return None
         return DeferredLoss(self, self._clipper, call, arguments, _Moment(self._clipper.model, leaves))
 

@@ -259,6 +259,23 @@ def test_a_second_backward_of_one_loss_is_refused():
         loss.backward()
 
 
+@pytest.mark.parametrize("mode", ["auto", "graph"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_the_criterion_of_another_model_is_refused_and_computes_neither(mode, has_run):
+    found = [_private(_model(), _classes(), mode) for _ in range(2)]
+    (private, _, _, loader), (other, _, criterion, _) = found
+    x, y = next(iter(loader))
+    if has_run:
+        criterion(other(x), y).backward()
+        other.zero_grad()
+        other.clipper.reset()
+    with pytest.raises(LossReductionError, match="another"):
+        criterion(private(x), y).backward()
+    with pytest.raises(LossReductionError, match="another private model|two private models"):
+        criterion(other(private(x)[:, [0, 1, 2, 0, 1]]), y).backward()
+    assert not any(each[0].clipper.has_clipped_sum for each in found)
+
+
 def test_evaluation_and_copies_compute_at_once():
     import copy
 
