@@ -139,9 +139,15 @@ class GraphStep:
         reason = self._eager_alone(tree, samples)
         if reason is not None:
             return self._eagerly(tree, reason)
-        before = self.clipper.backward_passes
-        parts = self._sizes.parts(samples)
-        results = [self._part(batch, part) for batch, part in self._cut(tree, samples, parts)]
+        before, parts = self.clipper.backward_passes, self._sizes.parts(samples)
+        cut = self._cut(tree, samples, parts)
+        if len(parts) > 1:
+            # What no graph computes may not be a batch if it is cut: rows of packed sequences, ids of bags.
+            made = (self._step_for(self._padded(batch, part.samples, part.size), part.size) for batch, part in cut)
+            reason = next((step for step in made if isinstance(step, str)), None)
+            if reason is not None:
+                return self._eagerly(tree, reason)
+        results = [self._part(batch, part) for batch, part in cut]
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
         self.takeover.note(self)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_sequence
 
 import ghostclip
 from ghostclip.errors import LossReductionError
@@ -103,6 +104,27 @@ def test_bags_of_any_number_of_samples(mode):
         ids, labels = torch.randint(9, (samples, 6)), torch.randint(3, (samples,))
         expected, _ = eager_sums(model, ids, labels)
         step(ids, labels)
+        torch.testing.assert_close(sums(model), expected, rtol=1e-10, atol=1e-12)
+        step.clipper.reset()
+
+
+def test_packed_sequences_of_any_number_of_samples():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.last = nn.GRU(5, 4), nn.Linear(4, 3)
+
+        def forward(self, rows):
+            return self.last(self.recurrent(rows)[1][-1])
+
+    torch.manual_seed(0)
+    model = Packed().double()
+    step = step_of(model)
+    for samples in (8, 9, 12):
+        rows = [torch.randn(1 + place % 3, 5, dtype=torch.float64) for place in range(samples)]
+        one_batch = pack_sequence(rows, enforce_sorted=False), torch.randint(3, (samples,))
+        expected, _ = eager_sums(model, *one_batch)
+        step(*one_batch)
         torch.testing.assert_close(sums(model), expected, rtol=1e-10, atol=1e-12)
         step.clipper.reset()
 
