@@ -128,7 +128,7 @@ class GraphStep:
     @property
     def keys(self) -> tuple[str, ...]:
         """Of the graphs on disk that were held against the eager engine, in order."""
-        return tuple(sorted({step.key for step in self.graphs if step.verified and step.key}))
+        return tuple(sorted(self._verified.union(step.key for step in self.graphs if step.verified and step.key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a batch, add its clipped sum to the clipper's, and return the loss function's result, detached."""
@@ -346,6 +346,8 @@ class GraphStep:
         return _returned(outcome)
 
     def _forget(self, step: CompiledStep) -> None:
+        # An equal one, of a model that only looks otherwise, is the one on disk that was compared.
+        self._verified = frozenset(self.keys)
         for key in [key for key, other in self._steps.items() if other is step]:
             self._fruitless[key] += step.runs < 2
             del self._steps[key]
@@ -421,6 +423,7 @@ class GraphStep:
         return off <= tolerance**2 * whole
 
     def _give_up(self, step: CompiledStep, reason: str) -> None:
+        self._verified -= {step.key}
         for key in [key for key, other in self._steps.items() if other is step]:
             self._steps[key] = reason
         self._say(reason)
