@@ -66,7 +66,6 @@ class GraphStep:
 
     Attributes:
         clipper: As given.
-        options: As given; those of graphs that are compiled from then on.
         reasons: Why batches were computed eagerly, and how many physical batches for each reason.
         branches: Which way branches on data go in all graphs; None before the first one.
         reads: The object whose attributes the loss reads; others than in a trace need another graph.
@@ -102,8 +101,8 @@ class GraphStep:
         self.clipper = clipper
         self.reasons: Counter[str] = Counter()
         self._loss, self.reads = loss, loss
+        self._sizes = Sizes(None)
         self.options = options or GraphOptions()
-        self._sizes = Sizes(self.options.sizes)
         self._steps: dict[Hashable, CompiledStep | str] = {}
         # Of others' losses the clipper knows more: they are computed from outputs alone.
         self._is_users = takeover is None
@@ -114,6 +113,17 @@ class GraphStep:
         self._without_samples: set[Hashable] = set()
         self.branches: tuple[bool, ...] | None = None
         clipper.describe_graphs = self.describe
+
+    @property
+    def options(self) -> GraphOptions:
+        """How graphs are compiled from now on, for the sizes that it fixes."""
+        return self._options
+
+    @options.setter
+    def options(self, options: GraphOptions) -> None:
+        self._options = options
+        if options.sizes is not None:
+            self._sizes = Sizes(options.sizes)
 
     @property
     def graphs(self) -> list[CompiledStep]:

@@ -276,6 +276,14 @@ def test_the_criterion_of_another_model_is_refused_and_computes_neither(mode, ha
     assert not any(each[0].clipper.has_clipped_sum for each in found)
 
 
+def test_options_that_are_set_later_fix_sizes_as_well():
+    private, _, criterion, loader = _private(_model(), _classes(), "graph")
+    private.deferral.step.options = GraphOptions(backend="aten", sizes=(8, 3))
+    x, y = next(iter(loader))
+    criterion(private(x), y).backward()
+    assert private.deferral.step.sizes == (8, 3)
+
+
 def test_evaluation_and_copies_compute_at_once():
     import copy
 
