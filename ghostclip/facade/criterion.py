@@ -257,7 +257,7 @@ class Deferral:
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput:
         """Record a call of the model and return a deferred output."""
-        return DeferredOutput(DeferredCall(self._clipper.model, *resolved((tuple(args), dict(kwargs)))))
+        return DeferredOutput(DeferredCall(self._clipper.model, tuple(args), dict(kwargs)))
 
     def per_sample(self, loss: DeferredLoss) -> Tensor:
         """Compute losses ``(B,)`` eagerly, with a graph."""
@@ -366,8 +366,12 @@ class DeferredCall:
     """A deferred call of the model."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = _tree.leaves((args, kwargs))
+        if DeferredOutput in map(type, leaves):
+            # Another private model's.
+            args, kwargs = resolved((args, kwargs))
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.moment = _Moment(model, _tree.leaves((args, kwargs)))
+        self.moment = _Moment(model, leaves)
         self.known = False  # whether its output was computed by itself, eagerly
         self._done = False
         self._value: Any = None

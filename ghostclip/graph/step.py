@@ -199,12 +199,7 @@ class GraphStep:
     # What a takeover asks for
 
     def take_sizes(
-        self,
-        sizes: Sequence[int],
-        keys: Sequence[str] = (),
-        branches: tuple[bool, ...] | None = None,
-        *,
-        grows: bool = False,
+        self, sizes: Sequence[int], keys: Sequence[str] = (), branches: tuple[bool, ...] | None = None
     ) -> tuple[int, ...]:
         """Compile for these sizes from now on, and take graphs of these keys as held against the eager engine.
 
@@ -212,12 +207,11 @@ class GraphStep:
             sizes: Physical batch sizes.
             keys: Of compiled graphs on disk.
             branches: Which way branches on data go in them; None for the way of the next batch.
-            grows: Whether sizes follow larger batches, unless the options fix them.
 
         Returns:
             The sizes, each once, the largest first.
         """
-        self._sizes = Sizes(sizes, grows=grows and self.options.sizes is None)
+        self._sizes = Sizes(sizes, grows=self.takeover.asked and self.options.sizes is None)
         self._verified, self.branches = frozenset(keys), branches
         self._steps.clear()
         return self._sizes.all
@@ -277,8 +271,8 @@ class GraphStep:
         Returns:
             Why graphs cannot be used; None where all agree.
         """
-        reason, states = self._eager_alone(tree, samples), Randomness(self.clipper.model.parameters())
-        reason = _LISTS if reason is None and self._has_lists(tree, samples) else reason
+        states = Randomness(self.clipper.model.parameters())
+        reason = self._eager_alone(tree, samples, is_cut=True)
         for size in self.sizes if reason is None else ():
             padded = self._padded(tree, samples, size)
             step = self._step_for(padded, size)
@@ -309,10 +303,7 @@ class GraphStep:
                 step.run(_tree.tensors(padded), part.samples)
         states.restore()
 
-    def _has_lists(self, tree: Any, samples: int) -> bool:
-        return has_lists(tree, batch_size=samples, axis=self.clipper.axis)
-
-    def _eager_alone(self, tree: Any, samples: int) -> str | None:
+    def _eager_alone(self, tree: Any, samples: int, *, is_cut: bool = False) -> str | None:
         """Return why no graph could be used for a batch at all."""
         if samples < 2:
             return "a batch of fewer than two samples shows no sample axes"
@@ -324,8 +315,8 @@ class GraphStep:
             return "an adaptive bound changes at every step, and is part of the graph"
         if form_of(tree) is None:
             return "its batch holds what is neither a tensor nor a plain value"
-        is_cut = self._sizes.parts(samples)[0].size != samples
-        return _LISTS if is_cut and self._has_lists(tree, samples) else None
+        is_cut = is_cut or self._sizes.parts(samples)[0].size != samples
+        return _LISTS if is_cut and has_lists(tree, batch_size=samples, axis=self.clipper.axis) else None
 
     def _part(self, tree: Any, part: Part) -> Any:
         """Compute one physical batch."""

@@ -101,7 +101,7 @@ class Takeover:
     def __init__(self, *, left: Callable[[], int | None] = lambda: None, asked: bool = False) -> None:
         # `left`: returns how many releases are left, None where nobody knows: then as much as there was. `asked`:
         # graphs compute all batches, and are compiled as they are met.
-        self._left, self._asked = left, asked
+        self._left, self.asked = left, asked
         # Computes a batch before graphs have taken over; its result is the eager engine's.
         self.compute: Callable[[Any, Any, int], Any] = self._watched
         # Forms of recent batches, and whether they are noted: once there is enough left of the training.
@@ -122,24 +122,24 @@ class Takeover:
         """Return whether graphs compute the batch that comes; those of an earlier process are read from disk."""
         owner = step.clipper.owner
         # Graphs that are asked for are made again from the checkpoint on, in the order in which batches ask for them.
-        known = None if owner is None else owner.compiled.saved if self._asked else owner.compiled.known
+        known = None if owner is None else owner.compiled.saved if self.asked else owner.compiled.known
         if known is None or known == self._lost or owner.releases < known.since:
-            return self._asked
+            return self.asked
         if self._taken != known:
             self._taken = known
-            if self._asked or step.sizes != known.sizes or not step.graphs:
-                step.take_sizes(known.sizes, known.keys, known.branches, grows=self._asked)
+            if self.asked or step.sizes != known.sizes or not step.graphs:
+                step.take_sizes(known.sizes, known.keys, known.branches)
             self.why = f"graphs compute all releases from number {known.since + 1} on"
         return True
 
     def note(self, step: Any) -> None:
         """Record what graphs compute that were asked for, once there are others than in the record."""
         owner = step.clipper.owner
-        if not self._asked and not step.graphs:
+        if not self.asked and not step.graphs:
             # Those of an earlier process are on no disk here.
             self._lost, self.why = self._taken, "the graphs of the training that is resumed are not there"
             _log.warning("strategy 'auto': batches are eager, as %s.", self.why)
-        if not self._asked or owner is None or _torch.several_ranks() or not step.keys:
+        if not self.asked or owner is None or _torch.several_ranks() or not step.keys:
             return
         if self._taken is None or (step.sizes, step.keys) != (self._taken.sizes, self._taken.keys):
             since = owner.releases if self._taken is None else self._taken.since
@@ -150,12 +150,12 @@ class Takeover:
         """Return why a graph that is not on disk is not compiled."""
         if self._compiles is not None:
             return self._compiles(graph)
-        return None if self._asked else "no graph of this form was compiled beside the training"
+        return None if self.asked else "no graph of this form was compiled beside the training"
 
     @property
     def level(self) -> int:
         """How loudly the log says that a batch is eager."""
-        return logging.WARNING if self._asked else logging.INFO
+        return logging.WARNING if self.asked else logging.INFO
 
     def _watched(self, step: Any, tree: Any, samples: int) -> Any:
         began = time.perf_counter()

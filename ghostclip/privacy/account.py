@@ -404,8 +404,7 @@ class Account:
         self.charged = True
         run = self._run_of(optimizer)
         if self.ledger is not None:
-            made = self._made_before(optimizer)
-            noise = optimizer.noise_source
+            made, noise = self._made_before(optimizer), optimizer.noise_source
             digest = fingerprint(released, in_parts=isinstance(noise, SharedNoise) and noise.in_parts)
             if made is not None:
                 with refused_together("step made before") if self.ledger.shared else nullcontext():

@@ -271,7 +271,7 @@ def test_the_criterion_of_another_model_is_refused_and_computes_neither(mode, ha
         other.clipper.reset()
     with pytest.raises(LossReductionError, match="another"):
         criterion(private(x), y).backward()
-    with pytest.raises(LossReductionError, match="another private model|two private models"):
+    with pytest.raises(LossReductionError, match=r"another private model|two private models"):
         criterion(other(private(x)[:, [0, 1, 2, 0, 1]]), y).backward()
     assert not any(each[0].clipper.has_clipped_sum for each in found)
 
