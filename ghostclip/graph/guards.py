@@ -3,9 +3,9 @@
 Guarded are: shapes and dtypes of the batch, its plain values, the model's modules and parameters (by identity) and
 buffers (number), of these shape, dtype, device and whether they train, what modules and the loss hold in attributes
 (numbers, flags, functions, hooks, tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes
-that are added; another object in the place of one), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable, a closure, a
-number read off a tensor that is no buffer) is not, and must not change. Where tensors that samples have in common hold
-other values than in the trace, the eager engine computes the batch.
+that are added; another object in the place of one), autocast, and how samples are clipped. What a forward reads
+elsewhere (a global variable, a closure, a number read off a tensor that is no buffer) is not, and must not change.
+Where tensors that samples have in common hold other values than in the trace, the eager engine computes the batch.
 """
 
 from __future__ import annotations
