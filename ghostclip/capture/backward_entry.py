@@ -224,8 +224,8 @@ def refuse_unseen(forward: ForwardContext) -> None:
             )
         raise LossReductionError(
             "a backward reached the model without passing torch.autograd.backward, where losses are examined: it was "
-            "started by a function that was taken from torch before the model became private. Call loss.backward() or "
-            "clipper.backward(loss)."
+            "started by the clipper or criterion of another private model (each has its own), or by a function that "
+            "was taken from torch before the model became private. Call loss.backward() or clipper.backward(loss)."
         )
 
 

@@ -66,6 +66,7 @@ class Reachable:
         # `roots`: functions, classes and objects that are looked into as far as they are the user's; `arguments`:
         # whoever has written their classes. `known`: somebody else looks after them.
         self._noted: list[_Noted] = []
+        self._generators: list[_Noted] = []  # those of them that are generators
         self._names: set[tuple[int, str]] = set()
         self._elements = 0
         # Held, so that their numbers stay their own.
@@ -81,6 +82,10 @@ class Reachable:
     def changed(self) -> bool:
         """Return whether anything is not as it was; generators do not count."""
         return any(noted.changed() for noted in self._noted)
+
+    def drawn(self) -> bool:
+        """Return whether a number was drawn from a generator."""
+        return any(noted.changed() for noted in self._generators)
 
     def restore(self) -> None:
         """Put everything back that is not as it was."""
@@ -132,8 +137,7 @@ class Reachable:
                 if bits is None
                 else (lambda: bits.state, partial(setattr, bits, "state"))
             )
-            self._add(read, write, same=lambda now, value: pickle.dumps(now) == pickle.dumps(value))
-            return ()
+            return self._of_stream(read, write, lambda now, value: pickle.dumps(now) == pickle.dumps(value))
         if item.flags.writeable and not item.dtype.hasobject and self._may_copy(item.size):
             value = item.copy()
             self._add(item.tobytes, lambda _: item.__setitem__(..., value), same=eq)
@@ -191,11 +195,14 @@ class Reachable:
         return [getattr(item, name, None) for name in ("__self__", "__func__", "func", "args", "keywords", "fget")]
 
     def _of_generator(self, generator: torch.Generator) -> Iterable[Any]:
-        self._add(generator.get_state, generator.set_state, same=torch.equal)
-        return ()
+        return self._of_stream(generator.get_state, generator.set_state, torch.equal)
 
     def _of_random(self, generator: random.Random) -> Iterable[Any]:
-        self._add(generator.getstate, generator.setstate, same=eq)
+        return self._of_stream(generator.getstate, generator.setstate, eq)
+
+    def _of_stream(self, read: Any, write: Any, same: Callable[[Any, Any], bool]) -> Iterable[Any]:
+        self._add(read, write, same=same)
+        self._generators.append(self._noted[-1])
         return ()
 
 
@@ -290,6 +297,10 @@ class ModuleState:
     def changed(self) -> bool:
         """Return whether anything is not as it was, in the modules or outside of them."""
         return self.changed_inside() or self._outside.changed()
+
+    def drawn(self) -> bool:
+        """Return whether a number was drawn from a generator, in the modules or outside of them."""
+        return self._held.drawn() or self._outside.drawn()
 
     def changed_inside(self) -> bool:
         """Return whether anything in the modules is not as it was."""

@@ -100,7 +100,26 @@ def number_of(other: object) -> float:
     )
 
 
-class PrivateCriterion:
+class _Wrapper:
+    """Stands for a criterion: what it does not have itself is read and set there (`reduction`, `weight`, `to`, ...)."""
+
+    def __init__(self, clipper: GhostClipper, criterion: Callable[..., Any]) -> None:
+        self.clipper, self.criterion = clipper, criterion
+
+    def __getattr__(self, name: str) -> Any:
+        if "criterion" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.criterion, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        criterion = self.__dict__.get("criterion")
+        if name in self.__dict__ or not hasattr(criterion, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(criterion, name, value)
+
+
+class PrivateCriterion(_Wrapper):
     """Calls the user's criterion per sample."""
 
     # A module with a `reduction` (all of torch's losses) is asked for unreduced values, which are averaged or summed
@@ -115,8 +134,7 @@ class PrivateCriterion:
                 f"criterion {type(criterion).__name__}(reduction={reduction!r}): the loss was declared with "
                 f"loss_reduction={clipper.loss_reduction!r}. Say the same in both."
             )
-        self.clipper = clipper
-        self.criterion = criterion
+        super().__init__(clipper, criterion)
         self._is_users = type(criterion).__module__ != nn.modules.loss.__name__
         self.deferral: Deferral | None = None  # None where losses are computed at once
 
@@ -208,31 +226,16 @@ class PrivateCriterion:
         """Return the criterion's name for messages."""
         return getattr(self.criterion, "__name__", type(self.criterion).__name__)
 
-    def __getattr__(self, name: str) -> Any:
-        """Look up what this wrapper does not have on the criterion (`reduction`, `weight`, `to`, ...)."""
-        if "criterion" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.criterion, name)
 
-
-class KnownCriterion:
+class KnownCriterion(_Wrapper):
     """A criterion of the user's own, which returns what it returns, and of which the clipper knows how."""
-
-    def __init__(self, clipper: GhostClipper, criterion: Callable[..., Any]) -> None:
-        self._clipper, self._criterion = clipper, criterion
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the criterion returns."""
-        loss = self._criterion(*args, **kwargs)
+        loss = self.criterion(*args, **kwargs)
         if isinstance(loss, Tensor):
-            self._clipper.know_loss(loss, self._criterion, args, kwargs, criterion=self._criterion)
+            self.clipper.know_loss(loss, self.criterion, args, kwargs, criterion=self.criterion)
         return loss
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up what this wrapper does not have on the criterion."""
-        if "_criterion" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._criterion, name)
 
 
 # Methods of a tensor that only say how it lies: noted, and computed with the rest.
@@ -247,7 +250,6 @@ class Deferral:
     def __init__(self, clipper: GhostClipper, criterion: PrivateCriterion, takeover: Takeover) -> None:
         self._clipper, self._criterion = clipper, criterion
         self.step = GraphStep(clipper, self._losses, takeover=takeover)
-        self.step.reads = criterion.criterion
 
     def defers(self, model: nn.Module) -> bool:
         """Return whether a call of the model is deferred."""
@@ -263,12 +265,12 @@ class Deferral:
         return _changed(self._criterion.per_sample(*args, **kwargs), loss.changes)
 
     def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLoss | None:
-        """Record a call of the criterion and return a deferred loss; None if the output is known or there is none."""
+        """Record a call of the criterion and return a deferred loss; None if the output is known or another model's."""
         arguments = tuple(args), dict(kwargs)
         leaves = _tree.leaves(arguments)
         calls = {leaf.call for leaf in leaves if isinstance(leaf, DeferredOutput)}
         call = calls.pop() if len(calls) == 1 else None
-        if call is None or call.known:
+        if call is None or call.known or call.model is not self._clipper.model:
             return None
         return DeferredLoss(self, self._clipper, call, arguments, _Moment(self._clipper.model, leaves))
 
@@ -289,7 +291,7 @@ class Deferral:
 
         # An output is a plain value among the arguments, and says how it is reached: graphs are compiled for these.
         arguments = _tree.mapped(noted, loss.given)
-        self._paths = paths
+        self._paths, self.step.reads = paths, self._criterion.criterion
         for moment in (call.moment, loss.moment):
             moment.refuse_changes(self._clipper.model)
         with autocast(call.moment.autocast):
@@ -364,8 +366,12 @@ class DeferredCall:
     """A deferred call of the model."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = _tree.leaves((args, kwargs))
+        if DeferredOutput in map(type, leaves):
+            # Another private model's.
+            args, kwargs = resolved((args, kwargs))
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.moment = _Moment(model, _tree.leaves((args, kwargs)))
+        self.moment = _Moment(model, leaves)
         self.known = False  # whether its output was computed by itself, eagerly
         self._done = False
         self._value: Any = None

@@ -133,8 +133,8 @@ class Part(NamedTuple):
 class Sizes:
     """The sizes of physical batches."""
 
-    def __init__(self, sizes: Sequence[int] | None) -> None:
-        self._fixed = sizes is not None
+    def __init__(self, sizes: Sequence[int] | None, *, grows: bool = False) -> None:
+        self._fixed = sizes is not None and not grows
         self._sizes = sorted(set(sizes or ()), reverse=True)
 
     @property
@@ -257,8 +257,8 @@ class CompiledStep:
         self._run = self._compiled([valid_B, *flat], axes, inputs, clipping, options)
         # whether it was compared with the eager engine
         self.verified, self.runs = False, 0
-        # Its policy is told from others by its identity, which must not be given anew.
-        self._clipping = clipping
+        # The policy and what the loss reads are told from others by their identity, which must not be given anew.
+        self._kept = clipping, reads
         self._valid: dict[int, Tensor] = {self.size: valid_B}
 
     def _compiled(

@@ -2,10 +2,10 @@
 
 Guarded are: shapes and dtypes of the batch, its plain values, the model's modules and parameters (by identity) and
 buffers (number), of these shape, dtype, device and whether they train, what modules and the loss hold in attributes
-(numbers, flags, functions, tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes that
-are added), autocast, and how samples are clipped. What a forward reads elsewhere (a global variable, a closure, a
-number read off a tensor that is no buffer) is not, and must not change. Where tensors that samples have in common hold
-other values than in the trace, the eager engine computes the batch.
+(numbers, flags, functions, hooks, tensors, arrays of NumPy, and lists, dicts and objects of such, four deep; attributes
+that are added; another object in the place of one), autocast, and how samples are clipped. What a forward reads
+elsewhere (a global variable, a closure, a number read off a tensor that is no buffer) is not, and must not change.
+Where tensors that samples have in common hold other values than in the trace, the eager engine computes the batch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
 # What is not looked into: it is watched by other means, or nobody's.
 _OTHERS: Final = (nn.Module, Tensor, type, ModuleType)
-# What every module has of torch's own: its tables and hooks.
-_TORCHS_OWN: Final = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict))
 _DEPTH: Final = 4
 _MISSING: Final = object()
 
@@ -55,7 +53,7 @@ class Watched:
             self._objects += [(table, key, value) for table in (children, parameters) for key, value in table.items()]
             attributes = vars(module)
             self._keys.append((attributes, frozenset(attributes)))
-            seen.update(id(value) for key, value in attributes.items() if key in _TORCHS_OWN)
+            seen.update(map(id, _torch.tables(module)))
             self._note(attributes, seen, _DEPTH)
         for each in _behind(loss):
             self._note(getattr(each, "__dict__", {}), seen, _DEPTH)
@@ -66,18 +64,21 @@ class Watched:
             return
         seen.add(id(container))
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(value, (*_PLAIN, *_FUNCTIONS)) or id(value) in self._constants:
-                self._plain.append((container, key, value))
-            elif isinstance(value, np.ndarray):
+            if isinstance(value, np.ndarray):
                 self._arrays.append((container, key, value.copy()))
-            elif depth and isinstance(value, (list, tuple, dict)) and not _is_weak(value):
-                # That it is another one is seen by what it holds.
+            elif not (_is_ours(value) or _is_weak(value) or self._is_left_by_forwards(value)):
+                # That it is another one is also seen by what it holds.
                 self._plain.append((container, key, value))
-                if not isinstance(value, tuple):
-                    self._sizes.append((value, len(value)))
-                self._note(value, seen, depth - 1)
-            elif depth and hasattr(value, "__dict__") and not (isinstance(value, _OTHERS) or _is_ours(value)):
-                self._note(vars(value), seen, depth - 1)
+                if depth and isinstance(value, (list, tuple, dict)):
+                    if not isinstance(value, tuple):
+                        self._sizes.append((value, len(value)))
+                    self._note(value, seen, depth - 1)
+                elif depth and hasattr(value, "__dict__") and not isinstance(value, (*_OTHERS, *_FUNCTIONS)):
+                    self._note(vars(value), seen, depth - 1)
+
+    def _is_left_by_forwards(self, value: Any) -> bool:
+        """Return whether a value is a tensor that the graph does not read, such as the latest activations."""
+        return isinstance(value, Tensor) and id(value) not in self._constants
 
     def tensors(self) -> list[Tensor] | None:
         """Return the current parameters and buffers; None where the model was changed."""

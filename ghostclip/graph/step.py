@@ -19,7 +19,7 @@ from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import batch_size_of
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError, LossReductionError
-from ghostclip.evidence.dependence import batch_axis_of
+from ghostclip.evidence.dependence import batch_axis_of, has_lists
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.graph.compiled import CompiledStep, GraphOptions, Outcome, Part, Sizes, part_of
@@ -37,6 +37,7 @@ _BELOW: Final = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 3e-2
 
 _RANDOM: Final = "a graph with random numbers is compared on a batch without padding first"
 _CHANGES: Final = "the model or its loss holds something else in every batch"
+_LISTS: Final = "a list may hold a value for each sample, and is not cut with the batch"
 _OTHER_COMMON: Final = "a tensor that samples have in common holds other values than in the trace"
 # Comparisons of a graph with random numbers, and graphs that were only compared, before they are given up.
 _TRIES: Final = 3
@@ -65,7 +66,6 @@ class GraphStep:
 
     Attributes:
         clipper: As given.
-        options: As given; those of graphs that are compiled from then on.
         reasons: Why batches were computed eagerly, and how many physical batches for each reason.
         branches: Which way branches on data go in all graphs; None before the first one.
         reads: The object whose attributes the loss reads; others than in a trace need another graph.
@@ -101,8 +101,8 @@ class GraphStep:
         self.clipper = clipper
         self.reasons: Counter[str] = Counter()
         self._loss, self.reads = loss, loss
+        self._sizes = Sizes(None)
         self.options = options or GraphOptions()
-        self._sizes = Sizes(self.options.sizes)
         self._steps: dict[Hashable, CompiledStep | str] = {}
         # Of others' losses the clipper knows more: they are computed from outputs alone.
         self._is_users = takeover is None
@@ -113,6 +113,17 @@ class GraphStep:
         self._without_samples: set[Hashable] = set()
         self.branches: tuple[bool, ...] | None = None
         clipper.describe_graphs = self.describe
+
+    @property
+    def options(self) -> GraphOptions:
+        """How graphs are compiled from now on, for the sizes that it fixes."""
+        return self._options
+
+    @options.setter
+    def options(self, options: GraphOptions) -> None:
+        self._options = options
+        if options.sizes is not None:
+            self._sizes = Sizes(options.sizes)
 
     @property
     def graphs(self) -> list[CompiledStep]:
@@ -127,7 +138,7 @@ class GraphStep:
     @property
     def keys(self) -> tuple[str, ...]:
         """Of the graphs on disk that were held against the eager engine, in order."""
-        return tuple(sorted({step.key for step in self.graphs if step.verified and step.key}))
+        return tuple(sorted(self._verified.union(step.key for step in self.graphs if step.verified and step.key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a batch, add its clipped sum to the clipper's, and return the loss function's result, detached."""
@@ -135,12 +146,18 @@ class GraphStep:
         samples, axis = batch_size_of(args, kwargs, self.clipper.axis), self.clipper.axis
         if not self.takeover.has_begun(self):
             return self.takeover.compute(self, tree, samples)
-        reason = self._eager_alone(samples)
+        reason = self._eager_alone(tree, samples)
         if reason is not None:
             return self._eagerly(tree, reason)
-        before = self.clipper.backward_passes
-        parts = self._sizes.parts(samples)
-        results = [self._part(batch, part) for batch, part in self._cut(tree, samples, parts)]
+        before, parts = self.clipper.backward_passes, self._sizes.parts(samples)
+        cut = self._cut(tree, samples, parts)
+        if len(parts) > 1:
+            # What no graph computes may not be a batch if it is cut: rows of packed sequences, ids of bags.
+            made = (self._step_for(self._padded(batch, part.samples, part.size), part.size) for batch, part in cut)
+            reason = next((step for step in made if isinstance(step, str)), None)
+            if reason is not None:
+                return self._eagerly(tree, reason)
+        results = [self._part(batch, part) for batch, part in cut]
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
         self.takeover.note(self)
@@ -194,7 +211,8 @@ class GraphStep:
         Returns:
             The sizes, each once, the largest first.
         """
-        self._sizes, self._verified, self.branches = Sizes(sizes), frozenset(keys), branches
+        self._sizes = Sizes(sizes, grows=self.takeover.asked and self.options.sizes is None)
+        self._verified, self.branches = frozenset(keys), branches
         self._steps.clear()
         return self._sizes.all
 
@@ -253,7 +271,8 @@ class GraphStep:
         Returns:
             Why graphs cannot be used; None where all agree.
         """
-        reason, states = self._eager_alone(samples), Randomness(self.clipper.model.parameters())
+        states = Randomness(self.clipper.model.parameters())
+        reason = self._eager_alone(tree, samples, is_cut=True)
         for size in self.sizes if reason is None else ():
             padded = self._padded(tree, samples, size)
             step = self._step_for(padded, size)
@@ -284,7 +303,7 @@ class GraphStep:
                 step.run(_tree.tensors(padded), part.samples)
         states.restore()
 
-    def _eager_alone(self, samples: int) -> str | None:
+    def _eager_alone(self, tree: Any, samples: int, *, is_cut: bool = False) -> str | None:
         """Return why no graph could be used for a batch at all."""
         if samples < 2:
             return "a batch of fewer than two samples shows no sample axes"
@@ -294,7 +313,10 @@ class GraphStep:
             return "gradients are switched off"
         if self.clipper.policy.adaptation is not None:
             return "an adaptive bound changes at every step, and is part of the graph"
-        return None
+        if form_of(tree) is None:
+            return "its batch holds what is neither a tensor nor a plain value"
+        is_cut = is_cut or self._sizes.parts(samples)[0].size != samples
+        return _LISTS if is_cut and has_lists(tree, batch_size=samples, axis=self.clipper.axis) else None
 
     def _part(self, tree: Any, part: Part) -> Any:
         """Compute one physical batch."""
@@ -325,6 +347,8 @@ class GraphStep:
         return _returned(outcome)
 
     def _forget(self, step: CompiledStep) -> None:
+        # An equal one, of a model that only looks otherwise, is the one on disk that was compared.
+        self._verified = frozenset(self.keys)
         for key in [key for key, other in self._steps.items() if other is step]:
             self._fruitless[key] += step.runs < 2
             del self._steps[key]
@@ -400,18 +424,16 @@ class GraphStep:
         return off <= tolerance**2 * whole
 
     def _give_up(self, step: CompiledStep, reason: str) -> None:
+        self._verified -= {step.key}
         for key in [key for key, other in self._steps.items() if other is step]:
             self._steps[key] = reason
         self._say(reason)
 
     def _step_for(self, padded: Any, size: int) -> CompiledStep | str:
         """Return the graph for a batch of this form, or why there is none."""
-        form = form_of(padded)
-        if form is None:
-            return "its batch holds what is neither a tensor nor a plain value"
-        model, layout = self.clipper.model, self.clipper.clip_groups()
+        form, model, layout = form_of(padded), self.clipper.model, self.clipper.clip_groups()
         device = next(model.parameters()).device
-        key = form, surroundings(device.type), layout.bounds, id(self.clipper.policy), model.training
+        key = form, surroundings(device.type), layout.bounds, id(self.clipper.policy), model.training, id(self.reads)
         if key in self._steps:
             return self._steps[key]
         if len(self.graphs) >= self.options.most:

@@ -68,30 +68,31 @@ class CompiledRecord:
     """What of a training graphs compute, as its optimizer, checkpoints and ledger have it."""
 
     def __init__(self) -> None:
-        self._now: Compiled | None = None
+        self.saved: Compiled | None = None  # what this process noted, or the checkpoint that it loaded
         self.write: Callable[[Mapping[str, Any]], None] | None = None  # to a ledger, before anything is released
         self.written: Callable[[], Mapping[str, Any] | None] = lambda: None  # what a ledger has of this training
+        self.repeats: Callable[[], bool] = lambda: False  # whether a ledger has the next release already
 
     def note(self, compiled: Compiled) -> None:
         """Record what graphs compute from now on."""
         if self.write is not None:
             self.write(asdict(compiled))
-        self._now = compiled
+        self.saved = compiled
 
     @property
     def known(self) -> Compiled | None:
         """What is recorded; a ledger may know of releases after the checkpoint that was loaded."""
         plain = self.written()
-        return Compiled.of(plain) if plain else self._now
+        return Compiled.of(plain) if plain else self.saved
 
     def state(self) -> dict[str, Any] | None:
         """Return it in plain values, for a checkpoint."""
-        known = self.known
+        known = self.saved or self.known
         return None if known is None else asdict(known)
 
     def load(self, plain: Mapping[str, Any] | None) -> None:
         """Continue what a checkpoint holds."""
-        self._now = None if plain is None else Compiled.of(plain)
+        self.saved = None if plain is None else Compiled.of(plain)
 
 
 class Takeover:
@@ -100,7 +101,7 @@ class Takeover:
     def __init__(self, *, left: Callable[[], int | None] = lambda: None, asked: bool = False) -> None:
         # `left`: returns how many releases are left, None where nobody knows: then as much as there was. `asked`:
         # graphs compute all batches, and are compiled as they are met.
-        self._left, self._asked = left, asked
+        self._left, self.asked = left, asked
         # Computes a batch before graphs have taken over; its result is the eager engine's.
         self.compute: Callable[[Any, Any, int], Any] = self._watched
         # Forms of recent batches, and whether they are noted: once there is enough left of the training.
@@ -120,12 +121,13 @@ class Takeover:
     def has_begun(self, step: Any) -> bool:
         """Return whether graphs compute the batch that comes; those of an earlier process are read from disk."""
         owner = step.clipper.owner
-        known = None if owner is None else owner.compiled.known
+        # Graphs that are asked for are made again from the checkpoint on, in the order in which batches ask for them.
+        known = None if owner is None else owner.compiled.saved if self.asked else owner.compiled.known
         if known is None or known == self._lost or owner.releases < known.since:
-            return self._asked
+            return self.asked
         if self._taken != known:
             self._taken = known
-            if step.sizes != known.sizes or not step.graphs:
+            if self.asked or step.sizes != known.sizes or not step.graphs:
                 step.take_sizes(known.sizes, known.keys, known.branches)
             self.why = f"graphs compute all releases from number {known.since + 1} on"
         return True
@@ -133,11 +135,11 @@ class Takeover:
     def note(self, step: Any) -> None:
         """Record what graphs compute that were asked for, once there are others than in the record."""
         owner = step.clipper.owner
-        if not self._asked and not step.graphs:
+        if not self.asked and not step.graphs:
             # Those of an earlier process are on no disk here.
             self._lost, self.why = self._taken, "the graphs of the training that is resumed are not there"
             _log.warning("strategy 'auto': batches are eager, as %s.", self.why)
-        if not self._asked or owner is None or _torch.several_ranks() or not step.keys:
+        if not self.asked or owner is None or _torch.several_ranks() or not step.keys:
             return
         if self._taken is None or (step.sizes, step.keys) != (self._taken.sizes, self._taken.keys):
             since = owner.releases if self._taken is None else self._taken.since
@@ -148,12 +150,12 @@ class Takeover:
         """Return why a graph that is not on disk is not compiled."""
         if self._compiles is not None:
             return self._compiles(graph)
-        return None if self._asked else "no graph of this form was compiled beside the training"
+        return None if self.asked else "no graph of this form was compiled beside the training"
 
     @property
     def level(self) -> int:
         """How loudly the log says that a batch is eager."""
-        return logging.WARNING if self._asked else logging.INFO
+        return logging.WARNING if self.asked else logging.INFO
 
     def _watched(self, step: Any, tree: Any, samples: int) -> Any:
         began = time.perf_counter()
@@ -221,6 +223,9 @@ class Takeover:
 
     def _compare(self, step: Any, tree: Any, samples: int) -> Any:
         """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
+        if step.clipper.owner.compiled.repeats():
+            # What was eager before a crash is eager again.
+            return step.eager(tree)
         self._tried += 1
         if samples < step.sizes[0]:
             if self._tried > _TRIED:

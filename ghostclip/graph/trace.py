@@ -153,12 +153,13 @@ def trace(
     except Exception as problem:
         raise NoGraphError(f"it cannot be traced ({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
+        has_drawn = states.drawn() or state.drawn()
         state.restore()
         torch.clear_autocast_cache()
-    if states.drawn():
+    if has_drawn:
         states.restore()
         raise NoGraphError(
-            "it seeds a generator, or draws from Python's or NumPy's, which a graph would do once for ever"
+            "it seeds a generator, or draws from Python's, NumPy's or its own, which a graph would do once for ever"
         )
     _without_strides(graph)
     graph.graph.eliminate_dead_code()

@@ -190,6 +190,7 @@ class Account:
             optimizer.compiled.write = lambda compiled: ledger.note_compiled(self._run_of(optimizer), compiled)
             # Asked for every batch: without such a line there is no need to know whose noise it is.
             optimizer.compiled.written = lambda: ledger.compiled and ledger.compiled.get(self._run_of(optimizer))
+            optimizer.compiled.repeats = lambda: self._made_before(optimizer) is not None
         optimizer.attach_step_hook(lambda current: self._require(current, sampling))
         optimizer.attach_release_hook(charge)
 
@@ -403,8 +404,7 @@ class Account:
         self.charged = True
         run = self._run_of(optimizer)
         if self.ledger is not None:
-            made = self._made_before(optimizer)
-            noise = optimizer.noise_source
+            made, noise = self._made_before(optimizer), optimizer.noise_source
             digest = fingerprint(released, in_parts=isinstance(noise, SharedNoise) and noise.in_parts)
             if made is not None:
                 with refused_together("step made before") if self.ledger.shared else nullcontext():

@@ -143,6 +143,22 @@ def test_another_part_of_an_output_needs_another_graph(as_tensor):
     assert private.deferral.step.graphs
 
 
+@pytest.mark.parametrize(("name", "value"), [("margin", 0.5), ("criterion", nn.MultiMarginLoss(margin=0.5))])
+def test_what_is_set_on_the_criterion_counts_from_then_on(name, value):
+    model, other = _model(), _model()
+    private, optimizer, criterion, loader = _private(model, _classes(), "graph", criterion=nn.MultiMarginLoss())
+    x, y = next(iter(loader))
+    criterion(private(x), y).backward()
+    optimizer.zero_grad()
+    setattr(criterion, name, value)
+    assert criterion.margin == 0.5
+    criterion(private(x), y).backward()
+    with ghostclip.GhostClipper(other, max_grad_norm=0.5) as clipper:
+        clipper.backward(nn.MultiMarginLoss(margin=0.5, reduction="none")(other(x), y))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(private.clipper.summed_gradient(p), q.grad)
+
+
 def test_what_a_trace_leaves_on_a_criterion_is_taken_back():
     class Remembering:
         earlier = None
@@ -241,6 +257,31 @@ def test_a_second_backward_of_one_loss_is_refused():
     loss.backward()
     with pytest.raises(GhostClipError, match="second backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["auto", "graph"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_the_criterion_of_another_model_is_refused_and_computes_neither(mode, has_run):
+    found = [_private(_model(), _classes(), mode) for _ in range(2)]
+    (private, _, _, loader), (other, _, criterion, _) = found
+    x, y = next(iter(loader))
+    if has_run:
+        criterion(other(x), y).backward()
+        other.zero_grad()
+        other.clipper.reset()
+    with pytest.raises(LossReductionError, match="another"):
+        criterion(private(x), y).backward()
+    with pytest.raises(LossReductionError, match=r"another private model|two private models"):
+        criterion(other(private(x)[:, [0, 1, 2, 0, 1]]), y).backward()
+    assert not any(each[0].clipper.has_clipped_sum for each in found)
+
+
+def test_options_that_are_set_later_fix_sizes_as_well():
+    private, _, criterion, loader = _private(_model(), _classes(), "graph")
+    private.deferral.step.options = GraphOptions(backend="aten", sizes=(8, 3))
+    x, y = next(iter(loader))
+    criterion(private(x), y).backward()
+    assert private.deferral.step.sizes == (8, 3)
 
 
 def test_evaluation_and_copies_compute_at_once():

@@ -3,6 +3,7 @@
 import queue
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ def _analysed(model, loss=losses):
     return analysed(trace(model, loss, inputs), trace(model, loss, inputs_of(model, more, lambda x: 0)), inputs, 4)
 
 
+def _by_chance(generator):
+    return lambda h: h * generator.random()
+
+
 @pytest.mark.parametrize(
     ("how", "named"),
     [
@@ -40,6 +45,7 @@ def _analysed(model, loss=losses):
         pytest.param(lambda h: h[h.sum(1).argsort()], "across samples by their values", id="sorted by values"),
         pytest.param(lambda h: h * float(h.sum()), "cannot be traced", id="a number that is read"),
         pytest.param(lambda h: h * random.random(), "Python's", id="numbers of Python's generator"),
+        pytest.param(_by_chance(np.random.default_rng(0)), "its own", id="numbers of a generator of its own"),
         pytest.param(lambda h: h[h > 0].sum() + h, "depends on data", id="a shape that depends on data"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_sequence
 
 import ghostclip
 from ghostclip.errors import LossReductionError
@@ -103,6 +104,27 @@ def test_bags_of_any_number_of_samples(mode):
         ids, labels = torch.randint(9, (samples, 6)), torch.randint(3, (samples,))
         expected, _ = eager_sums(model, ids, labels)
         step(ids, labels)
+        torch.testing.assert_close(sums(model), expected, rtol=1e-10, atol=1e-12)
+        step.clipper.reset()
+
+
+def test_packed_sequences_of_any_number_of_samples():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.last = nn.GRU(5, 4), nn.Linear(4, 3)
+
+        def forward(self, rows):
+            return self.last(self.recurrent(rows)[1][-1])
+
+    torch.manual_seed(0)
+    model = Packed().double()
+    step = step_of(model)
+    for samples in (8, 9, 12):
+        rows = [torch.randn(1 + place % 3, 5, dtype=torch.float64) for place in range(samples)]
+        one_batch = pack_sequence(rows, enforce_sorted=False), torch.randint(3, (samples,))
+        expected, _ = eager_sums(model, *one_batch)
+        step(*one_batch)
         torch.testing.assert_close(sums(model), expected, rtol=1e-10, atol=1e-12)
         step.clipper.reset()
 
@@ -231,6 +253,19 @@ def _twice(inner, x):
     return 2 * Net.forward(inner, x)
 
 
+def _doubles(module, inputs, output):
+    return 2 * output
+
+
+def _trebles(module, inputs, output):
+    return 3 * output
+
+
+def _put_another_hook(model):
+    model.hook.remove()
+    model.inner.register_forward_hook(_trebles)
+
+
 class _Doubled(Net):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -246,6 +281,7 @@ class _Held(nn.Module):
         self.setting = _Setting(_Setting(1.0))
         self.array, self.how = np.ones(2), torch.relu
         self.tensor = torch.ones(3)
+        self.hook = self.inner.register_forward_hook(_doubles)
 
     def forward(self, x):
         held = self.several[0] * self.several[1]["deep"][0] * self.named["scale"] * self.setting.scale.scale
@@ -261,6 +297,8 @@ class _Held(nn.Module):
         pytest.param(lambda model: setattr(model, "several", [2.0, {"deep": [1.0]}]), id="another list"),
         pytest.param(lambda model: model.named.update(scale=2.0), id="an entry of a dict"),
         pytest.param(lambda model: setattr(model.setting.scale, "scale", 2.0), id="an object in an object"),
+        pytest.param(lambda model: setattr(model, "setting", _Setting(_Setting(2.0))), id="another object"),
+        pytest.param(_put_another_hook, id="another hook"),
         pytest.param(lambda model: model.array.__setitem__(1, 2.0), id="an array"),
         pytest.param(lambda model: setattr(model, "how", torch.tanh), id="a function"),
         pytest.param(lambda model: setattr(model, "tensor", torch.arange(3.0)), id="another tensor"),
@@ -370,6 +408,24 @@ def test_a_tensor_in_common_that_is_as_long_as_a_batch_is_not_cut():
     step(x, known)
     halves = [eager_sums(model, half, known, loss=far)[0] for half in x.split(5)]
     torch.testing.assert_close(sums(model), sum(halves))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda values: [torch.tensor(value) for value in values]])
+def test_values_of_each_sample_that_are_not_cut_with_a_batch_keep_it_whole(kind):
+    def weighed(model, x, y, weights):
+        known = [float(weight) for _, weight in zip(range(len(x)), weights, strict=False)]
+        return losses(model, x, y) * torch.tensor(known, dtype=x.dtype)
+
+    (x, y), weights = batch(14, seed=1), [0.25 * place for place in range(14)]
+    model = net()
+    step = step_of(model, loss=weighed, options=ghostclip.GraphOptions(backend="aten", sizes=(12, 3)))
+    for _ in range(4):
+        step.clipper.reset()
+        step(x[:12], y[:12], kind(weights[:12]))
+    step.clipper.reset()
+    step(x, y, kind(weights))
+    eager, _ = eager_sums(model, x, y, loss=lambda *arguments: weighed(*arguments, weights))
+    torch.testing.assert_close(sums(model), eager)
 
 
 def test_a_list_of_equal_values_needs_no_other_graph():

@@ -203,18 +203,63 @@ def test_a_graph_is_made_once_in_a_training_whose_account_grows():
     assert not step.reasons
 
 
-def test_graphs_that_are_asked_for_repeat_releases_as_well(tmp_path):
-    engine, private = _training(ledger=tmp_path / "ledger", compile=True)
+@pytest.mark.parametrize(("checkpoint", "seed", "dropout"), [(5, 3, 0.0), (1, 4, 0.0), (1, 6, 0.3)])
+def test_graphs_that_are_asked_for_repeat_releases_as_well(checkpoint, seed, dropout, tmp_path):
+    # Also where sizes grow, and where a size is held against the eager engine, only after the checkpoint.
+    def training():
+        return _training(ledger=tmp_path / "ledger", compile=True, seed=seed, dropout=dropout)
+
+    engine, private = training()
     assert private[0].clipper.strategy == "graph"
-    _train(private, 5)
+    torch.manual_seed(7)
+    _train(private, checkpoint)
     engine.save_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
-    seen, found = [], []
+    before, seen, found = private[1].compiled.known, [], []
     _train(private, 12, seen)
+    assert checkpoint == 5 or private[1].compiled.known != before
     engine.close()
-    engine, private = _training(ledger=tmp_path / "ledger", compile=True)
+    engine, private = training()
     engine.load_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
     _train(private, 12, found)
     assert all(map(torch.equal, seen, found))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_graph_that_is_made_again_needs_no_other_comparison(asked, tmp_path):
+    # The first batch that is padded would else be eager, in the first of two processes alone.
+    def training():
+        return _training(ledger=tmp_path / "ledger", dropout=0.3, **({"compile": True} if asked else {}))
+
+    def train(private, steps, seen):
+        private[0]._module.saved_under = "point"
+        _train(private, steps, seen)
+
+    engine, private = training()
+    torch.manual_seed(7)
+    _train(private, 50)
+    engine.save_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
+    seen, found = [], []
+    train(private, 12, seen)
+    engine.close()
+    engine, private = training()
+    engine.load_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
+    train(private, 12, found)
+    assert all(map(torch.equal, seen, found))
+    assert not private[0].deferral.step.reasons
+
+
+def test_graphs_do_not_take_over_releases_that_were_eager_before_a_crash(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(takeover._Beside, "found", lambda beside: None)
+        engine, private = _training(ledger=tmp_path / "ledger")
+        _train(private, 10)
+        engine.save_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
+        _train(private, 50)
+        engine.close()
+    engine, private = _training(ledger=tmp_path / "ledger")
+    engine.load_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
+    _train(private, 70)
+    assert _since(private) > 60
 
 
 def _slower(monkeypatch):
