@@ -28,7 +28,7 @@ from ghostclip.clipping.store import Savepoint, Sharded
 from ghostclip.clipping.stored_factors import Keeper
 from ghostclip.clipping.strategies import OnePass, Parts, PendingBackward, TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
-from ghostclip.errors import GhostClipError, InvalidOptionError, LossReductionError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.criterion import KnownLoss
 from ghostclip.evidence.loss_graph import refuse_following
 from ghostclip.evidence.losses import probe_losses, prove_rows
@@ -206,8 +206,6 @@ class GhostClipper:
         forward = self._capture.go_back(loss)
         if forward.ends_on_mesh:
             refuse_lost_gradient([loss])
-        if not (forward.batch_size or forward.is_dummy):
-            raise LossReductionError("the loss was computed from no output of this private model: is it another's?")
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
         with self._capture.doubted_if_refused():

@@ -1383,3 +1383,12 @@ def test_hooks_of_others_on_a_gradient_are_told(register):
     assert _torch.has_gradient_hooks(parameter)
     handle.remove()
     assert not _torch.has_gradient_hooks(parameter)
+
+
+def test_a_tensor_made_of_others_is_told_from_plain_ones():
+    class Made(torch.Tensor):
+        def __tensor_flatten__(self):
+            return [], None
+
+    assert _torch.is_wrapped(torch.ones(2).as_subclass(Made))
+    assert not _torch.is_wrapped(nn.Parameter(torch.ones(2)))

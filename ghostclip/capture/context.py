@@ -49,7 +49,7 @@ from ghostclip.capture.tracked import (
     tracked_leaves,
     without_samples,
 )
-from ghostclip.errors import GhostClipError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, LossReductionError, UncoveredParameterError, UnsupportedModelError
 from ghostclip.rules.registry import any_samplers, operation_name
 
 
@@ -201,12 +201,8 @@ class CaptureContext:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
         self._refuse_late_shards()
         self._stopped[-1] = hooks.suspend_compiler()
-        again = _torch.in_backward()
-        around = again and call.module is self.model and not under_checkpoint()
-        if around or _torch.transform() is not None:
-            self._break_off()
-            raise UnsupportedModelError((_inside_a_checkpoint if around else _transformed)(call.module))
-        if again:
+        self._refuse_surroundings(call.module)
+        if _torch.in_backward():
             # Activation checkpointing runs a part of the latest forward again.
             self._start(call.args, call.kwargs)
             return None
@@ -246,6 +242,13 @@ class CaptureContext:
         """Let inputs with a gradient lead to the anchor; return the call, and the tensors of its inputs."""
         inputs = _tree.mapped(lambda item: tied(item, self._anchor), (call.args, dict(call.kwargs)))
         return ModuleCall(call.module, *inputs), _tree.tensors(inputs)
+
+    def _refuse_surroundings(self, module: nn.Module) -> None:
+        """Refuse a call inside a transform, and one of the whole model inside a reentrant checkpoint's backward."""
+        around = _torch.in_backward() and module is self.model and not under_checkpoint()
+        if around or _torch.transform() is not None:
+            self._break_off()
+            raise UnsupportedModelError((_inside_a_checkpoint if around else _transformed)(module))
 
     def _refuse_late_shards(self) -> None:
         """Refuse a model divided since, before proofs: they follow a rank's samples, and would gather on it alone."""
@@ -645,7 +648,10 @@ class CaptureContext:
         if not backward_entry.waits_alone(self.forward):
             self._go_back(self.forwards_behind(loss))
         if not self.forward.batch_size:
-            raise UnsupportedModelError(f"no forward with gradients came before. {_inside_a_checkpoint(self.model)}")
+            raise LossReductionError(
+                f"the loss was computed from no output of this private model: is it another's? "
+                f"{_inside_a_checkpoint(self.model)}"
+            )
         return self.forward
 
     def _latest_first(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
