@@ -155,17 +155,9 @@ class Accountant(IAccountant):
     def epsilon_bounds(self, delta: float) -> Bounds:
         """Return bounds of the ε spent so far; the upper one is the guarantee."""
 
-    @abc.abstractmethod
-    def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return lower and upper bounds of δ at an ε."""
-
     def get_epsilon(self, delta: float) -> float:
         """Return an upper bound on the ε spent so far; inf only if steps without noise reveal more than δ."""
         return self.epsilon_bounds(delta).upper
-
-    def get_delta(self, epsilon: float) -> float:
-        """Return an upper bound on δ at some ε."""
-        return self.delta_bounds(epsilon).upper
 
     def whole_history(self) -> History:
         """Return the checked history, equal releases as one entry."""

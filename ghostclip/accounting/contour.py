@@ -108,11 +108,6 @@ class Composition:
         sums_P = np.add.reduceat(weight_J * exponent_J, self._starts)
         return np.asarray(MASS_ERROR + ROUNDOFF * (64 + 2 * np.array(self._sizes) + sums_P), dtype=np.float64)
 
-    @property
-    def varies(self) -> bool:
-        """Whether there is anything but losses of 0 and infinity."""
-        return bool(self.gaussian or self.pairs)
-
     def largest_loss(self) -> float:
         """Return an upper bound of the finite losses: δ(ε) is the probability of an infinite one from there on."""
         if self.gaussian:

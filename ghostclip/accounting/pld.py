@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache, partial
 
-from ghostclip._validate import non_negative, probability
+from ghostclip._validate import probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.contour import Composition
 from ghostclip.accounting.history import History
 from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, allocated, discretised, guaranteed
-from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
+from ghostclip.accounting.solve import Bounds, epsilon_bounds
 
 MOST_GROUPS = 1000
 """More distinct steps than this are counted as the next noisier (lower) or less noisy (upper) of so many."""
@@ -155,9 +155,6 @@ class PLDAccountant(Accountant):
     def epsilon_bounds(self, delta: float) -> Bounds:
         return pld_epsilon(self.whole_history(), probability(delta, "delta"))
 
-    def delta_bounds(self, epsilon: float) -> Bounds:
-        return pld_delta(self.whole_history(), non_negative(epsilon, "epsilon"))
-
 
 class PRVAccountant(PLDAccountant):
     """The name under which Opacus users look for a tight accountant; the same as `PLDAccountant`."""
@@ -180,20 +177,3 @@ def pld_epsilon(history: History, delta: float) -> Bounds:
         width=first_width(history),
         tolerance=tolerance(history),
     )
-
-
-@lru_cache(maxsize=256)
-def pld_delta(history: History, epsilon: float) -> Bounds:
-    """Return bounds on δ at ε."""
-    if not history.count:
-        return Bounds(0.0, 0.0)
-    # What is cut off counts as δ, and δ is not known yet: far enough for any δ that matters.
-    bounds = delta_bounds(
-        partial(compose, history),
-        directions(history.relation),
-        epsilon=epsilon,
-        reach=reach(history, 1e-24),
-        width=first_width(history),
-    )
-    upper = math.nextafter(bounds.upper, 1.0) if 0 < bounds.upper < 1 else bounds.upper
-    return Bounds(min(bounds.lower, history.participation), min(upper, history.participation))

@@ -19,11 +19,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ghostclip._validate import non_negative, probability
+from ghostclip._validate import probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.history import History
 from ghostclip.accounting.pairs import Cells, DiscretePair, allocated
-from ghostclip.accounting.pld import pld_delta, pld_epsilon, truncation_probability
+from ghostclip.accounting.pld import pld_epsilon, truncation_probability
 from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 
@@ -45,17 +45,6 @@ def epsilon_from_rdp(orders: Array, rdp: Array, *, delta: float) -> tuple[float,
     epsilon = np.maximum(epsilon, 0.0)
     best = int(np.argmin(epsilon))
     return float(epsilon[best]), best
-
-
-def delta_from_rdp(orders: Array, rdp: Array, *, epsilon: float) -> float:
-    """Return the smallest δ that the curve proves at ε.
-
-    Reference:
-        As `epsilon_from_rdp`.
-    """
-    log_delta = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-    variation = np.sqrt(-np.expm1(-rdp.min()))
-    return float(min(1.0, variation, np.exp(min(0.0, float(log_delta.min())))))
 
 
 ROUNDING_MARGIN = 1e-9
@@ -276,12 +265,6 @@ class RDPAccountant(Accountant):
         upper = self.get_epsilon(delta)
         return Bounds(min(upper, pld_epsilon(self.whole_history(), delta).lower), upper)
 
-    def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return this accountant's δ, and a lower bound that no accountant goes below."""
-        history = self.whole_history()
-        upper = rdp_delta(history, non_negative(epsilon, "epsilon"))
-        return Bounds(min(upper, pld_delta(history, epsilon).lower), upper)
-
 
 def rdp_epsilon(history: History, delta: float, orders: tuple[float, ...] = DEFAULT_ORDERS) -> tuple[float, int]:
     """Return ε of a history by Rényi divergence, and the index of the order that proves it."""
@@ -308,16 +291,6 @@ def _all_steps_epsilon(history: History, delta: float, orders: tuple[float, ...]
     if not history.count:
         return 0.0, 0
     return epsilon_from_rdp(np.array(orders), rdp_of_history(history, orders), delta=left)
-
-
-def rdp_delta(history: History, epsilon: float) -> float:
-    """Return δ of a history by Rényi divergence."""
-    if not history.count:
-        return 0.0
-    curve = rdp_of_history(history, DEFAULT_ORDERS)
-    return min(
-        history.participation, _failures(history) + delta_from_rdp(np.array(DEFAULT_ORDERS), curve, epsilon=epsilon)
-    )
 
 
 def _failures(history: History) -> float:

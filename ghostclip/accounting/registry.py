@@ -6,12 +6,12 @@ import math
 from functools import partial
 from typing import Any
 
-from ghostclip._validate import did_you_mean, non_negative, probability
+from ghostclip._validate import did_you_mean, probability
 from ghostclip.accounting.accountant import Accountant, IAccountant
 from ghostclip.accounting.history import History
-from ghostclip.accounting.pld import PLDAccountant, PRVAccountant, compose, pld_delta, pld_epsilon
-from ghostclip.accounting.rdp import RDPAccountant, rdp_delta, rdp_epsilon
-from ghostclip.accounting.solve import Bounds, delta_bounds, epsilon_bounds
+from ghostclip.accounting.pld import PLDAccountant, PRVAccountant, compose, pld_epsilon
+from ghostclip.accounting.rdp import RDPAccountant, rdp_epsilon
+from ghostclip.accounting.solve import Bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError
 
 
@@ -52,12 +52,6 @@ class GaussianAccountant(Accountant):
         bounds = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
         return Bounds(bounds.upper, bounds.upper)
 
-    def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return the estimate of δ, twice: neither is a bound."""
-        epsilon, history = non_negative(epsilon, "epsilon"), self._one_step()
-        bounds = delta_bounds(partial(compose, history), ("remove",), epsilon=epsilon, reach=9.0, width=0.02)
-        return Bounds(bounds.upper, bounds.upper)
-
     def _one_step(self) -> History:
         mu = self.mu
         return History(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
@@ -92,12 +86,6 @@ class DPAccountingAccountant(Accountant):
         known = history.participation <= delta
         upper = 0.0 if known else _number(self._composed().get_epsilon(delta), worst=math.inf)
         return Bounds(min(upper, pld_epsilon(history, delta).lower), upper)
-
-    def delta_bounds(self, epsilon: float) -> Bounds:
-        """Return dp-accounting's δ, and our lower bound."""
-        epsilon = non_negative(epsilon, "epsilon")
-        upper = _number(self._composed().get_delta(epsilon), worst=1.0) if self.whole_history().count else 0.0
-        return Bounds(min(upper, pld_delta(self.whole_history(), epsilon).lower), upper)
 
     def _composed(self) -> Any:
         try:
@@ -149,12 +137,6 @@ class BestAccountant(Accountant):
         if math.isfinite(bounds.upper) and bounds.upper - bounds.lower <= enough * bounds.upper:
             return bounds
         upper = min(bounds.upper, rdp_epsilon(history, delta)[0])
-        return Bounds(min(bounds.lower, upper), upper)
-
-    def delta_bounds(self, epsilon: float) -> Bounds:
-        history = self.whole_history()
-        bounds = pld_delta(history, non_negative(epsilon, "epsilon"))
-        upper = min(bounds.upper, rdp_delta(history, epsilon))
         return Bounds(min(bounds.lower, upper), upper)
 
 

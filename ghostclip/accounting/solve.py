@@ -1,4 +1,4 @@
-"""ε for δ, and δ for ε, between certified bounds: saddle point first, contour there, finer until the bounds meet."""
+"""ε for δ between certified bounds: saddle point first, contour there, finer until the bounds meet."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from ghostclip.accounting.contour import Composition, Contour, TailCut, chosen_n
 from ghostclip.accounting.pairs import Cells
 
 TOLERANCE = 1e-4
-"""Bounds are refined until they meet within this share of ε (of δ: within `DELTA_TOLERANCE`)."""
+"""Bounds are refined until they meet within this share of ε."""
 
-DELTA_TOLERANCE = 5e-3
 MOST_REFINEMENTS = 4
 MOST_APPROACHES = 12
 MOST_CUT = 32
@@ -315,33 +314,3 @@ def _certainly_below(build: Build, direction: str, epsilon: float, delta: float,
         return True
     contour = _Fineness(width, 1e-3).contour(coarse, _Spot(epsilon, c, c + 1, epsilon), delta - coarse.infinite)
     return contour.upper(epsilon) <= delta
-
-
-def delta_bounds(build: Build, directions: tuple[str, ...], *, epsilon: float, reach: float, width: float) -> Bounds:
-    """Return bounds of the worst direction's δ at ε."""
-    bounds = Bounds(0.0, 0.0)
-    for direction in directions:
-        bounds = bounds.worst_of(_delta_of_one_direction(build, direction, epsilon, reach, width))
-    return bounds
-
-
-def _delta_of_one_direction(build: Build, direction: str, epsilon: float, reach: float, width: float) -> Bounds:
-    coarse = build(direction, "upper", Cells(min(0.1, 2 * width), 0.02, epsilon, reach))
-    if coarse.infinite >= 1 or not coarse.varies:
-        return Bounds(build(direction, "lower", Cells(width, 0.02, epsilon, reach)).infinite, coarse.infinite)
-    c = saddle_for_epsilon(coarse, epsilon)
-    expected = math.exp(max(min(log_chernoff(coarse, 0.0, c, epsilon), 0.0), -700.0))
-    best = Bounds(0.0, min(1.0, coarse.infinite + expected, coarse.total_variation()))
-    fineness = _Fineness(width, 2e-5)
-    # δ moves by a share c·Δε, so ε has to be right to `DELTA_TOLERANCE` / c.
-    spot = _Spot(epsilon, c, c + 1, 10 * DELTA_TOLERANCE / (fineness.share * c))
-    for _ in range(MOST_REFINEMENTS):
-        cells = fineness.cells(spot, reach)
-        sides = [build(direction, side, cells) for side in ("upper", "lower")]
-        upper, lower = (fineness.contour(side, spot, expected * 1e-2) for side in sides)
-        best = Bounds(max(best.lower, lower.lower(epsilon)), min(best.upper, upper.upper(epsilon)))
-        if best.upper - best.lower <= DELTA_TOLERANCE * best.upper:
-            break
-        spot = _Spot(epsilon, c, upper.bend(epsilon), spot.scale)
-        fineness = fineness.refined(3.0)
-    return best

@@ -13,7 +13,6 @@ import torch
 import ghostclip
 from ghostclip.accounting import GaussianAccountant, create_accountant
 from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
-from ghostclip.accounting.rdp import rdp_delta
 from ghostclip.errors import InvalidOptionError
 from ghostclip.privacy.charges import charges_of
 from tests.engine.training import small_model
@@ -58,7 +57,6 @@ def test_entries_out_of_range_are_refused_when_they_are_read(name, entry):
     accountant.history = [(1.0, 0.1, 3), entry]
     for read in (
         lambda: accountant.get_epsilon(1e-5),
-        lambda: accountant.get_delta(1.0),
         accountant.state_dict,
         lambda: charges_of(accountant),
         lambda: create_accountant().load_state_dict({"history": accountant.history, "mechanism": "best"}),
@@ -108,8 +106,6 @@ def test_who_hardly_ever_takes_part_is_private_without_noise(name, sigma):
         if name == "dp_accounting" and sigma == 0:
             continue
         assert keeper((sigma, rate, steps), name=name).get_epsilon(delta) == 0
-        if name == "rdp":
-            assert rdp_delta(keeper((sigma, rate, steps)).whole_history(), 0.0) <= delta
 
 
 def test_steps_without_noise_may_use_part_of_delta():

@@ -76,7 +76,7 @@ def test_the_truncated_bound_covers_a_batch_that_is_nearly_always_full():
     without = 0.25 * density(0) + 0.25 * density(0) + 0.25 * density(-1) + 0.125 * density(0) + 0.125 * density(-1)
     exact = np.maximum(with_x - math.exp(0.5) * without, 0).sum()
     one = SamplingEvent(kind="truncated_poisson", sample_rate=rate, num_units=2, truncation=1)
-    assert recorded(one, count=1).get_delta(0.5) >= exact
+    assert recorded(one, count=1).get_epsilon(exact) >= 0.5
 
 
 def test_replacing_costs_as_much_as_twice_the_distance_on_full_batches():

@@ -96,9 +96,6 @@ def test_one_step_has_a_closed_form(sigma, rate, delta):
     found = bounds([(sigma, rate, 1)], delta)
     assert found.lower <= exact * (1 + 1e-6) <= found.upper * (1 + 1e-5)
     assert found.upper == pytest.approx(exact, rel=1e-3)
-    at = keeper([(sigma, rate, 1)]).delta_bounds(exact)
-    assert at.lower <= delta * (1 + 1e-6) <= at.upper * (1 + 1e-5)
-    assert at.upper == pytest.approx(delta, rel=2e-2)
 
 
 @pytest.mark.parametrize("epsilon", [0.05, 0.4])
@@ -112,9 +109,9 @@ def test_one_step_under_replacement_is_its_integral(epsilon):
         return max(0.0, mixture(1) - math.exp(epsilon) * mixture(-1)) / math.sqrt(2 * math.pi)
 
     exact = quad(excess, -12, 14, limit=400, points=[0, 0.5, 1, 2])[0]
-    found = keeper([(sigma, rate, 1)], relation="replace_one").delta_bounds(epsilon)
-    assert found.lower <= exact * (1 + 1e-6)
-    assert exact <= found.upper <= exact * 1.02
+    found = keeper([(sigma, rate, 1)], relation="replace_one").epsilon_bounds(exact)
+    assert found.lower <= epsilon * (1 + 1e-6)
+    assert epsilon * (1 - 1e-6) <= found.upper <= epsilon * 1.02
 
 
 def convolved(sigma, rate, epsilon, steps):
@@ -131,10 +128,9 @@ def convolved(sigma, rate, epsilon, steps):
 
 @pytest.mark.parametrize(("sigma", "rate", "epsilon"), [(1.0, 0.3, 0.5), (0.7, 0.1, 0.3)])
 def test_three_steps_equal_brute_force(sigma, rate, epsilon):
-    found = keeper([(sigma, rate, 3)]).delta_bounds(epsilon)
-    exact = convolved(sigma, rate, epsilon, 3)
-    assert found.lower * (1 - 1e-3) <= exact <= found.upper * (1 + 1e-3)
-    assert found.upper == pytest.approx(exact, rel=1e-2)
+    found = keeper([(sigma, rate, 3)]).epsilon_bounds(convolved(sigma, rate, epsilon, 3))
+    assert found.lower * (1 - 1e-3) <= epsilon <= found.upper * (1 + 1e-3)
+    assert found.upper == pytest.approx(epsilon, rel=1e-2)
 
 
 def check_grid_setting(history, delta):
@@ -210,8 +206,6 @@ def test_edges():
     assert bounds([(0.0, 1e-3, 10)], 1e-5).upper == math.inf
     assert bounds([(0.0, 1e-7, 10)], 1e-5).upper == 0
     assert bounds([(math.inf, 1.0, 10), (1.0, 0.0, 10)], 1e-5).upper == 0
-    assert keeper([(0.0, 1.0, 1)]).get_delta(1.0) == 1
-    assert keeper([]).get_delta(1.0) == 0
 
 
 @pytest.mark.parametrize(("steps", "delta"), [(1, 1e-5), (10**7, 1e-10), (1, 1e-40)])

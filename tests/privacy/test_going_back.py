@@ -149,7 +149,6 @@ ASKED = {
     "bounds": lambda run, _: run.engine.epsilon_bounds(DELTA),
     "summary": lambda run, _: run.engine.summary(DELTA),
     "accountant": lambda run, _: run.engine.accountant.get_epsilon(DELTA),
-    "delta": lambda run, _: run.engine.accountant.get_delta(1.0),
     "step": lambda run, _: run.train(1),
     "checkpoint": lambda run, folder: run.save(folder / "run.pt"),
     "state": lambda run, _: run.optimizer.state_dict(),
