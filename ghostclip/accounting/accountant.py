@@ -22,7 +22,6 @@ from ghostclip.accounting.history import (
     checked_relation,
     checked_sample_rate,
     counted,
-    guarantee_entry,
     joined,
     times,
     totals,
@@ -196,10 +195,6 @@ class Accountant(IAccountant):
             self.add(("allocation", allocation_entry(sigma, each), count * event.participations))
         else:
             self.add((sigma, event.sample_rate, count))
-
-    def record_guarantee(self, *, epsilon: float, delta: float = 0.0) -> None:
-        """Record a release of any kind that is known to be (ε, δ)-private under this accountant's relation."""
-        self.add(("guarantee", guarantee_entry(epsilon, delta), 1))
 
     def add(self, charge: Charge) -> None:
         """Record releases as an entry of the history, which is not checked."""

@@ -20,7 +20,7 @@ Entry = tuple[float, float, int]
 """(noise multiplier σ, sample rate q, number of consecutive steps with both)."""
 
 OtherEntry = tuple[str, tuple[float, ...], int]
-"""(kind, parameters, number): "truncated_poisson" (σ, q, N, largest batch), "allocation" (σ, t), "guarantee" (ε, δ)."""
+"""(kind, parameters, number): "truncated_poisson" (σ, q, N, largest batch), "allocation" (σ, t)."""
 
 Charge = Entry | OtherEntry
 
@@ -57,14 +57,12 @@ class History:
     relation: str
     steps: tuple[tuple[tuple[float, float], int], ...] = ()  # ((σ, q), count), distinct
     truncated: tuple[tuple[tuple[float, ...], int], ...] = ()  # ((σ, q, N, largest batch), count), distinct
-    guarantees: tuple[tuple[tuple[float, ...], int], ...] = ()  # ((ε, δ), count), distinct
     allocated: tuple[tuple[tuple[float, ...], int], ...] = ()  # ((σ, t), count): each record in one of t steps
 
     @property
     def count(self) -> int:
         """Number of releases."""
-        groups = (self.steps, self.truncated, self.guarantees, self.allocated)
-        return sum(count for group in groups for _, count in group)
+        return sum(count for group in (self.steps, self.truncated, self.allocated) for _, count in group)
 
     @cached_property
     def participation(self) -> float:
@@ -72,11 +70,9 @@ class History:
 
         Privacy:
             It bounds δ at every ε, ε = 0 included: with the complementary probability the outputs do not depend on the
-            record, whatever the relation. An (ε, δ)-private release is 0-private with probability 1 - δ if ε is 0, and
-            else one in which every record takes part.
+            record, whatever the relation.
         """
         rates = [(parameters[1], count) for parameters, count in (*self.steps, *self.truncated)]
-        rates += [(delta if epsilon == 0 else 1.0, count) for (epsilon, delta), count in self.guarantees]
         rates += [(1.0, count) for _, count in self.allocated]
         counts = Counter[float]()
         for rate, count in rates:
@@ -108,7 +104,6 @@ def totals(history: Sequence[Entry], others: Sequence[OtherEntry], relation: str
         relation,
         tuple(sorted(steps.items())),
         tuple(sorted(rest["truncated_poisson"].items())),
-        tuple(sorted(rest["guarantee"].items())),
         tuple(sorted((entry, count) for entry, count in rest["allocation"].items() if entry[0] < math.inf)),
     )
 
@@ -130,7 +125,6 @@ def _checked_other(entry: Sequence[Any]) -> OtherEntry:
     numbers = tuple(float(number) for number in parameters)
     checks: dict[str, Callable[..., tuple[float, ...]]] = {
         "truncated_poisson": truncated_entry,
-        "guarantee": guarantee_entry,
         "allocation": allocation_entry,
     }
     return kind, checks[kind](*numbers), positive_int(count, "count")
@@ -149,13 +143,6 @@ def truncated_entry(noise_multiplier: float, sample_rate: float, records: float,
 def allocation_entry(noise_multiplier: float, steps: float) -> tuple[float, ...]:
     """Return the checked (σ, t) of a round of random allocation."""
     return checked_noise_multiplier(noise_multiplier), float(positive_int(int(steps), "steps"))
-
-
-def guarantee_entry(epsilon: float, delta: float) -> tuple[float, ...]:
-    """Return the checked (ε, δ) of a release with a known guarantee."""
-    if not non_negative(delta, "delta") < 1:
-        raise InvalidOptionError(f"delta={delta!r}: must be below 1.")
-    return (non_negative(epsilon, "epsilon"), float(delta))
 
 
 def checked_noise_multiplier(noise_multiplier: float) -> float:

@@ -227,17 +227,6 @@ def _pooled(step: SampledGaussian, ends: tuple[float, float], cells: tuple[Array
     return DiscretePair(np.append(loss_J[:-1] - np.log1p(mean_J), loss_J[-1]), np.append(mass_J, above))
 
 
-def guaranteed(epsilon: float, delta: float) -> DiscretePair:
-    """Return the pair that dominates every (ε, δ)-private mechanism, and is one.
-
-    Reference:
-        Kairouz, Oh, Viswanath 2015.
-    """
-    likely = 1 / (1 + math.exp(-epsilon))
-    unlikely = math.exp(-epsilon) / (1 + math.exp(-epsilon))
-    return DiscretePair(np.array([-epsilon, epsilon]), np.array([(1 - delta) * unlikely, (1 - delta) * likely]), delta)
-
-
 _SPREAD: Final = 6e-4
 """Share of L's variance that one rounding to the grid may add, times 6: some 1e-3 of ε in all."""
 _LEAST_SIGMA: Final = 0.1

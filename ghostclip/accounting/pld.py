@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from functools import lru_cache, partial
 
+import numpy as np
+
 from ghostclip._validate import probability
 from ghostclip.accounting.accountant import Accountant
 from ghostclip.accounting.contour import Composition
 from ghostclip.accounting.history import History
-from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, allocated, discretised, guaranteed
+from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, allocated, discretised
 from ghostclip.accounting.solve import Bounds, epsilon_bounds
 
 MOST_GROUPS = 1000
@@ -69,9 +71,6 @@ def compose(history: History, direction: str, side: str, cells: Cells) -> Compos
         counts.append(count)
     for (sigma, steps), count in history.allocated:
         pairs.append(allocated(sigma, int(steps), direction, cells, side))
-        counts.append(count)
-    for (epsilon, delta), count in history.guarantees:
-        pairs.append(guaranteed(epsilon, delta))
         counts.append(count)
     return Composition(pairs, counts, gaussian)
 
@@ -134,7 +133,7 @@ def _truncated(step: SampledGaussian, batch: tuple[int, int], relation: str, cel
         return discretised(step, cells, side)
     distance = 1.0 if relation == "zero_out" else 2.0
     revealed = discretised(SampledGaussian(step.sigma / distance, 1.0, "remove"), cells, side)
-    nothing = guaranteed(0.0, 0.0)
+    nothing = DiscretePair(np.zeros(2), np.full(2, 0.5), 0.0)
     return discretised(step, cells, side).mixed_with(nothing.mixed_with(revealed, step.rate), full)
 
 

@@ -127,18 +127,6 @@ def mixed_curves(first: Array, second: Array, share: float, orders: Array) -> Ar
     return np.maximum(log_sum, 0.0) / (orders - 1) * (1 + ROUNDING_MARGIN)
 
 
-def guaranteed_curve(epsilon: float, orders: Array) -> Array:
-    """Return the largest divergence of an ε-private mechanism: that of randomised response.
-
-    Reference:
-        Mironov 2017, Proposition 5.
-    """
-    log_likely, log_unlikely = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
-    likely = orders * log_likely + (1 - orders) * log_unlikely
-    unlikely = orders * log_unlikely + (1 - orders) * log_likely
-    return np.maximum(np.logaddexp(likely, unlikely), 0.0) / (orders - 1) * (1 + ROUNDING_MARGIN)
-
-
 def _log_a_whole(orders: Array, *, rate: float, inverse_variance: float) -> Array:
     """Return log A(α) for whole α: A - 1 = Σ_{i=2}^α C(α,i) q^i (1-q)^(α-i) (exp((i² - i) / 2σ²) - 1)."""
     if not orders.size:
@@ -294,14 +282,12 @@ def _all_steps_epsilon(history: History, delta: float, orders: tuple[float, ...]
 
 
 def _failures(history: History) -> float:
-    """Return a bound of the probability that a release which is only (ε, δ)-private fails to be ε-private."""
-    lost = sum(count * max(pair.infinite for pair in _allocated(*entry)) for entry, count in history.allocated)
-    return float(lost + sum(delta * count for (_, delta), count in history.guarantees))
+    """Return a bound of the probability that a round of random allocation has an infinite loss."""
+    return float(sum(count * max(pair.infinite for pair in _allocated(*entry)) for entry, count in history.allocated))
 
 
 def rdp_of_history(history: History, orders: tuple[float, ...]) -> Array:
     """Return the sum of all releases' Rényi divergences at each order."""
-    # Of (ε, δ)-private ones, that of the ε-private part.
     total = np.zeros(len(orders))
     for (sigma, rate), count in history.steps:
         total += count * _step_curve(sigma, rate, orders, history.relation)
@@ -312,8 +298,6 @@ def rdp_of_history(history: History, orders: tuple[float, ...]) -> Array:
         total += count * mixed_curves(
             _step_curve(sigma, rate, orders, history.relation), displaced, full, np.array(orders)
         )
-    for (epsilon, _), count in history.guarantees:
-        total += count * guaranteed_curve(epsilon, np.array(orders))
     for entry, count in history.allocated:
         total += count * np.maximum(*(_curve_of(pair, np.array(orders)) for pair in _allocated(*entry)))
     return total

@@ -96,7 +96,7 @@ class DPAccountingAccountant(Accountant):
                 "accountant='dp_accounting' needs the package dp-accounting: pip install dp-accounting."
             ) from error
         history = self.whole_history()
-        if history.truncated or history.allocated or history.guarantees or history.relation == "replace_one":
+        if history.truncated or history.allocated or history.relation == "replace_one":
             raise InvalidOptionError(
                 "accountant='dp_accounting': here it knows Poisson and full-batch steps, and zero_out or add_remove. "
                 "Use the default accountant."

@@ -137,7 +137,7 @@ def coordinates_of(module: nn.Module, noise_level: str) -> int:
 
 
 def _sigmas(accountant: Accountant) -> Iterator[tuple[float, int]]:
-    """Yield (σ, number) of all noisy steps; a guarantee that was recorded as such has no σ."""
+    """Yield (σ, number) of all noisy steps."""
     for first, second, count in charges_of(accountant):
         if first == "truncated_poisson":
             yield cast("tuple[float, ...]", second)[0], count

@@ -66,7 +66,7 @@ def test_entries_out_of_range_are_refused_when_they_are_read(name, entry):
 
 
 @pytest.mark.parametrize(
-    "entry", [("guarantee", (math.nan, 0.0), 1), ("guarantee", (1.0, -1.0), 1), ("other", (1.0,), 1), ("guarantee",)]
+    "entry", [("allocation", (math.nan, 4.0), 1), ("allocation", (1.0, -1.0), 1), ("other", (1.0,), 1), ("allocation",)]
 )
 def test_other_entries_out_of_range_are_refused(entry):
     with pytest.raises(InvalidOptionError, match="others is"):

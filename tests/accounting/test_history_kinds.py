@@ -91,24 +91,8 @@ def test_replacing_costs_more_than_zeroing_out_and_renyi_agrees():
     assert replaced.upper <= recorded(event(), relation="replace_one", name="rdp").get_epsilon(DELTA)
 
 
-def test_a_known_guarantee_composes():
-    accountant = create_accountant()
-    accountant.record_guarantee(epsilon=0.7)
-    assert accountant.get_epsilon(DELTA) == pytest.approx(0.7, rel=1e-2)
-    assert accountant.get_epsilon(DELTA) <= 0.7 * (1 + 1e-6)
-    accountant.record_guarantee(epsilon=0.0, delta=2 * DELTA)
-    assert accountant.get_epsilon(DELTA) == math.inf
-    assert create_accountant("rdp").get_epsilon(DELTA) == 0
-    exact = create_accountant("pld")
-    exact.record_guarantee(epsilon=1.0, delta=DELTA)
-    assert 1 <= exact.get_epsilon(DELTA) <= 1 + 1e-11
-    accountant.step(noise_multiplier=1.0, sample_rate=0.01)
-    assert 0.6 < accountant.get_epsilon(1e-3) < 5
-
-
 def test_state_with_everything_survives():
     accountant = recorded(event(), event("truncated_poisson", truncation=150))
-    accountant.record_guarantee(epsilon=0.5, delta=1e-9)
     state = accountant.state_dict()
     again = create_accountant("rdp")
     again.load_state_dict(state)

@@ -151,8 +151,8 @@ def test_what_is_refused(tmp_path):
 
 def test_releases_that_step_cannot_say_are_refused_before_they_happen():
     training = Training(PrivacyEngine())
-    training.engine.accountant.record_guarantee(epsilon=0.1)
-    with pytest.raises(InvalidOptionError, match="not releases of kind 'guarantee'"):
+    training.engine.accountant.add(("allocation", (1.0, 4.0), 1))
+    with pytest.raises(InvalidOptionError, match="not releases of kind 'allocation'"):
         training.engine.accountant = Duck()
 
 

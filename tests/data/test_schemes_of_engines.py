@@ -218,7 +218,7 @@ def test_what_the_user_records_beside_the_training_counts_in_budgets():
     """A noisy hyper-parameter search recorded by hand, after the budget had worked out how many steps fit."""
     run = Run("poisson", budget=Budget(epsilon_of("poisson", 40), DELTA))
     run.train(2)
-    run.engine.accountant.record_guarantee(epsilon=1.0)
+    run.engine.accountant.step(noise_multiplier=4.0, sample_rate=1.0)
     with pytest.raises(BudgetExceededError):
         run.until_spent()
     assert run.engine.get_epsilon(DELTA) <= epsilon_of("poisson", 40)
