@@ -8,23 +8,17 @@ beside it that could outlive an aborted loop or run ahead of prefetching workers
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ghostclip import _validate
-from ghostclip.data.physical_batch_size import (
-    FixedSize,
-    SizePolicy,
-    find_max_physical_batch_size,
-    largest_batch,
-    learned_size,
-)
+from ghostclip.data.physical_batch_size import FixedSize, SizePolicy, largest_batch, learned_size
 from ghostclip.data.physical_batches import run_in_parts
 from ghostclip.data.sampler import PrivateSampler, Records
 from ghostclip.data.torch_loader import TakenAsItIs, started, worker_options
@@ -189,12 +183,9 @@ class BatchMemoryManager:
         The released values have the same distribution as without it. A logical batch that is left half-way is never
         released.
 
-    With `max_physical_batch_size="auto"`:
-
-    - given `trial_step`, sizes are tried before the loop (`find_max_physical_batch_size`); its gradients are dropped;
-    - without it, the first real physical batches are measured: they start at one sample and grow while the budget
-      allows, so nothing is computed twice. On CUDA that never provokes an out-of-memory error to recover from, so the
-      budget is a share of the free memory there too.
+    With `max_physical_batch_size="auto"` the first real physical batches are measured: they start at one sample and
+    grow while the budget allows, so nothing is computed twice. On CUDA that never provokes an out-of-memory error to
+    recover from, so the budget is a share of the free memory there too.
 
     A batch that runs out of memory all the same is tried again in parts if the loop lets the loader run it::
 
@@ -208,9 +199,8 @@ class BatchMemoryManager:
         data_loader: The loader of logical batches, as `PrivacyEngine.make_private` returns it.
         max_physical_batch_size: The largest physical batch, or "auto".
         optimizer: The private optimizer.
-        trial_step: Runs forward and backward on that many samples of the largest shape to come; only for "auto".
-        memory_budget: Bytes that "auto" may fill on top of what is in use; None for half of what is available (with
-            `trial_step` on CUDA: all of the device).
+        trial_step: Of no effect, and warns: real batches are measured.
+        memory_budget: Bytes that "auto" may fill on top of what is in use; None for half of what is available.
 
     Raises:
         InvalidOptionError: If an option is out of range, or given without "auto".
@@ -245,16 +235,16 @@ class BatchMemoryManager:
         self.max_physical_batch_size = max_physical_batch_size
         if max_physical_batch_size != "auto":
             self.max_physical_batch_size = _validate.positive_int(max_physical_batch_size, "max_physical_batch_size")
-            if trial_step is not None or memory_budget is not None:
-                raise InvalidOptionError(
-                    "trial_step and memory_budget only say how to find max_physical_batch_size='auto'."
-                )
+            if memory_budget is not None:
+                raise InvalidOptionError("memory_budget only says how to find max_physical_batch_size='auto'.")
         elif optimizer.clipper.is_sharded:
             raise InvalidOptionError(
                 "max_physical_batch_size='auto' with a model that several ranks hold in parts: each would find its own "
                 "size, and they must run the model equally often. Give a number, the same on every rank."
             )
-        self._trial_step = trial_step
+        if trial_step is not None:
+            message = "trial_step: of no effect, as max_physical_batch_size='auto' measures the first real batches."
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
         self._memory_budget = memory_budget
         self._policy: SizePolicy | None = None
 
@@ -292,27 +282,9 @@ class BatchMemoryManager:
         return float(len(self.data_loader.dataset)) if expected is None else expected  # type: ignore[arg-type]
 
     def _make_policy(self) -> SizePolicy:
-        """Fix the size, find it, or start to learn it."""
+        """Fix the size, or start to learn it."""
         if isinstance(self.max_physical_batch_size, int):
             return FixedSize(self.max_physical_batch_size)
         device = self.optimizer.params[0].device
         upper = largest_batch(self._expected_batch_size())
-        if self._trial_step is not None:
-            return FixedSize(self._rehearse(self._trial_step, upper, device))
         return learned_size(upper=upper, memory_budget=self._memory_budget, device=device)
-
-    def _rehearse(self, trial_step: Callable[[int], object], upper: int, device: torch.device) -> int:
-        """Find the size with the user's trial step, which runs forward and backward on a number of samples."""
-        # The inner optimizer makes its state in the first real step (Adam: two tensors a parameter); keep room for it.
-        missing = 0 if self.optimizer.state else 2
-        room = [torch.ones_like(p) for p in self.optimizer.params if p.requires_grad for _ in range(missing)]
-
-        def step(size: int) -> None:
-            # As `run` does: sums that exist are copied before something is added to them.
-            with self.optimizer.clipper.savepoint():
-                trial_step(size)
-
-        with self.optimizer.rehearsal():
-            size = find_max_physical_batch_size(step, upper=upper, memory_budget=self._memory_budget, device=device)
-        del room
-        return size

@@ -370,9 +370,12 @@ class PrivateRun:
         """Run a forward and backward whose sums are dropped; the engine's checks see it."""
         assert self.optimizer is not None, "made private before the first step"
         clipper = self.optimizer.clipper
-        with without_trace(clipper.model), self.optimizer.rehearsal():
-            clipper.backward(losses())
+        try:
+            with without_trace(clipper.model):
+                clipper.backward(losses())
+        finally:
             clipper.reset()
+            self.optimizer.zero_grad()
 
     def close(self) -> None:
         """End the pass over the data, whose rest is dropped, and leave the model as it was."""

@@ -117,7 +117,6 @@ class DPOptimizer(WrappedOptimizer):
         self.releases = 0
         self.noise_source = _chosen_noise(noise_source, clipper, generator=generator, secure_mode=secure_mode)
         self._collected = collector(clipper, self.noise_source)
-        self._rehearsing = False
         self.rounds = 0
         self.round_has_released = False
         self._warned: set[str] = set()
@@ -311,7 +310,7 @@ class DPOptimizer(WrappedOptimizer):
         try:
             with self._agreeing():
                 self._require_gradient()
-            if self._batch.skip_next or self._rehearsing:
+            if self._batch.skip_next:
                 self._batch.close_virtual_step(self.clipper.generation)
                 return False
             self._release()
@@ -603,22 +602,6 @@ class DPOptimizer(WrappedOptimizer):
             _log.warning("a logical batch was left before it was released; its clipped sum is dropped")
             self.clipper.reset()
         self._batch.clear()
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Let steps run for the sake of measuring: nothing is released or counted, and their sums are dropped.
-
-        Yields:
-            Nothing.
-        """
-        self.discard_pending()
-        self._rehearsing = True
-        try:
-            yield
-        finally:
-            self._rehearsing = False
-            self._batch.clear()
-            self.zero_grad()
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Say whether an optimizer is the one that this one wraps.

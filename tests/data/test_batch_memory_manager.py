@@ -208,20 +208,6 @@ def test_auto_learns_from_the_real_steps():
     assert training.releases == 2
 
 
-def test_auto_rehearses_a_trial_step_and_releases_nothing():
-    training, tried = Training(sigma=1.0, expected=16.0), []
-
-    def trial_step(samples: int) -> None:
-        tried.append(samples)
-        training.step([torch.randn(samples, 5), torch.zeros(samples, dtype=torch.long)])
-
-    before = parameters_of(training.model)
-    with manager(training, [0, 1], size="auto", trial_step=trial_step, memory_budget=2**30) as loader:
-        assert training.releases == 0
-        assert training.noise.stds == []
-        assert torch.equal(parameters_of(training.model), before)
-        assert not training.clipper.has_clipped_sum
-        assert tried == [1, 2, 1, 2, 4, 8, 16, 32, 40]
-        for batch in loader:
-            training.step(batch)
-    assert training.releases == 1
+def test_a_trial_step_has_no_effect_and_warns():
+    with pytest.warns(DeprecationWarning, match="measures the first real batches"):
+        manager(Training(sigma=1.0, expected=16.0), [0, 1], size="auto", trial_step=lambda _: None)
