@@ -77,8 +77,8 @@ class DPAccountingAccountant(Accountant):
         """Return dp-accounting's ε, and our lower bound."""
         delta = probability(delta, "delta")
         history = self.whole_history()
-        known = history.participation <= delta
-        upper = 0.0 if known else _number(self._composed().get_epsilon(delta), worst=math.inf)
+        epsilon = 0.0 if history.participation <= delta else float(self._composed().get_epsilon(delta))
+        upper = math.inf if math.isnan(epsilon) else max(0.0, epsilon)
         return Bounds(min(upper, pld_epsilon(history, delta).lower), upper)
 
     def _composed(self) -> Any:
@@ -100,10 +100,6 @@ class DPAccountingAccountant(Accountant):
             event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
             accountant.compose(event, count)
         return accountant
-
-
-def _number(value: float, *, worst: float) -> float:
-    return max(0.0, float(value)) if not math.isnan(value) else worst
 
 
 MATTERS = 1e-3

@@ -233,8 +233,10 @@ class BatchMemoryManager:
         self.data_loader = data_loader
         self.optimizer = optimizer
         self.max_physical_batch_size = max_physical_batch_size
+        self._policy: SizePolicy | None = None
         if max_physical_batch_size != "auto":
             self.max_physical_batch_size = _validate.positive_int(max_physical_batch_size, "max_physical_batch_size")
+            self._policy = FixedSize(self.max_physical_batch_size)
             if memory_budget is not None:
                 raise InvalidOptionError("memory_budget only says how to find max_physical_batch_size='auto'.")
         elif optimizer.clipper.is_sharded:
@@ -246,7 +248,6 @@ class BatchMemoryManager:
             message = "trial_step: of no effect, as max_physical_batch_size='auto' measures the first real batches."
             warnings.warn(message, DeprecationWarning, stacklevel=3)
         self._memory_budget = memory_budget
-        self._policy: SizePolicy | None = None
 
     @property
     def physical_batch_size(self) -> int:
@@ -255,15 +256,14 @@ class BatchMemoryManager:
         Raises:
             InvalidOptionError: Before the `with` block is entered, for "auto".
         """
-        if self._policy is not None:
-            return self._policy.size
-        if isinstance(self.max_physical_batch_size, int):
-            return self.max_physical_batch_size
-        raise InvalidOptionError("max_physical_batch_size='auto' is found when the `with` block is entered.")
+        if self._policy is None:
+            raise InvalidOptionError("max_physical_batch_size='auto' is found when the `with` block is entered.")
+        return self._policy.size
 
     def __enter__(self) -> PhysicalBatchLoader:
         if self._policy is None:
-            self._policy = self._make_policy()
+            device, upper = self.optimizer.params[0].device, largest_batch(self._expected_batch_size())
+            self._policy = learned_size(upper=upper, memory_budget=self._memory_budget, device=device)
         return PhysicalBatchLoader(
             self.data_loader,
             optimizer=self.optimizer,
@@ -280,11 +280,3 @@ class BatchMemoryManager:
         """Return the expected size of a logical batch."""
         expected = self.optimizer.expected_batch_size
         return float(len(self.data_loader.dataset)) if expected is None else expected  # type: ignore[arg-type]
-
-    def _make_policy(self) -> SizePolicy:
-        """Fix the size, or start to learn it."""
-        if isinstance(self.max_physical_batch_size, int):
-            return FixedSize(self.max_physical_batch_size)
-        device = self.optimizer.params[0].device
-        upper = largest_batch(self._expected_batch_size())
-        return learned_size(upper=upper, memory_budget=self._memory_budget, device=device)

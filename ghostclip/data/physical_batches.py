@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -113,7 +113,8 @@ def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
             return picked if type(item) is dict else type(item)(picked)  # type: ignore[call-arg]
         if isinstance(item, (list, tuple)):
             plain = len(item) == size and not any(isinstance(entry, (torch.Tensor, list, tuple)) for entry in item)
-            return _like(item, item[rows] if plain else (pick(entry) for entry in item))
+            entries = item[rows] if plain else [pick(entry) for entry in item]
+            return type(item)(*entries) if hasattr(item, "_fields") else type(item)(entries)
         return item
 
     picked = pick(batch)
@@ -123,11 +124,6 @@ def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
             "Use a max_physical_batch_size that takes it whole."
         )
     return picked
-
-
-def _like(item: Any, entries: Iterator[Any] | Any) -> Any:
-    """Return entries in a sequence of the same type, named tuples included."""
-    return type(item)(*entries) if hasattr(item, "_fields") else type(item)(entries)
 
 
 class PhysicalBatches:

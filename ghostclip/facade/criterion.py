@@ -184,8 +184,8 @@ class PrivateCriterion(_Wrapper):
         if not isinstance(values, torch.Tensor) or values.dim() == 0:
             raise LossReductionError(
                 f"criterion {self._name()}: returned {values!r:.60}, not one loss per sample. Use a criterion whose "
-                "`reduction` is all that reduces (one that adds up others has theirs), or one that returns a tensor whose "
-                "first axis is the batch; or leave criterion= out, and a mean over samples is clipped as it is."
+                "`reduction` is all that reduces (one that adds up others has theirs), or one that returns a tensor "
+                "whose first axis is the batch; or leave criterion= out: a mean over samples is clipped as it is."
             )
         keep = self._counted(values, args, kwargs)
         if shape is not None and values.shape[0] == shape[0] * shape[1]:

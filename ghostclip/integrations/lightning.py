@@ -209,9 +209,6 @@ class DPLightningDataModule:
         self.datamodule.load_state_dict(state_dict)
 
 
-_ENTIRE = 1.0
-
-
 # Options of `PrivacyArguments` that a callback takes.
 _SHARED: Final = (
     "target_epsilon", "noise_multiplier", "target_delta", "planned_epochs", "clipping", "grad_sample_mode",
@@ -538,7 +535,7 @@ class PrivacyCallback:
         """Return the releases of the whole training, as Lightning counts them; None where it does not know."""
         assert self.training.loader is not None, "the loader is made first"
         length, limit = len(self.training.loader), trainer.limit_train_batches
-        per_epoch = min(length, limit) if isinstance(limit, int) else int(length * (limit or _ENTIRE))
+        per_epoch = min(length, limit) if isinstance(limit, int) else int(length * (limit or 1.0))
         bounds = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             bounds.append(trainer.max_epochs * per_epoch)
