@@ -351,9 +351,24 @@ def common_factors(path: Path, row_map: RowMap | None, batch_size: int, axis: in
         if is_single and factors.sizes is not None:
             # Below the place where single samples were put together it is one sample's own.
             continue
+        if factors.is_matrix and _has_samples(factors.values, batch_size):
+            continue
         behind = any(id(step) in over and set(sample_axes(step.sizes)) <= set(step.axes) for step in deeper)
         if behind or factors.sizes is None or _lacks_samples(factors, sample_axes(factors.sizes)):
-            yield number, factors.values
+            yield number, _unrepeated(factors.values)
+
+
+def _unrepeated(values: Tensor) -> Tensor:
+    """Return values once along the axes that they were expanded along, be it over as many samples as there are."""
+    return values[tuple(slice(None) if stride else slice(1) for stride in values.stride())]
+
+
+def _has_samples(matrix: Tensor, batch_size: int) -> bool:
+    """Return whether a matrix has rows or columns for each sample, or is one of as many as there are samples."""
+    # Or several times as many: heads of samples are folded.
+    if matrix.dim() > 2:
+        return matrix.shape[0] % batch_size == 0 and matrix.stride(0) != 0
+    return any(size == batch_size and stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
 
 
 def _possible_axes(sizes: tuple[int, ...], batch_size: int, axis: int, *, turned: bool) -> list[int]:

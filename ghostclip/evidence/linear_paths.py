@@ -53,6 +53,14 @@ _OF_CLASSES: Final = CLASSES | {"MultiMarginLossBackward0"}
 _WEIGHTS: Final = dict.fromkeys((*_OF_CLASSES, "BinaryCrossEntropyBackward0"), ("weight",)) | {
     "BinaryCrossEntropyWithLogitsBackward0": ("weight", "pos_weight")
 }
+# Products with something outside the graph, and where they keep what may be it: of matrices, and of single values.
+_PRODUCTS: Final = {
+    "MvBackward0": ("self", "vec"), "MmBackward0": ("self", "mat2"), "BmmBackward0": ("self", "mat2"),
+    "AddmvBackward0": ("mat", "vec"), "AddmmBackward0": ("mat1", "mat2"), "BaddbmmBackward0": ("batch1", "batch2"),
+}  # fmt: skip
+_SINGLY: Final = {
+    "LerpBackward1": ("weight",), "AddcmulBackward0": ("tensor1", "tensor2"), "AddcdivBackward0": ("tensor1", "tensor2")
+}  # fmt: skip
 # More ways than this through the end of a loss are not followed.
 _MAX_STEPS: Final = 20_000
 
@@ -110,6 +118,7 @@ class Factors:
     values: Tensor
     sizes: tuple[int, ...] | None  # of what it is multiplied with; None of weights of classes
     depth: int  # how many reductions lie between the scalar and it
+    is_matrix: bool = False  # whether it is multiplied in a product of matrices
 
 
 @dataclass(frozen=True)
@@ -168,9 +177,11 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
         if node is None:
             continue
         name = node.name()
-        following = None if is_output(edge) else _follow(edge, name, path)
+        is_end = is_output(edge)
+        following = None if is_end else _follow(edge, name, path)
         if following is None:
-            yield _ended(edge, name, path)
+            more = () if is_end else _products_at(edge, name, path)
+            yield _ended(edge, name, replace(path, factors=(*path.factors, *more)) if more else path)
         else:
             pending += [
                 (onward, _reached_by(then, (edge, len(path.picked), path.way))) for onward, then in reversed(following)
@@ -235,6 +246,16 @@ def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
         Factors(weights, sizes, depth)
         for attribute in _WEIGHTS[name]
         if isinstance(weights := _torch.saved_or(node, attribute, None), Tensor)
+    ]
+
+
+def _products_at(edge: Edge, name: str, path: Path) -> list[Factors]:
+    """Return the constants that a product at the end of the linear part was given."""
+    sizes, depth = None if name in _PRODUCTS else shape_at(edge) or (), len(path.reduced)
+    return [
+        Factors(constant, sizes, depth, is_matrix=name in _PRODUCTS)
+        for attribute in (*_PRODUCTS.get(name, ()), *_SINGLY.get(name, ()))
+        if isinstance(constant := _torch.saved_or(edge[0], attribute, None), Tensor) and not constant.requires_grad
     ]
 
 

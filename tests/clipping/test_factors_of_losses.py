@@ -128,6 +128,14 @@ SEVERAL = {
     "features, kept axes": lambda z, y, w: (z.square() * w.unsqueeze(0)).sum(1).mean(),
     "features of a mean": lambda z, y, w: (z.square().mean(0) * w).sum(),
     "features of losses": lambda z, y, w: (z.square() * w).sum(1),
+    "features, expanded": lambda z, y, w: (z.square() * w.expand_as(z)).sum(1).mean(),
+    "a product": lambda z, y, w: (z.square() @ w).mean(),
+    "a product of losses": lambda z, y, w: z.square() @ w,
+    "a product of matrices": lambda z, y, w: functional.linear(z.square(), w[None], torch.ones_like(w[:1])).mean(),
+    "a product for each sample": lambda z, y, w: torch.bmm(z[:, None], w[None, :, None].expand(len(z), -1, -1)).mean(),
+    "an einsum": lambda z, y, w: torch.einsum("bk,k->b", z.square(), w).mean(),
+    "lerp": lambda z, y, w: torch.lerp(z.abs(), z.square(), w).sum(1).mean(),
+    "addcmul": lambda z, y, w: torch.addcmul(z.abs(), z.square(), w).sum(1).mean(),
     "features that are chosen": lambda z, y, w: torch.where(w > 0.6, z.square(), 0.0).mean(),
     "features that are filled": lambda z, y, w: z.square().masked_fill(w > 0.6, 0.0).sum(1),
     "classes": lambda z, y, w: functional.cross_entropy(z, y, weight=w, reduction="none").mean(),
@@ -335,3 +343,24 @@ def test_weights_of_samples_in_a_square(name, positions):
     with ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
         for size in (3, 3, 4, 4):
             clipper.backward(IN_A_SQUARE[name](model(torch.randn(size, positions, 4)), torch.rand(size)))
+
+
+OWN = {
+    "a vector for each sample": lambda z, y: torch.bmm(y[:, None], z[:, :, None]).mean(),
+    "a vector for each sample, added": lambda z, y: torch.baddbmm(z[:, :1, None], y[:, None], z[:, :, None]).mean(),
+    "an einsum": lambda z, y: torch.einsum("bk,bk->b", z.square(), y).mean(),
+    "lerp": lambda z, y: torch.lerp(z.abs(), z.square(), y).sum(1).mean(),
+    "addcmul": lambda z, y: torch.addcmul(z.abs(), z.square(), y).sum(1).mean(),
+    "public": lambda z, y: (z.square() @ torch.tensor([0.5, 2.0, 1.0], dtype=z.dtype)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_each_sample_has_of_its_own_may_stand_in_a_product(name):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    with ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
+        for size in (5, 3, 4, 7, 5):
+            x, y = torch.randn(size, 4, dtype=torch.float64), torch.rand(size, 3, dtype=torch.float64)
+            clipper.backward(OWN[name](model(x), y))
+            assert clipper.batch_size == size
