@@ -54,13 +54,12 @@ _WEIGHTS: Final = dict.fromkeys((*_OF_CLASSES, "BinaryCrossEntropyBackward0"), (
     "BinaryCrossEntropyWithLogitsBackward0": ("weight", "pos_weight")
 }
 # Products with something outside the graph, and where they keep what may be it: of matrices, and of single values.
-_PRODUCTS: Final = {
+_MATRICES: Final = {
     "MvBackward0": ("self", "vec"), "MmBackward0": ("self", "mat2"), "BmmBackward0": ("self", "mat2"),
     "AddmvBackward0": ("mat", "vec"), "AddmmBackward0": ("mat1", "mat2"), "BaddbmmBackward0": ("batch1", "batch2"),
 }  # fmt: skip
-_SINGLY: Final = {
-    "LerpBackward1": ("weight",), "AddcmulBackward0": ("tensor1", "tensor2"), "AddcdivBackward0": ("tensor1", "tensor2")
-}  # fmt: skip
+_OPERANDS: Final = _MATRICES | {"LerpBackward1": ("weight",)}
+_OPERANDS.update(dict.fromkeys(("AddcmulBackward0", "AddcdivBackward0"), ("tensor1", "tensor2")))
 # More ways than this through the end of a loss are not followed.
 _MAX_STEPS: Final = 20_000
 
@@ -180,8 +179,7 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
         is_end = is_output(edge)
         following = None if is_end else _follow(edge, name, path)
         if following is None:
-            more = () if is_end else _products_at(edge, name, path)
-            yield _ended(edge, name, replace(path, factors=(*path.factors, *more)) if more else path)
+            yield _ended(edge, name, path if is_end or name not in _OPERANDS else _with_operands(edge, name, path))
         else:
             pending += [
                 (onward, _reached_by(then, (edge, len(path.picked), path.way))) for onward, then in reversed(following)
@@ -249,14 +247,16 @@ def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
     ]
 
 
-def _products_at(edge: Edge, name: str, path: Path) -> list[Factors]:
-    """Return the constants that a product at the end of the linear part was given."""
-    sizes, depth = None if name in _PRODUCTS else shape_at(edge) or (), len(path.reduced)
-    return [
-        Factors(constant, sizes, depth, is_matrix=name in _PRODUCTS)
-        for attribute in (*_PRODUCTS.get(name, ()), *_SINGLY.get(name, ()))
-        if isinstance(constant := _torch.saved_or(edge[0], attribute, None), Tensor) and not constant.requires_grad
+def _with_operands(edge: Edge, name: str, path: Path) -> Path:
+    """Return a path with the constants that the product at its end was given."""
+    is_matrix, depth = name in _MATRICES, len(path.reduced)
+    constants = (_torch.saved_or(edge[0], attribute, None) for attribute in _OPERANDS[name])
+    more = [
+        Factors(constant, None if is_matrix else shape_at(edge) or (), depth, is_matrix=is_matrix)
+        for constant in constants
+        if isinstance(constant, Tensor) and not constant.requires_grad
     ]
+    return replace(path, factors=(*path.factors, *more))
 
 
 def _loss_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
