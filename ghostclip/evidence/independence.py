@@ -96,18 +96,23 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
         before.restore()
         again = plain(batch.inputs)
         every = range(batch.size)
-        if (
-            base
-            and not before.drawn()
-            and _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(base, again)
-        ):
-            raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
+        if base and not before.drawn():
+            outputs = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest)
+            if outputs.differ(base, again) and outputs.differ(base, _with_gradients(plain, batch, before)):
+                raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
         return _changed(plain, asked, again, unchecked, before, coarsest)
 
     changed, raised = tried(model, batch, look, passing=GhostClipError)
     if raised:
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     return changed or ""
+
+
+def _with_gradients(plain: Run, batch: Batch, before: Randomness) -> list[Tensor]:
+    """Return the outputs of a run with gradients, whose kernels may round otherwise than those of one without."""
+    before.restore()
+    with torch.enable_grad():
+        return plain(batch.inputs)
 
 
 def tried(

@@ -164,6 +164,31 @@ def test_mixing_in_an_autocast_within_the_model_is_refused(strategy):
             clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
 
 
+class _Thresholds(nn.Module):
+    """A model that chooses by what rounding decides: otherwise where no gradient is asked for."""
+
+    def __init__(self, *, mixing=False):
+        super().__init__()
+        self.first, self.second, self.mixing = nn.Linear(6, 8), nn.Linear(8, 3), mixing
+
+    def forward(self, x):
+        hidden = self.first(x)
+        output = self.second(hidden.relu() if torch.is_grad_enabled() else hidden.tanh())
+        return output + output.detach().mean(0) if self.mixing else output
+
+
+def test_a_choice_that_rounding_makes_is_no_other_course(strategy):
+    with ghostclip.GhostClipper(_Thresholds(), max_grad_norm=0.1, strategy=strategy) as clipper:
+        clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
+        assert clipper.batch_size == 6
+
+
+def test_mixing_beside_such_a_choice_is_refused(strategy):
+    with ghostclip.GhostClipper(_Thresholds(mixing=True), max_grad_norm=0.1, strategy=strategy) as clipper:
+        with pytest.raises(SampleMixingError):
+            clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
+
+
 def test_two_backwards_with_and_without_a_batch_are_told_apart_in_a_hook():
     change = MIXING["unit norm"]()
 
