@@ -43,6 +43,7 @@ from ghostclip.capture.tracked import (
     LOOKED_AT,
     Operation,
     TrackedTensor,
+    asked_for_gradient,
     hooked,
     plain,
     sets_hook,
@@ -559,6 +560,8 @@ class CaptureContext:
     ) -> Any:
         """Decide on an operation that has no cached decision, and run it."""
         forward, name = self.forward, operation_name(func)
+        if func is torch.autograd.grad:
+            raise UncoveredParameterError(asked_for_gradient((args, kwargs)))
         # Reentrant checkpointing runs its forward without gradients first.
         without_grad = not torch.is_grad_enabled()
         if without_grad:
