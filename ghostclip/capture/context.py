@@ -669,8 +669,10 @@ class CaptureContext:
         """Return whether the backward that runs is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
         # Proofs run single nodes outside any.
-        runs = _torch.in_backward()
-        return runs and (self.forward.ran_without_grad or _torch.will_run(accumulation_node(self._anchor)))
+        if not _torch.in_backward():
+            return False
+        hidden = self.forward.ran_without_grad and _torch.is_full_backward()
+        return hidden or _torch.will_run(accumulation_node(self._anchor))
 
     def run_backward(
         self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None]
