@@ -328,6 +328,11 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def is_full_backward() -> bool:
+    """Return whether the backward that is running is for all leaves: ``torch.autograd._is_checkpoint_valid``."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
 def at_the_end(call: Callable[[], None]) -> None:
     """Call a function once the backward that is running has ended: ``Variable._execution_engine.queue_callback``."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

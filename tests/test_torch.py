@@ -466,6 +466,20 @@ def test_will_run_is_not_told_where_nothing_is_accumulated():
         torch.autograd.grad(y.sum(), [x])
 
 
+def test_is_full_backward_in_one_that_no_inputs_restrict():
+    x, other, seen = _leaf(3), _leaf(3), []
+
+    def loss() -> torch.Tensor:
+        y = x * other
+        y.register_hook(lambda _: seen.append(_torch.is_full_backward()))
+        return y.sum()
+
+    loss().backward()
+    torch.autograd.grad(loss(), [x])
+    loss().backward(inputs=[other])
+    assert seen == [True, False, False]
+
+
 def test_at_the_end_runs_after_all_gradients_are_there():
     x, seen = _leaf(3), []
     y = x * 2

@@ -43,6 +43,7 @@ from ghostclip.capture.tracked import (
     LOOKED_AT,
     Operation,
     TrackedTensor,
+    asked_for_gradient,
     hooked,
     plain,
     sets_hook,
@@ -562,6 +563,8 @@ class CaptureContext:
     ) -> Any:
         """Decide on an operation that has no cached decision, and run it."""
         forward, name = self.forward, operation_name(func)
+        if func is torch.autograd.grad:
+            raise UncoveredParameterError(asked_for_gradient((args, kwargs)))
         # Reentrant checkpointing runs its forward without gradients first.
         without_grad = not torch.is_grad_enabled()
         if without_grad:
@@ -672,8 +675,10 @@ class CaptureContext:
         """Return whether the backward that runs is for the parameters, not for inputs alone."""
         # Reentrant checkpointing hides the anchor from the outer graph, and accepts no backward for inputs alone.
         # Proofs run single nodes outside any.
-        runs = _torch.in_backward()
-        return runs and (self.forward.ran_without_grad or _torch.will_run(accumulation_node(self._anchor)))
+        if not _torch.in_backward():
+            return False
+        hidden = self.forward.ran_without_grad and _torch.is_full_backward()
+        return hidden or _torch.will_run(accumulation_node(self._anchor))
 
     def run_backward(
         self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None]

@@ -315,6 +315,8 @@ class RowTracker(TorchFunctionMode):
     ) -> None:
         """Note the rows of a selection."""
         base = args[0] if args else kwargs["input"]
+        if "index" in kwargs:
+            args, kwargs = (base, *args[1:], *(kwargs[name] for name in ("dim", "index") if name in kwargs)), {}
         self._note_columns(func, args, outputs[0])
         before = self._known(base)
         if before is not None:

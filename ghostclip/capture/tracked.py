@@ -174,6 +174,17 @@ def without_samples(tree: Any) -> str:
     )
 
 
+def asked_for_gradient(tree: Any) -> str:
+    """Return the error text for ``torch.autograd.grad`` with respect to parameters in a forward, or in its backward."""
+    names = ", ".join(dict.fromkeys(name for tracked in tracked_leaves(tree) for name in tracked.origin.names))
+    return (
+        f"the model asks torch.autograd.grad for the gradient of parameter '{names}' (an inner training, or a backward "
+        "function that runs a part of the model again, as odeint_adjoint of torchdiffeq does): that gradient is of all "
+        "samples together. Compute the output without it (odeint in the place of odeint_adjoint), or freeze the "
+        "parameter."
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """A torch function with its arguments, some of them tracked."""

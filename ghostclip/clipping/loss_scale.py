@@ -60,7 +60,8 @@ def counted_positions(
         share_B, rounding = _shares(path.loss, row_map, batch_size), 0.0
     elif any(number.divides and not number.plain for number in path.numbers) and row_map.kind != "one":
         factor = prod(number.factor for number in path.numbers)
-        share_B, rounding = _weights(path, row_map, batch_size, roots, grads) / factor, TOLERANCE
+        gradient = _at_first_pick(path, roots, grads)
+        share_B, rounding = _weights(path, row_map, batch_size, gradient) / factor, TOLERANCE
     else:
         return 0
     are_equal = torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=rounding, atol=0.0)
@@ -75,7 +76,11 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
     # way.
     share_B = None
     if picked:
-        share_B = _weights(path, row_map, batch_size, roots, grads)
+        gradient = _at_first_pick(path, roots, grads)
+        share_B = _weights(path, row_map, batch_size, gradient)
+        if not _are_equal(share_B):
+            # Samples may have factors of their own, if as many values of each were picked.
+            share_B = _weights(path, row_map, batch_size, torch.ones_like(gradient))
     elif _torch.has_saved(path.loss, "total_weight"):
         share_B = None if _all_count(path.loss, batch_size, row_map) else _shares(path.loss, row_map, batch_size)
     elif row_map.kind == "gathered" and row_map.samples is not None:
@@ -83,11 +88,15 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
     for step in path.reduced:
         if step.kind == "mean" and not picked and len(path.reduced) == 1 and prod(step.sizes) % batch_size:
             raise LossReductionError(not_over_samples(step.count, batch_size))
-    if share_B is None or torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0):
+    if share_B is None or _are_equal(share_B):
         return
     if picked or row_map.kind == "gathered":
         raise LossReductionError(not_over_samples(path.reduced[-1].count, batch_size))
     raise LossReductionError(_uneven(path.loss, share_B))
+
+
+def _are_equal(share_B: Tensor) -> bool:
+    return torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0)
 
 
 def _uneven(loss: Any, share_B: Tensor) -> str:
@@ -131,12 +140,16 @@ def _shares(loss: Any, row_map: RowMap, batch_size: int) -> Tensor:
     return _by_sample(share.masked_fill(target == ignored, 0.0), row_map, max(0, row_map.axis - 1), batch_size)
 
 
-def _weights(path: Path, row_map: RowMap, batch_size: int, roots: Any, grads: Any) -> Tensor:
-    """Return the sum of the factors of each sample's values in the loss, float64."""
-    # Of what was picked: the rest of the values may be in another term, whose factors are no business of this one's.
+def _at_first_pick(path: Path, roots: Any, grads: Any) -> Tensor:
+    """Return the gradient of the first values on a path that were picked."""
+    # The rest of the values may be in another term, whose factors are no business of this one's.
+    first = path.from_the_first_pick()[0]
+    return torch.autograd.grad(roots, [GradientEdge(*first)], list(grads) or None, retain_graph=True)[0]
+
+
+def _weights(path: Path, row_map: RowMap, batch_size: int, gradient: Any) -> Tensor:
+    """Return the sum of the factors of each sample's values, given those of what was picked, float64."""
     first, *behind = path.from_the_first_pick()
-    gradient: Any
-    (gradient,) = torch.autograd.grad(roots, [GradientEdge(*first)], list(grads) or None, retain_graph=True)
     with torch.no_grad():
         for edge in behind:
             onward = _torch.run_node(first[0], {first[1]: gradient})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Sequence
@@ -33,16 +34,24 @@ _PRIVATE_AGAIN = (
 
 def refuse_unfit(optimizer: Optimizer) -> None:
     """Refuse optimizers that need more than one gradient per step, or a sparse one."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidOptionError(
-            "optimizer=LBFGS evaluates the loss several times in one step, and each evaluation would be a release of "
-            "its own. Use an optimizer that takes one gradient per step."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise InvalidOptionError(
-            "optimizer=SparseAdam takes sparse gradients, and a release has noise in every entry. Use Adam; a table's "
-            "sparse=True may stay."
-        )
+    for one in getattr(optimizer, "members", (optimizer,)):
+        if _evaluates(one):
+            raise InvalidOptionError(
+                f"optimizer={type(one).__name__} evaluates the loss itself, several times in one step (a closure, or "
+                "first_step() and second_step()), and each evaluation would be a release of its own. Use an optimizer "
+                "that takes one gradient per step, which may be the one that it wraps."
+            )
+        if isinstance(one, torch.optim.SparseAdam):
+            raise InvalidOptionError(
+                "optimizer=SparseAdam takes sparse gradients, and a release has noise in every entry. Use Adam; a "
+                "table's sparse=True may stay."
+            )
+
+
+def _evaluates(optimizer: Optimizer) -> bool:
+    """Return whether a step needs a closure, or has two parts as in SAM (Foret et al. 2021)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return hasattr(optimizer, "second_step") or (closure is not None and closure.default is inspect.Parameter.empty)
 
 
 def initialises_state(optimizer: Optimizer) -> bool:

@@ -25,6 +25,11 @@ def _numbers(flat, out, rows, expert):
     return out.index_add(0, number, expert(flat.index_select(0, number)))
 
 
+def _by_name(flat, out, rows, expert):
+    number = rows.nonzero().squeeze(-1)
+    return out.index_add(0, number, expert(torch.index_select(flat, dim=0, index=number)))
+
+
 def _behind_an_axis(flat, out, rows, expert):
     number = rows.nonzero().squeeze(-1)
     return out.index_add(0, number, expert(flat[None, number].reshape(-1, flat.shape[-1])))
@@ -90,7 +95,7 @@ def _assert_exact(way, fold, seed, shape, *, in_graph=False):
             torch.testing.assert_close(got, wanted[name], rtol=1e-9, atol=1e-12, msg=f"{seed}: {name}")
 
 
-@pytest.mark.parametrize(("way", "starts"), [(_mask, 15), (_in_place, 5), (_numbers, 5)])
+@pytest.mark.parametrize(("way", "starts"), [(_mask, 15), (_in_place, 5), (_numbers, 5), (_by_name, 5)])
 def test_any_number_of_rows(way, starts):
     """In many of the starts some expert has a multiple of the batch's four samples."""
     for seed in range(starts):
@@ -108,7 +113,7 @@ def test_other_sizes_and_folds(shape, fold):
         _assert_exact(_mask, fold, seed, shape)
 
 
-@pytest.mark.parametrize("way", [_mask, _numbers, _behind_an_axis])
+@pytest.mark.parametrize("way", [_mask, _numbers, _by_name, _behind_an_axis])
 def test_rows_in_an_unknown_order_are_exact_or_refused(way):
     """In every step: what evidence showed of some selected rows says nothing about others."""
     done = 0
@@ -145,6 +150,23 @@ def test_experts_with_room_for_few_rows_are_refused(in_graph):
     ghostclip.GhostClipper(model, max_grad_norm=0.5)
     with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
         model(x.requires_grad_(in_graph))
+
+
+class _Ordered(nn.Linear):
+    """Brings its batch into another order and back, with all arguments by their names."""
+
+    def forward(self, x):
+        order = x.sum(1).argsort()
+        return super().forward(x.index_select(dim=0, index=order)).index_select(dim=0, index=order.argsort())
+
+
+def test_rows_selected_by_names_of_arguments():
+    torch.manual_seed(0)
+    model, x = _Ordered(5, 2).double(), torch.randn(6, 5, dtype=torch.float64)
+    wanted = clip_and_sum(per_sample_gradients(model, {"x": x}, _losses, axes={})).norms_B
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        clipper.backward(model(x).square().sum(1))
+        torch.testing.assert_close(clipper.per_sample_norms, wanted)
 
 
 class _Sorted(nn.Linear):

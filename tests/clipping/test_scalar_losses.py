@@ -114,6 +114,10 @@ ACCEPTED = {
     "sum_over_values_tensor": (_tokens, lambda o, b: _flat(o, b, reduction="sum") / torch.tensor(b["y"].numel())),
     "full_mask": (_tokens, lambda o, b: _each(o, b).sum() / torch.ones_like(b["mask"]).sum()),
     "masks_of_as_many": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / _first_two(o).sum()),
+    "own_weight_of_picked": (
+        _tokens,
+        lambda o, b: (o[torch.arange(len(o)), 1, b["y"][:, 1]] * b["mask"][:, 1] - o.logsumexp((1, 2))).mean(),
+    ),
     "reordered": (_rows, lambda o, b: _each(o, b)[torch.arange(len(o)).flip(0)].mean()),
     "loop": (_rows, lambda o, b: sum(functional.cross_entropy(o[i], b["y"][i]) for i in range(len(o))) / len(o)),
     "positions_one_by_one": (
@@ -248,6 +252,7 @@ REFUSALS = {
     ),
     "mask_of_another_sum": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / b["mask"].sum(), "axes"),
     "picked_mean": (_tokens, lambda o, b: _picked(o, b).mean(), "mean over 8 values"),
+    "picked_weighted": (_tokens, lambda o, b: (_picked(o, b) * torch.linspace(1, 2, 8)).mean(), "mean over 8 values"),
     "picked_sum": (_tokens, lambda o, b: _picked(o, b).sum() / (b["mask"] > 0).sum().item(), "divided by 8"),
     "picked_before": (_tokens, _loose, "mean over 8 values"),
     "picked_before_sum": (

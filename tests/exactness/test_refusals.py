@@ -157,6 +157,45 @@ def test_gradient_penalty(strategy, with_loss):
     assert _nothing_trained(model)
 
 
+class _RunsAgain(torch.autograd.Function):
+    """Keeps no values for its backward, which runs the layer again: what solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx, layer, x, *parameters):
+        ctx.layer = layer
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.layer(x), (x, *parameters), grad)
+
+
+class _Adjoint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return _RunsAgain.apply(self.layer, x, *self.layer.parameters())
+
+
+class _InnerStep(nn.Module):
+    """Takes a step on the batch in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x):
+        (slope,) = torch.autograd.grad(self.layer(x).square().sum(), inputs=self.layer.weight, create_graph=True)
+        return self.layer(x) - x @ slope.T
+
+
 class _PerSampleCalls(nn.Module):
     """Calls a layer inside ``torch.vmap``."""
 
@@ -195,6 +234,8 @@ REFUSED = {
     "scale_grad_by_freq": (lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), None),
     r"layer.*torch\.vmap": (_PerSampleCalls, (4, 5)),
     "weight.*complex": (_Complex, (4, 5)),
+    r"asks torch\.autograd\.grad for the gradient of parameter 'layer\.weight, layer\.bias'": (_Adjoint, (4, 5)),
+    r"asks torch\.autograd\.grad for the gradient of parameter 'layer\.weight'": (_InnerStep, (4, 5)),
 }
 
 

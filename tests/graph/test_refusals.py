@@ -58,18 +58,33 @@ def test_a_logsumexp_of_each_sample_mixes_nothing():
     _analysed(net(how=lambda h: h - h.logsumexp(1)[:, None]))
 
 
+class _Counting(Net):
+    """Counts its forwards, which makes outputs smaller."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x) / self.count
+
+
 def test_a_buffer_that_is_written_is_refused():
-    class Counting(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x):
-            self.count += 1
-            return super().forward(x) + self.count
-
     with pytest.raises(NoGraphError, match="writes to a buffer"):
-        _analysed(Counting().double())
+        _analysed(_Counting().double())
+
+
+def test_a_model_that_counts_its_forwards_is_computed_eagerly():
+    """The loss is known, and proved on other batches: what that writes to the model is put back."""
+    torch.manual_seed(1)
+    model = _Counting().double()
+    step = step_of(model)
+    step(*batch())
+    want, _ = eager_sums(net(), *batch())
+    torch.testing.assert_close(sums(model), want)
+    step(*batch())
+    assert model.count == 2
 
 
 def test_what_a_forward_leaves_on_modules_is_taken_back():

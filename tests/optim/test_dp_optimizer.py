@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.errors import (
@@ -169,9 +170,25 @@ def test_closure_is_run_once_and_its_loss_returned():
     assert len(calls) == training.releases == 1
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+class _Sharpness(torch.optim.SGD):
+    """Has a gradient at the weights, and another one near them, in every step."""
+
+    def first_step(self):
+        raise NotImplementedError
+
+    def second_step(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, _Sharpness])
 def test_an_optimizer_that_no_release_fits_is_refused(kind):
     model = small_model()
+    engine, loader = ghostclip.PrivacyEngine(), DataLoader(TensorDataset(torch.randn(4, 2)))
+    several = [kind([model[0].weight]), torch.optim.SGD([model[0].bias], lr=0.1)]
+    with pytest.raises(InvalidOptionError, match=kind.__name__):
+        engine.make_private(
+            module=model, optimizer=several, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
     clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
     with pytest.raises(InvalidOptionError, match=kind.__name__):
         DPOptimizer(
