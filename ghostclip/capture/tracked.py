@@ -164,24 +164,26 @@ def _in_transform(names: Sequence[str], operation: str) -> str:
     )
 
 
+def _names_in(tree: Any) -> str:
+    return ", ".join(dict.fromkeys(name for tracked in tracked_leaves(tree) for name in tracked.origin.names))
+
+
 def without_samples(tree: Any) -> str:
     """Return the error text for parameters that met nothing that has samples."""
-    names = ", ".join(dict.fromkeys(name for tracked in tracked_leaves(tree) for name in tracked.origin.names))
     return (
-        f"parameter '{names}' met no tensor with a batch axis on its way to the loss (a part of the batch, one sample "
-        "at a time in a loop, or constants only), so its gradient cannot be split into samples. Give the layer the "
-        "whole batch, or freeze the parameter."
+        f"parameter '{_names_in(tree)}' met no tensor with a batch axis on its way to the loss (a part of the batch, "
+        "one sample at a time in a loop, or constants only), so its gradient cannot be split into samples. Give the "
+        "layer the whole batch, or freeze the parameter."
     )
 
 
 def asked_for_gradient(tree: Any) -> str:
     """Return the error text for ``torch.autograd.grad`` with respect to parameters in a forward, or in its backward."""
-    names = ", ".join(dict.fromkeys(name for tracked in tracked_leaves(tree) for name in tracked.origin.names))
     return (
-        f"the model asks torch.autograd.grad for the gradient of parameter '{names}' (an inner training, or a backward "
-        "function that runs a part of the model again, as odeint_adjoint of torchdiffeq does): that gradient is of all "
-        "samples together. Compute the output without it (odeint in the place of odeint_adjoint), or freeze the "
-        "parameter."
+        f"the model asks torch.autograd.grad for the gradient of parameter '{_names_in(tree)}' (an inner training, or "
+        "a backward function that runs a part of the model again, as odeint_adjoint of torchdiffeq does): that "
+        "gradient is of all samples together. Compute the output without it (odeint in the place of odeint_adjoint), "
+        "or freeze the parameter."
     )
 
 

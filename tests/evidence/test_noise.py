@@ -152,18 +152,6 @@ class _Casts(nn.Module):
         return output + output.detach().mean(0) if self.mixing else output
 
 
-def test_rounding_of_an_autocast_within_the_model_is_none(strategy):
-    with ghostclip.GhostClipper(_Casts(), max_grad_norm=0.1, strategy=strategy) as clipper:
-        clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
-        assert clipper.batch_size == 6
-
-
-def test_mixing_in_an_autocast_within_the_model_is_refused(strategy):
-    with ghostclip.GhostClipper(_Casts(mixing=True), max_grad_norm=0.1, strategy=strategy) as clipper:
-        with pytest.raises(SampleMixingError):
-            clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
-
-
 class _Thresholds(nn.Module):
     """A model that chooses by what rounding decides: otherwise where no gradient is asked for."""
 
@@ -177,14 +165,19 @@ class _Thresholds(nn.Module):
         return output + output.detach().mean(0) if self.mixing else output
 
 
-def test_a_choice_that_rounding_makes_is_no_other_course(strategy):
-    with ghostclip.GhostClipper(_Thresholds(), max_grad_norm=0.1, strategy=strategy) as clipper:
+_ROUNDED = {"autocast within": _Casts, "a choice": _Thresholds}
+
+
+@pytest.mark.parametrize("name", _ROUNDED)
+def test_rounding_within_the_model_is_no_dependence(strategy, name):
+    with ghostclip.GhostClipper(_ROUNDED[name](), max_grad_norm=0.1, strategy=strategy) as clipper:
         clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
         assert clipper.batch_size == 6
 
 
-def test_mixing_beside_such_a_choice_is_refused(strategy):
-    with ghostclip.GhostClipper(_Thresholds(mixing=True), max_grad_norm=0.1, strategy=strategy) as clipper:
+@pytest.mark.parametrize("name", _ROUNDED)
+def test_mixing_beside_such_rounding_is_refused(strategy, name):
+    with ghostclip.GhostClipper(_ROUNDED[name](mixing=True), max_grad_norm=0.1, strategy=strategy) as clipper:
         with pytest.raises(SampleMixingError):
             clipper.backward(clipper.model(torch.randn(6, 6)).square().sum(1))
 
