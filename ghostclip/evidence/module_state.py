@@ -266,9 +266,9 @@ class ModuleState:
         data = filter(_is_data, values)
         self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *data)]
         looked_after = [*modules, *model.parameters(), *(one for one, _, _ in self._tensors)]
-        # Quantised weights hand their scales over to the module in its first forward.
-        beside = [vars(parameter) for parameter in model.parameters()]
-        self._held = Reachable([*values, *filter(None, beside)], known=looked_after)
+        self._held = Reachable(values, known=looked_after)
+        # Quantised weights hand their scales over to the module in its first forward, which is no memory of a batch.
+        self._beside = Reachable(filter(None, map(vars, model.parameters())), known=looked_after)
         hooks = [hook for module in modules for hook in _torch.hooks_of(module) if not is_own(hook)] if outside else []
         kinds = dict.fromkeys(map(type, modules)) if outside else ()
         self._outside = Reachable([*kinds, *hooks], arguments=arguments, known=[*looked_after, *values])
@@ -286,8 +286,8 @@ class ModuleState:
                 for name in _attributes_of(namespace).keys() - before.keys():
                     del namespace[name]
                 namespace.update(before)
-        self._held.restore()
-        self._outside.restore()
+        for reached in (self._held, self._beside, self._outside):
+            reached.restore()
         with torch.no_grad():
             for tensor, value, version in self._tensors:
                 # A backward refuses what was written to since the forward, be it the same value.
