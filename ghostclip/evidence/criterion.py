@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _torch, _tree
+from ghostclip import _tree
 from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.independence import dependence, memory, scalars_that_follow
@@ -41,8 +41,6 @@ _NOT_OF_HALVES: Final = (
 # Of larger arguments (logits of a language model) so many samples are looked at.
 _LARGE: Final = 1 << 22
 _FEW: Final = 8
-# Elements of a buffer that is copied.
-_SMALL: Final = 1 << 12
 _AS_LONG: Final = "an argument of the criterion has as many rows as there are samples, and may be none of theirs"
 
 
@@ -69,13 +67,6 @@ class KnownLoss:
     is_scalar: bool  # whether it was one for all
     device: str  # the type of its device
     cast: torch.dtype | None  # of autocast, where it was on
-
-    @property
-    def buffers(self) -> list[tuple[Tensor, Tensor, int]]:
-        """The small buffers of the user's function, if it is a module: each with its content and version."""
-        held = self.criterion.buffers() if isinstance(self.criterion, nn.Module) else ()
-        small = [one for one in held if type(one) is Tensor and one.numel() <= _SMALL and not one.is_inference()]
-        return [(one, one.detach().clone(), _torch.version(one)) for one in small]
 
     def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied) -> str | None:
         """Return why a loss is refused in which samples follow each other; empty where none does."""

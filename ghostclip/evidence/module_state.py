@@ -288,11 +288,10 @@ class ModuleState:
                 namespace.update(before)
         for reached in (self._held, self._beside, self._outside):
             reached.restore()
-        with torch.no_grad():
-            for tensor, value, version in self._tensors:
-                # A backward refuses what was written to since the forward, be it the same value.
-                if _torch.version(tensor) != version:
-                    tensor.copy_(value)
+        for tensor, value, version in self._tensors:
+            # A backward refuses what was written to since the forward, be it the same value.
+            if _torch.version(tensor) != version:
+                _torch.write_uncounted_(tensor, value, version)
 
     def changed(self) -> bool:
         """Return whether anything is not as it was, in the modules or outside of them."""

@@ -147,12 +147,7 @@ class Evidence:
         size, axis = forward.batch_size, forward.batch_axis
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
-        kept = [buffer for one in forward.losses for buffer in one.buffers]
         refusals = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
-        for buffer, value, version in kept:
-            # A counter, which the graph of the loss may hold, is put back as if it had not been written.
-            if _torch.version(buffer) != version:
-                _torch.write_uncounted_(buffer, value, version)
         self._undecided = None in refusals
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, refusals), "")
