@@ -173,7 +173,9 @@ class StateWatch:
         state = {**tables.entries, **tables.hidden}
         names, saved = state.keys() - parameters.keys() if too_large else state, self._copies
         return {
-            name: saved[name] if name in saved and _equal(state[name], saved[name]) else state[name].detach().clone()
+            name: saved[name]
+            if name in saved and same_content(state[name], saved[name])
+            else state[name].detach().clone()
             for name in names
         }
 
@@ -187,7 +189,7 @@ class StateWatch:
         before = dict(zip(self._before.entries, self._before.versions, strict=True))
         for name, copy in self._copies.items():
             entry, version = self._before.entries.get(name), before.get(name, 0)
-            if entry is not None and (_torch.version(entry) != version or not _equal(entry, copy)):
+            if entry is not None and (_torch.version(entry) != version or not same_content(entry, copy)):
                 _torch.write_uncounted_(entry, copy, version)
         self._before = self._marks()
 
@@ -224,7 +226,7 @@ class StateWatch:
 
     def _match_copies(self, now: _StateMarks) -> bool:
         state = {**now.entries, **self._current().hidden}
-        return all(_equal(state[name], copied) for name, copied in self._copies.items())
+        return all(same_content(state[name], copied) for name, copied in self._copies.items())
 
     def _times(self, name: str, then: tuple[Tensor, int, int] | None, now: tuple[Tensor, int, int]) -> int | None:
         """Return how often an entry was written, as `StateWrite.times`; None where it was not."""
@@ -234,12 +236,12 @@ class StateWatch:
             return now[1] - then[1]
         moved = then[2] != now[2] and not any(map(name.startswith, self._current().flat))
         copy = self._copies.get(name)
-        return 0 if moved or (copy is not None and not _equal(now[0], copy)) else None
+        return 0 if moved or (copy is not None and not same_content(now[0], copy)) else None
 
     def _has_changed(self, name: str, hidden: Tensor) -> bool:
         """Return whether a buffer that is not saved holds another content of the same shape."""
         copy = self._copies.get(name)
-        return copy is not None and copy.shape == hidden.shape and not _equal(hidden, copy)
+        return copy is not None and copy.shape == hidden.shape and not same_content(hidden, copy)
 
     def _step(self, name: str, entry: Tensor) -> Any:
         """Return what tells the writes of a counter, or of a flag that stays as it is, from others."""
@@ -247,7 +249,7 @@ class StateWatch:
         if before is None or before.shape != entry.shape or entry.numel() > _SMALL:
             return None
         if entry.is_floating_point() or entry.is_complex() or entry.numel() > _COUNTER:
-            return not _equal(entry, before)
+            return not same_content(entry, before)
         return tuple((entry.detach().long() - before.long()).flatten().tolist())
 
     def is_new(self, writes: frozenset[StateWrite]) -> bool:
@@ -273,7 +275,7 @@ class StateWatch:
         """Put back what was kept; to autograd nothing was changed."""
         saved, self._kept = self._kept, []
         for entry, value, version in saved:
-            if _torch.version(entry) != version or not _equal(entry, value):
+            if _torch.version(entry) != version or not same_content(entry, value):
                 _torch.write_uncounted_(entry, value, version)
 
     def refuse_unshown(self, writes: frozenset[StateWrite]) -> None:
@@ -306,7 +308,7 @@ class StateWatch:
         for altered, fewer in runs.altered:
             content, also = self._after(altered, start, wanted, runs)
             compared = [name for name in names if not (fewer and runs.drew and _is_continuous(content.get(name)))]
-            follows = [name for name in compared if not _equal(content.get(name), baseline[0][0].get(name))]
+            follows = [name for name in compared if not same_content(content.get(name), baseline[0][0].get(name))]
             follows += sorted(also - baseline[0][1] - set(names))
             if follows:
                 raise SampleMixingError(_from_the_batch(self._model, follows[0]))
@@ -421,7 +423,7 @@ def _place(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
-def _equal(one: Any, other: Any) -> bool:
+def same_content(one: Any, other: Any) -> bool:
     """Return whether two contents are the same, bit for bit but for NaN."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
@@ -429,9 +431,9 @@ def _equal(one: Any, other: Any) -> bool:
         return False
     if _torch.is_wrapped(one):
         names, _ = one.__tensor_flatten__()  # type: ignore[attr-defined]
-        return all(_equal(getattr(one, name), getattr(other, name)) for name in names)
+        return all(same_content(getattr(one, name), getattr(other, name)) for name in names)
     continuous = one.is_floating_point() or one.is_complex()
-    return torch.equal(one, other) or (continuous and torch.equal(one.nan_to_num(), other.nan_to_num()))
+    return torch.equal(one, other) or (continuous and bool(((one == other) | (one.isnan() & other.isnan())).all()))
 
 
 def _is_continuous(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from ghostclip import _torch, _tree, _validate
 from ghostclip.errors import InvalidOptionError
+from ghostclip.evidence.state import same_content
 from ghostclip.graph.axes import Axes, analysed
 from ghostclip.graph.guards import Watched, surroundings
 from ghostclip.graph.rewrite import Clipping, private_step, rewritten
@@ -308,7 +309,7 @@ class CompiledStep:
         """Return whether what samples have in common, in a batch and beside it, is what it was in the trace."""
         # A factor on all losses may follow the batch: the eager engine compares it with earlier steps.
         unchanged = all(_version(constant) == version for constant, version in self._constants)
-        return unchanged and all(map(_are_equal, self._shared(tensors), self._common))
+        return unchanged and all(map(same_content, self._shared(tensors), self._common))
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
         """Compute a padded physical batch of which the first ``count`` samples count."""
@@ -348,11 +349,6 @@ class CompiledStep:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else _torch.version(tensor)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same values; NaN equals NaN."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _constants(graph: fx.GraphModule) -> list[Tensor]:
