@@ -58,6 +58,14 @@ class Batch:
         return [1, *(first + numbers.randrange(2) for first in pairs), *([self.size - 1] if self.size % 2 else [])]
 
     @property
+    def shuffled(self) -> list[int]:
+        """Which sample stands at each place where all move, and the drawn ones give way to copies of others."""
+        numbers, rest = random.Random(self.seed), self.others(self.drawn)
+        numbers.shuffle(rest)
+        stays = dict(zip(rest, [*rest[1:], *rest[:1]], strict=True))
+        return [stays[place] if place in stays else numbers.choice(rest) for place in range(self.size)]
+
+    @property
     def replaced(self) -> list[list[int]]:
         """The sets of samples to replace, one after the other."""
         if self.again:

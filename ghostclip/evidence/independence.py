@@ -2,20 +2,17 @@
 
 A mask that is left out when no sample is padded, an expert's capacity that earlier samples use up, a sum divided by
 ``len(x)``: no gradient leads from one sample to the other, so that the probe sees nothing. In the forwards that are
-proved, the model is therefore run without gradients and without dropout on the batch with some set of its samples
-replaced by copies of others, and on half of the batch by itself. What the other samples receive must stay the same as
-in the forward itself; where that has drawn random numbers, or something differs, one more set is replaced, beside
-another run on the batch as it is. All runs draw the same random numbers; half of a batch would meet others, so that it
-is left to models that draw none.
+proved, the model is therefore run again without gradients and without dropout. One of every two neighbours, drawn anew,
+gives way to copies of the others, and all move to other places; and those that gave way run by themselves. Every sample
+must come out as it did in the forward itself. So one that follows what stands at a place is seen whichever two they
+are, and one that follows others by what they hold if one of them was left out and itself was not.
 
-Which samples. A sample that follows another one is seen if the other is replaced, or left out, and itself is not. The
-first proof, and that of a new way, tells the first half of the batch from the second half, and one of every two
-neighbours, drawn anew, from the others; later proofs the drawn half from its complement. So any two samples of
-different halves of the batch, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with
-probability 1/2 in each proof, independently: a model that makes n separate pairs follow each other passes k proofs with
-probability 2^(-nk). All pairs for certain would take about log2(B) runs; what gradients show is asked of all pairs (see
-`ghostclip.evidence.probe`). Samples by themselves move to other places of the batch, also as shares of it, so that what
-follows a sample's place is seen, too.
+Where that shows anything, where samples have their places (random numbers, lists with a value for each of them, lengths
+in order), or where the model runs on no such batch, sets of samples are replaced by copies of others with all in their
+places: the drawn ones and the first half of the batch, or the others; and half of the batch runs by itself, unless that
+draws random numbers. Then any two samples of different halves, and the neighbours 2k and 2k + 1, are told apart for
+certain, any other two with probability 1/2 in each proof. What gradients show is asked of all pairs (see
+`ghostclip.evidence.probe`).
 
 What lies behind closed gates is looked at in a few samples alone.
 """
@@ -66,6 +63,7 @@ _ANOTHER_COURSE: Final = (
     "an attribute or a buffer of a module."
 )
 _REPLACED: Final = "half of the samples were replaced"
+_ELSEWHERE: Final = "the samples changed places, and half of them were replaced"
 
 Run = Callable[[Any], list[Tensor]]
 # The number of an output; or a module's identity, the name of an attribute, and the number of a tensor in it.
@@ -91,8 +89,15 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
         asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
             asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
+        moved: bool | None = None
+        if base and not asked.by_place:
+            moved = _differ_among(plain, batch, base, batch.shuffled, before, coarsest)
+            if moved is False and _differ_among(plain, batch, base, batch.drawn, before, coarsest) is False:
+                unchecked.ran(REPLACED)
+                unchecked.ran(FEWER)
+                return ""
         if base and not _changed(plain, asked, base, unchecked, before, coarsest):
-            return ""
+            return _ELSEWHERE if moved else ""
         before.restore()
         again = plain(batch.inputs)
         every = range(batch.size)
@@ -289,6 +294,19 @@ def _differ_replaced(
     rest = batch.others(samples)
     before.restore()
     return _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(batch.copied(samples)))
+
+
+def _differ_among(
+    run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
+) -> bool | None:
+    """Return whether samples, some of them twice, come out otherwise among themselves; None where that is unknown."""
+    before.restore()
+    try:
+        outputs = run(batch.of_samples(samples))
+    except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
+        return None
+    tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
+    return _Outputs(batch, len(samples), samples, range(len(samples)), tolerances, coarsest).differ(base, outputs)
 
 
 def plainly(run: Run) -> Run:

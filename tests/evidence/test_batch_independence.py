@@ -1,6 +1,7 @@
 """Samples that follow others without a gradient between them: by number, by counting, by another branch."""
 
 import copy
+import itertools
 import random
 
 import numpy as np
@@ -46,6 +47,24 @@ def _batch():
     x[0, 0] = 0.0
     x[:, 1] = torch.tensor([-1.0, 1.0, 1.0, 1.0, 1.0])
     return x
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_any_place_that_any_sample_follows_is_seen(size):
+    """One sample adds what stands at the place of another, whichever two they are: no pair is left to chance."""
+    for sample, other in itertools.permutations(range(size), 2):
+
+        def _by_place(model, x, sample=sample, other=other):
+            h = model.layer(x)
+            if len(x) <= max(sample, other):
+                return h
+            follows = torch.arange(len(x)).unsqueeze(1) == sample
+            return h + torch.where(follows, x[other].detach().sum(), 0.0)
+
+        model = _Model(_by_place)
+        ghostclip.GhostClipper(model, max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+            model(torch.randn(size, 3))
 
 
 @pytest.mark.parametrize("way", [_by_number, _by_counting, _by_branch])
