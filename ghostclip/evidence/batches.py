@@ -49,6 +49,7 @@ class Batch:
     again: bool = False  # whether the same way of the model was proved before
     autocast: torch.dtype | None = None  # what autocast computed with in that forward; None where it was off
     by_place: bool = False  # whether a list among the inputs may hold one value for each sample
+    shared: bool = False  # whether ranks run the model together, equally often whatever each of them finds
 
     @property
     def drawn(self) -> list[int]:
@@ -59,11 +60,11 @@ class Batch:
 
     @property
     def shuffled(self) -> list[int]:
-        """Which sample stands at each place where all move, and the drawn ones give way to copies of others."""
-        numbers, rest = random.Random(self.seed), self.others(self.drawn)
-        numbers.shuffle(rest)
-        stays = dict(zip(rest, [*rest[1:], *rest[:1]], strict=True))
-        return [stays[place] if place in stays else numbers.choice(rest) for place in range(self.size)]
+        """Which sample stands at each place where all move, and the drawn ones give way to copies of one other."""
+        rest = self.others(self.drawn)
+        random.Random(self.seed).shuffle(rest)
+        moved = dict(zip(rest, [*rest[1:], *rest[:1]], strict=True))
+        return [moved.get(place, rest[0]) for place in range(self.size)]
 
     @property
     def replaced(self) -> list[list[int]]:

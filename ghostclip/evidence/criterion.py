@@ -74,7 +74,7 @@ class KnownLoss:
         # the model's parameters; None where the model must not run. Returns None where an argument may as well be as
         # long as the batch by chance: another batch tells.
         arguments = _tree.mapped(_cut_off, (self.args, self.kwargs))
-        batch = Batch(arguments, batch_size, axis, seed=unchecked.forwards, autocast=self.cast)
+        batch = Batch(arguments, batch_size, axis, seed=unchecked.forwards, autocast=self.cast, shared=copied is None)
         if sum(tensor.numel() for tensor in _tree.tensors(batch.inputs)) > _LARGE:
             batch = batch.few(_FEW)
         arguments, batch_size = batch.inputs, batch.size

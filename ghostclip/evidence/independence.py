@@ -3,9 +3,9 @@
 A mask that is left out when no sample is padded, an expert's capacity that earlier samples use up, a sum divided by
 ``len(x)``: no gradient leads from one sample to the other, so that the probe sees nothing. In the forwards that are
 proved, the model is therefore run again without gradients and without dropout. One of every two neighbours, drawn anew,
-gives way to copies of the others, and all move to other places; and those that gave way run by themselves. Every sample
-must come out as it did in the forward itself. So one that follows what stands at a place is seen whichever two they
-are, and one that follows others by what they hold if one of them was left out and itself was not.
+gives way to a copy of one of the others, which all move to other places; and those that gave way run by themselves.
+Every sample must come out as it did in the forward itself. So one that follows what stands at a place is seen whichever
+two they are, and one that follows others by what they hold if one of them was left out and itself was not.
 
 Where that shows anything, where samples have their places (random numbers, lists with a value for each of them, lengths
 in order), or where the model runs on no such batch, sets of samples are replaced by copies of others with all in their
@@ -63,7 +63,7 @@ _ANOTHER_COURSE: Final = (
     "an attribute or a buffer of a module."
 )
 _REPLACED: Final = "half of the samples were replaced"
-_ELSEWHERE: Final = "the samples changed places, and half of them were replaced"
+_ELSEWHERE: Final = "half of the samples were replaced and the others changed places"
 
 Run = Callable[[Any], list[Tensor]]
 # The number of an output; or a module's identity, the name of an attribute, and the number of a tensor in it.
@@ -89,15 +89,10 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
         asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
             asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
-        moved: bool | None = None
-        if base and not asked.by_place:
-            moved = _differ_among(plain, batch, base, batch.shuffled, before, coarsest)
-            if moved is False and _differ_among(plain, batch, base, batch.drawn, before, coarsest) is False:
-                unchecked.ran(REPLACED)
-                unchecked.ran(FEWER)
-                return ""
+
+        before.restore()
         if base and not _changed(plain, asked, base, unchecked, before, coarsest):
-            return _ELSEWHERE if moved else ""
+            return ""
         before.restore()
         again = plain(batch.inputs)
         every = range(batch.size)
@@ -324,6 +319,20 @@ def _changed(
     run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
 ) -> str:
     """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
+    moved: bool | None = None
+    if not (batch.by_place or batch.shared or before.drawn()):
+        moved = _differ_among(run, batch, base, batch.shuffled, before, coarsest)
+        if moved is False and _differ_among(run, batch, base, batch.drawn, before, coarsest) is False:
+            unchecked.ran(REPLACED)
+            unchecked.ran(FEWER)
+            return ""
+    return _changed_in_place(run, batch, base, unchecked, before, coarsest) or (_ELSEWHERE if moved else "")
+
+
+def _changed_in_place(
+    run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
+) -> str:
+    """Return the same where the samples that stay keep their places."""
     # What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
     fewer, differ = None, list[bool | None]()
 

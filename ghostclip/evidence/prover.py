@@ -571,6 +571,7 @@ class Evidence:
             seed=self.unchecked.forwards,
             again=self._asks_again(capture),
             autocast=forward.autocast,
+            shared=capture.gathering is not None,
         )
 
     def _asks_again(self, capture: CaptureContext) -> bool:

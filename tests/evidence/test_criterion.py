@@ -34,6 +34,7 @@ FOLLOW = {
     "mixed targets": lambda o, t, r: (o[:, 0] - 0.5 * (r + r.flip(0))) ** 2,
     "returns so far": lambda o, t, r: losses_of(o, t) * r.cumsum(0),
     "the number before": lambda o, t, r: losses_of(o, t) * r.roll(1),
+    "one number for one": lambda o, t, r: losses_of(o, t) * (1 + (torch.arange(len(r)) == 0) * r[5 % len(r)].abs()),
     "a temperature of the batch": lambda o, t, r: losses_of(o / o.detach().std(), t),
     "labels of centred outputs": lambda o, t, r: losses_of(o, (o.detach() - 9 * o.detach().mean(0)).argmax(1)),
     "a gradient alone": lambda o, t, r: (w := losses_of(o, t) * (r - r.mean())) - w.detach() + losses_of(o, t).detach(),
