@@ -69,26 +69,20 @@ class Batch:
     @property
     def replaced(self) -> list[list[int]]:
         """The sets of samples to replace, one after the other."""
-        if self.again:
-            return [self.drawn, self.others(self.drawn)]
         middle = (self.size + 1) // 2
-        # Of two samples each is a half, and the second one is drawn.
-        second = [list(range(middle, self.size))] if middle > 1 else []
-        return [self.drawn, list(range(middle)), *second]
+        return [self.drawn, list(range(middle)), list(range(middle, self.size))]
 
     @property
     def apart(self) -> list[int]:
         """About half of the samples, to run by themselves, each in another place, as a share of the batch as well."""
         # Beside lists that go by places, and stay whole, the first ones.
-        middle = (self.size + 1) // 2
-        if self.by_place:
-            return list(range(middle))
-        return list(range(middle, self.size)) if self.again else list(range(1, middle + 1))
+        first = 0 if self.by_place else 1
+        return list(range(first, first + (self.size + 1) // 2))
 
     @property
     def left(self) -> list[int]:
         """A few samples, which are also run by themselves where those of `apart` come out otherwise."""
-        return self.apart if self.by_place or self.again else self.drawn[: max(2, self.size // 4)]
+        return self.apart if self.by_place else self.drawn[: max(2, self.size // 4)]
 
     @property
     def has_lists(self) -> bool:

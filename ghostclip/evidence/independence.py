@@ -9,10 +9,9 @@ two they are, and one that follows others by what they hold if one of them was l
 
 Where that shows anything, where samples have their places (random numbers, lists with a value for each of them, lengths
 in order), or where the model runs on no such batch, sets of samples are replaced by copies of others with all in their
-places: the drawn ones and the first half of the batch, or the others; and half of the batch runs by itself, unless that
-draws random numbers. Then any two samples of different halves, and the neighbours 2k and 2k + 1, are told apart for
-certain, any other two with probability 1/2 in each proof. What gradients show is asked of all pairs (see
-`ghostclip.evidence.probe`).
+places: the drawn ones, and either half of the batch; and some samples run by themselves, unless the model draws random
+numbers. Then any two samples of different halves, and the neighbours 2k and 2k + 1, are told apart for certain, any
+other two with probability 1/2 in each proof. What gradients show is asked of all pairs (see `ghostclip.evidence.probe`).
 
 What lies behind closed gates is looked at in a few samples alone.
 """
@@ -333,7 +332,6 @@ def _changed_in_place(
     run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
 ) -> str:
     """Return the same where the samples that stay keep their places."""
-    # What draws nothing shows in some samples by themselves what it shows of them with all others replaced.
     fewer, differ = None, list[bool | None]()
 
     def moved(samples: Sequence[int]) -> bool:
@@ -344,8 +342,9 @@ def _changed_in_place(
         return bool(differ[-1])
 
     # One after the other: outputs may be as large as all activations of a layer.
-    if any(map(moved, batch.replaced[:2])):
+    if any(map(moved, batch.replaced)):
         return _REPLACED
+    _note(unchecked, REPLACED, differ)
     if before.drawn():
         unchecked.missed("random numbers are drawn", FEWER)
     else:
@@ -359,9 +358,6 @@ def _changed_in_place(
             _note(unchecked, FEWER, [fewer])
         except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
             unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
-    if fewer is None and any(map(moved, batch.replaced[2:])):
-        return _REPLACED
-    _note(unchecked, REPLACED, differ)
     return "half of the samples were left out" if fewer else ""
 
 
