@@ -11,7 +11,7 @@ Where that shows anything, where samples have their places (random numbers, list
 in order), or where the model runs on no such batch, sets of samples are replaced by copies of others with all in their
 places: the drawn ones, and either half of the batch; and some samples run by themselves, unless the model draws random
 numbers. Then any two samples of different halves, and the neighbours 2k and 2k + 1, are told apart for certain, any
-other two with probability 1/2 in each proof. What gradients show is asked of all pairs (see `ghostclip.evidence.probe`).
+other two with probability 1/2 in each proof. What gradients show is asked of all pairs: see `evidence/probe.py`.
 
 What lies behind closed gates is looked at in a few samples alone.
 """
