@@ -41,8 +41,9 @@ class PrivateLoss:
         self._clipper = clipper
         self.per_sample = per_sample
 
-    def backward(self) -> None:
-        """Clip every sample's gradient and add their sum to `p.grad`."""
+    def backward(self, *, retain_graph: bool | None = None) -> None:
+        """Clip every sample's gradient and add their sum to `p.grad`; ``retain_graph`` as for a tensor's."""
+        # No graph serves twice whatever was asked: a sample's gradient would be clipped in parts.
         self._clipper.backward(self.per_sample)
 
     def detach(self) -> torch.Tensor:
@@ -58,16 +59,35 @@ class PrivateLoss:
         """Return a loss of the same batch."""
         return PrivateLoss(self._clipper, per_sample)
 
+    def _after(self, name: str, number: float) -> PrivateLoss:
+        """Return the loss after an operation with a number."""
+        return self._with(getattr(operator, name)(self.per_sample, number))
+
     def __float__(self) -> float:
         return self.item()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    def __lt__(self, other: Any) -> bool:
+        return self.item() < float(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.item() > float(other)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise LossReductionError(
+            "the loss of a private criterion was handed to what takes tensors apart, as a GradScaler does. Leave it "
+            "out, which bfloat16 does not need; `item()` and `detach()` return the value."
+        )
+
     def __mul__(self, other: object) -> PrivateLoss:
-        return self._with(self.per_sample * number_of(other))
+        return self._after("mul", number_of(other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> PrivateLoss:
-        return self._with(self.per_sample / number_of(other))
+        return self._after("truediv", number_of(other))
 
     def __add__(self, other: object) -> PrivateLoss:
         if isinstance(other, PrivateLoss) and other.per_sample.shape == self.per_sample.shape:
@@ -528,7 +548,7 @@ class DeferredLoss(PrivateLoss):
             self._computed = self._deferral.per_sample(self)
         return self._computed
 
-    def backward(self) -> None:
+    def backward(self, *, retain_graph: bool | None = None) -> None:
         """Clip every sample's gradient and add their sum to `p.grad`; once only."""
         if self._gone_back:
             raise GhostClipError("a second backward() of the same loss: its samples would be clipped twice.")
@@ -540,14 +560,6 @@ class DeferredLoss(PrivateLoss):
 
     def _after(self, name: str, number: float) -> PrivateLoss:
         if self._computed is not None:
-            return PrivateLoss(self._clipper, getattr(operator, name)(self._computed, number))
+            return super()._after(name, number)
         changes = (*self.changes, (name, number))
         return DeferredLoss(self._deferral, self._clipper, self.call, self.given, self.moment, changes)
-
-    def __mul__(self, other: object) -> PrivateLoss:
-        return self._after("mul", number_of(other))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: object) -> PrivateLoss:
-        return self._after("truediv", number_of(other))
