@@ -9,9 +9,11 @@ two they are, and one that follows others by what they hold if one of them was l
 
 Where that shows anything, where samples have their places (random numbers, lists with a value for each of them, lengths
 in order), or where the model runs on no such batch, sets of samples are replaced by copies of others with all in their
-places: the drawn ones, and either half of the batch; and some samples run by themselves, unless the model draws random
-numbers. Then any two samples of different halves, and the neighbours 2k and 2k + 1, are told apart for certain, any
-other two with probability 1/2 in each proof. What gradients show is asked of all pairs: see `evidence/probe.py`.
+places: the drawn ones, and either half of the batch; and some samples run by themselves. Then any two samples of
+different halves, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with probability 1/2 in
+each proof. A model that draws random numbers is run both ways: in place with its own numbers, and elsewhere with such
+as are alike for all samples, unless some are drawn that no sample has of its own (an order, classes by their weights),
+or by NumPy or Python. What gradients show is asked of all pairs: see `evidence/probe.py`.
 
 What lies behind closed gates is looked at in a few samples alone.
 """
@@ -31,7 +33,7 @@ from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
-from ghostclip.evidence.randomness import Draws, Randomness, WithoutDropout, unnoticed
+from ghostclip.evidence.randomness import AlikeDraws, Draws, Randomness, WithoutDropout, unnoticed
 from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, SCALARS, Unchecked
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
@@ -319,13 +321,40 @@ def _changed(
 ) -> str:
     """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
     moved: bool | None = None
-    if not (batch.by_place or batch.shared or before.drawn()):
+    in_place, draws = batch.by_place or batch.shared, before.drawn()
+    if not (in_place or draws):
         moved = _differ_among(run, batch, base, batch.shuffled, before, coarsest)
         if moved is False and _differ_among(run, batch, base, batch.drawn, before, coarsest) is False:
             unchecked.ran(REPLACED)
             unchecked.ran(FEWER)
             return ""
-    return _changed_in_place(run, batch, base, unchecked, before, coarsest) or (_ELSEWHERE if moved else "")
+    changed = _changed_in_place(run, batch, base, unchecked, before, coarsest) or (_ELSEWHERE if moved else "")
+    if changed or in_place or not draws:
+        return changed
+    return _changed_with_alike_draws(run, batch, unchecked, before, coarsest)
+
+
+def _changed_with_alike_draws(
+    run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
+) -> str:
+    """Return the same where every sample meets the same random numbers, so that it may stand anywhere."""
+    before.restore()
+    with AlikeDraws(batch.axis) as draws:
+        base = run(batch.inputs)
+    differ, alike = list[bool | None](), not before.drawn(outside=True)
+    for samples in (batch.shuffled, batch.drawn, batch.left):
+        with AlikeDraws(batch.axis) as others:
+            differ.append(_differ_among(run, batch, base, samples, before, coarsest))
+        alike = alike and others.seen == draws.seen
+    if not alike:
+        unchecked.missed("random numbers are drawn", FEWER)
+        return ""
+    moved, *alone = differ
+    if moved:
+        return _ELSEWHERE
+    fewer = None if None in alone else all(alone)
+    _note(unchecked, FEWER, [fewer])
+    return "half of the samples were left out" if fewer else ""
 
 
 def _changed_in_place(
@@ -345,9 +374,7 @@ def _changed_in_place(
     if any(map(moved, batch.replaced)):
         return _REPLACED
     _note(unchecked, REPLACED, differ)
-    if before.drawn():
-        unchecked.missed("random numbers are drawn", FEWER)
-    else:
+    if not before.drawn():
         try:
             for some in (batch.apart, batch.left):
                 # What is rounded otherwise in a batch of another size is not in every one.

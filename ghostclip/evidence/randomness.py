@@ -8,7 +8,7 @@ against a forward of fewer samples.
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -96,6 +96,7 @@ class Randomness:
         devices = {tensor.device for tensor in tensors if tensor.device.type not in _WITHOUT}
         self._generators = [_generator_of(device) for device in sorted(devices, key=str)]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
+        self._of_torch = len(self._generators)
         if not only_torch:
             self._generators.append((random.getstate, random.setstate))
         if not only_torch and "numpy" in sys.modules:
@@ -108,9 +109,9 @@ class Randomness:
         for (_, write), state in zip(self._generators, self._states, strict=True):
             write(state)
 
-    def drawn(self) -> bool:
-        """Return whether a number was drawn since."""
-        pairs = zip(self._generators, self._states, strict=True)
+    def drawn(self, *, outside: bool = False) -> bool:
+        """Return whether a number was drawn since; ``outside``: by Python's or NumPy's generator."""
+        pairs = list(zip(self._generators, self._states, strict=True))[self._of_torch if outside else 0 :]
         return any(not _same(read(), state) for (read, _), state in pairs)
 
 
@@ -162,3 +163,50 @@ class Draws(_torch.DispatchMode):
             outputs = result if isinstance(result, tuple) else (result,)
             self.seen.append((func, *(tuple(item.shape) for item in outputs if isinstance(item, Tensor))))
         return result
+
+
+# They draw each entry by itself, alike for all, in the place of a tensor's values or for one like it.
+_EACH_ALIKE: Final = frozenset(
+    {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
+    | {"rand_like", "randn_like", "randint_like"}
+)
+
+
+class AlikeDraws(_torch.DispatchMode):
+    """Lets every sample meet the same random numbers, wherever it stands and however many there are."""
+
+    # Those of one row are drawn, and repeated along the first axis and that of the samples.
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self._axes = 0, axis
+        self.seen: list[Any] = []  # what was drawn for one row, in order; what is not known is equal to nothing
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run any operation, with numbers that are repeated if it draws some."""
+        names = (argument.name for argument in func._schema.arguments)
+        named = dict(zip(names, args, strict=False)) | (kwargs or {})
+        # Attention and recurrent layers without dropout are marked as well.
+        if torch.Tag.nondeterministic_seeded not in func.tags or 0 in (named.get("dropout_p"), named.get("dropout")):
+            return func(*args, **(kwargs or {}))
+        drawn = None if named.get("generator") else self._drawn(func, named, named.get("self"))
+        if drawn is None:
+            self.seen.append(object())
+            return func(*args, **(kwargs or {}))
+        return named["self"].copy_(drawn) if func._schema.is_mutable else drawn
+
+    def _drawn(self, func: Any, named: Mapping[str, Any], given: Any) -> Tensor | None:
+        """Draw numbers that are alike for all samples; None where that is not known."""
+        name = func.overloadpacket.__name__
+        if name in ("bernoulli", "bernoulli_"):
+            # Nothing is dropped that need not be, as in `WithoutDropout`.
+            return torch.ones_like(given) * (named.get("p", given) > 0)
+        by_size = "size" in named
+        if not by_size and name not in _EACH_ALIKE:
+            return None
+        shape = list(named["size"] if by_size else given.shape)
+        sizes = [1 if axis in self._axes else size for axis, size in enumerate(shape)]
+        self.seen.append((func, sizes))
+        row = func(**{**named, **({"size": sizes} if by_size else {"self": given.new_empty(sizes)})})
+        return row.expand(shape).clone()

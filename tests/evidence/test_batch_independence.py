@@ -49,6 +49,41 @@ def _batch():
     return x
 
 
+def _masked(h):
+    order = torch.rand(h.shape).argsort(1)
+    return h * (order < 2)
+
+
+DRAWS = {
+    "like another": lambda h: h + torch.randn_like(h),
+    "in place": lambda h: h * h.new_empty((len(h), 1)).bernoulli_(0.7),
+    "by size": lambda h: h * torch.rand(len(h), 1),
+    "one for all": lambda h: h * torch.rand([]) + torch.randn(1, h.shape[1]),
+    "rows of positions": lambda h: (h.reshape(-1, 1) + torch.randn(h.numel(), 1)).view_as(h),
+    "with probabilities": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
+    "a distribution": lambda h: torch.distributions.Normal(h, 1.0).rsample(),
+    "an order": _masked,
+    "Gumbel's": nn.functional.gumbel_softmax,
+}
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_follows_the_number_of_samples_is_seen_beside_random_numbers(draw, size):
+    """Every sample meets the same ones, so that it may stand in another place, or among fewer."""
+
+    def forward(way):
+        clipper = ghostclip.GhostClipper(model := _Model(way), max_grad_norm=0.1)
+        model(torch.randn(size, 3))
+        return str(clipper.unchecked)
+
+    for own in (lambda model, x: DRAWS[draw](model.layer(x)), lambda model, x: model.layer(DRAWS[draw](x))):
+        assert "left out" not in forward(own)
+    for follows in (lambda h: h / len(h), lambda h: h + (torch.arange(len(h)) == 1).unsqueeze(1) * len(h)):
+        with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+            forward(lambda model, x, follows=follows: follows(DRAWS[draw](model.layer(x))))
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_any_place_that_any_sample_follows_is_seen(size):
     """One sample adds what stands at the place of another, whichever two they are: no pair is left to chance."""
