@@ -151,12 +151,24 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
             return IN_ORDER
         if samples is UNKNOWN_ORDER:
             return RowOrder(None, unknown=True, in_graph=True)
+        # Rows that were folded in a way that nobody has seen as yet (``torch.cat([x, y])``) may lie in order the other
+        # way: the evidence tells.
+        readings = [samples]
+        if forward.unproven:
+            readings.append(origin_of_rows(tensor, axis, forward.batch_size, 1 - forward.batch_axis))
+        if any(_in_order(reading, forward.batch_size) for reading in readings):
+            return IN_ORDER
         return RowOrder(samples.to(tensor.device), unknown=False, in_graph=True)
     samples = forward.around.rows.samples_of(tensor)
     if samples is None:
         return IN_ORDER
     known = samples is not UNKNOWN_ORDER and axis == 0 and samples.numel() == tensor.shape[0]
     return RowOrder(samples.to(tensor.device) if known else None, unknown=not known, in_graph=False)
+
+
+def _in_order(samples: Tensor | None, size: int) -> bool:
+    """Return whether rows lie as the batch does; a device is not asked."""
+    return samples is not None and samples.is_cpu and samples.numel() == size and samples.tolist() == list(range(size))
 
 
 def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:

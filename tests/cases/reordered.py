@@ -133,7 +133,42 @@ def _pieces(name: str, pieces: Callable[[Tensor], Sequence[Tensor]]) -> list[Cas
     ]
 
 
+class _TwoViews(nn.Module):
+    """Both views of every sample in one pass, as siamese networks and their predictors have them."""
+
+    def __init__(self, apart: Callable[[Tensor], Sequence[Tensor]], first: nn.Module) -> None:
+        super().__init__()
+        self.apart, self.first = apart, first
+        self.encoder, self.predictor = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(self.first(torch.cat([x, x.flip(1)]))).tanh()
+        one, other = self.apart(h.mean(1))
+        return self.predictor(one) * other[:, :3] + one[:, :3]
+
+
+_APART: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "chunk": lambda h: h.chunk(2),
+    "slices": lambda h: (h[: len(h) // 2], h[len(h) // 2 :]),
+    "view": lambda h: h.view(2, -1, h.shape[1]).unbind(),
+}
+
+
+def _views(name: str, apart: Callable[[Tensor], Sequence[Tensor]]) -> list[Case]:
+    def of_ids() -> nn.Module:
+        return _TwoViews(apart, nn.Embedding(11, 6))
+
+    def of_features() -> nn.Module:
+        return _TwoViews(apart, nn.Linear(4, 6))
+
+    return [
+        Case(f"views_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, on_x),
+        Case(f"views_of_features_{name}", of_features, lambda: {"x": torch.randn(6, 3, 4)}, on_x),
+    ]
+
+
 CASES = [
+    *(case for name, apart in _APART.items() for case in _views(name, apart)),
     *(case for name, pieces in _PIECES.items() for case in _pieces(name, pieces)),
     *(_ids(name, order) for name, order in _ORDERS.items()),
     *(_features(name, order) for name, order in _ORDERS.items()),
