@@ -32,7 +32,8 @@ _TORCH_SAYS = (
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
     "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
 )
-# Of the parameter sets of each test of a folder or file one in so many is quick, at least one; 0: none.
+# Of the parameter sets of each test of a folder, file, or by its own name, one in so many is quick, at least one;
+# 0: none.
 QUICK = {
     "accounting": 3,
     "accounting/test_history_kinds.py": 6,
@@ -46,10 +47,12 @@ QUICK = {
     "cli/test_ranks.py": 0,
     "cli/test_runs.py": 3,
     "cli/test_tasks.py": 3,
+    "clipping/test_factors_of_losses.py::test_factors_of_several_values_that_follow_the_batch": 3,
     "compat": 6,
     "data": 3,
+    "devices/test_pretended.py::test_no_operation_mixes_devices": 14,
     "distributed": 3,
-    "distributed/test_divided.py": 5,
+    "distributed/test_divided.py": 3,
     "distributed/test_sequences.py": 0,
     "distributed/test_sharded_measures.py": 0,
     "docs": 4,
@@ -57,8 +60,10 @@ QUICK = {
     "evidence/test_noise.py": 3,
     "exactness/test_clipped_sums.py": 3,
     "exactness/test_flops.py": 2,
-    "exactness/test_rounded_factors.py": 2,
+    "exactness/test_rounded_factors.py": 6,
+    "facade/test_deferred.py": 2,
     "graph": 3,
+    "graph/test_architectures.py": 4,
     "integrations": 20,
     "integrations/test_graphs_take_over.py": 0,
     "integrations/test_trainer_in_parts.py": 0,
@@ -72,9 +77,11 @@ QUICK = {
 }
 # And one in so many is run by CI beside the quick ones. `make test-slow` runs the others: more examples of the same.
 CHECKED = {
+    "clipping/test_scalar_losses.py::test_accepted_losses_are_exact_in_batches_as_large_as_something_else": 1,
     "compat": 1,
+    "devices/test_pretended.py::test_no_operation_mixes_devices": 6,
     "docs": 1,
-    "exactness/test_clipped_sums.py": 6,
+    "exactness/test_rounded_factors.py": 2,
     "factors": 1,
     "integrations": 3,
     "loops": 2,
@@ -184,9 +191,10 @@ def _number_of(item: pytest.Item) -> int:
 
 
 def _of_place(item: pytest.Item, table: Mapping[str, T], other: T) -> T:
-    """Return what a table says of a test's file, or else of its folder."""
+    """Return what a table says of a test, or else of its file, or else of its folder."""
     place = item.path.relative_to(HERE) if HERE in item.path.parents else item.path
-    return table.get(place.as_posix(), table.get(place.parts[0], other))
+    names = (f"{place.as_posix()}::{getattr(item, 'originalname', item.name)}", place.as_posix(), place.parts[0])
+    return next((table[name] for name in names if name in table), other)
 
 
 def _is_of_few(item: pytest.Item) -> bool:
