@@ -38,8 +38,9 @@ QUICK = {
     "accounting": 3,
     "accounting/test_history_kinds.py": 6,
     "accounting/test_tight_bounds.py": 6,
-    "architectures": 6,
-    "audit/test_loops.py": 2,
+    "architectures": 9,
+    "audit/test_loops.py": 3,
+    "audit/test_sensitivity.py::test_every_strategy_and_loss_shape": 3,
     "benchmarks": 0,
     "benchmarks/test_mutations.py": 1,
     "capture/test_compiled.py": 2,
@@ -58,13 +59,19 @@ QUICK = {
     "distributed/test_sharded_measures.py": 0,
     "docs": 4,
     "docs/test_readme.py": 0,
+    "engine/test_losses_by_record.py": 2,
+    "evidence/test_custom_backwards.py::test_a_backward_that_follows_the_batch_is_refused": 2,
     "evidence/test_noise.py": 3,
-    "exactness/test_clipped_sums.py": 4,
+    "evidence/test_padding.py::test_hosts_and_strategies_see_the_same": 2,
+    "evidence/test_padding.py::test_whatever_records_are_filled_up_with_is_seen": 2,
+    "exactness/test_clipped_sums.py": 6,
     "exactness/test_flops.py": 2,
+    "exactness/test_host_reads.py::test_a_step_of_the_device_alone_reads_nothing": 3,
     "exactness/test_rounded_factors.py": 8,
     "facade/test_deferred.py": 2,
     "graph": 3,
     "graph/test_architectures.py": 4,
+    "graph/test_steps.py": 4,
     "graph/test_takeover.py": 4,
     "integrations": 20,
     "integrations/test_graphs_take_over.py": 0,
@@ -93,8 +100,8 @@ CHECKED = {
     "mechanisms": 2,
     "paper_repro": 2,
 }
-# Both for a test with more parameter sets than this, where the tables say nothing.
-WIDE, SHARE_OF_WIDE = 12, 6
+# For a test with more parameter sets than this, where the tables say nothing, one in so many of either.
+WIDE, QUICK_OF_WIDE, CHECKED_OF_WIDE = 12, 8, 6
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -175,8 +182,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.few)
         sets[item.path, getattr(item, "originalname", item.name)].append(item)
     for alike in sets.values():
-        usual = SHARE_OF_WIDE if len(alike) > WIDE else 1
-        quick, checked = (_of_place(alike[0], table, usual) for table in (QUICK, CHECKED))
+        usual = ((QUICK, QUICK_OF_WIDE), (CHECKED, CHECKED_OF_WIDE))
+        quick, checked = (_of_place(alike[0], table, of_wide if len(alike) > WIDE else 1) for table, of_wide in usual)
         of_quick = _one_in(quick, [item for item in alike if not _is_further_strategy(item)])
         of_checked = _one_in(checked, alike)
         for item in alike:
