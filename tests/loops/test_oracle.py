@@ -14,7 +14,7 @@ from tests.loops.loop import Loop
 from tests.loops.models import cross_entropy, mlp
 from tests.loops.oracle import measure
 
-# Records that are left out one by one: record 9 is the second of them.
+# Records that are left out one by one; record 9 is among them.
 FEW = 2
 pytestmark = pytest.mark.filterwarnings("ignore")
 
