@@ -32,57 +32,76 @@ _TORCH_SAYS = (
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
     "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
 )
-# Of the parameter sets of each test of a folder or file one in so many is quick, at least one; 0: none.
+# Of the parameter sets of each test of a folder, file, or by its own name, one in so many is quick, at least one;
+# 0: none.
 QUICK = {
     "accounting": 3,
     "accounting/test_history_kinds.py": 6,
     "accounting/test_tight_bounds.py": 6,
-    "architectures": 6,
-    "audit/test_loops.py": 2,
+    "architectures": 9,
+    "audit/test_loops.py": 3,
+    "audit/test_sensitivity.py::test_every_strategy_and_loss_shape": 3,
     "benchmarks": 0,
     "benchmarks/test_mutations.py": 1,
+    "capture/test_compiled.py": 2,
     "cli/test_epsilon_and_calibrate.py": 3,
     "cli/test_inspect.py": 3,
     "cli/test_ranks.py": 0,
     "cli/test_runs.py": 3,
     "cli/test_tasks.py": 3,
+    "clipping/test_factors_of_losses.py::test_factors_of_several_values_that_follow_the_batch": 3,
     "compat": 6,
     "data": 3,
+    "devices/test_pretended.py::test_no_operation_mixes_devices": 18,
     "distributed": 3,
     "distributed/test_divided.py": 5,
     "distributed/test_sequences.py": 0,
     "distributed/test_sharded_measures.py": 0,
     "docs": 4,
     "docs/test_readme.py": 0,
+    "engine/test_losses_by_record.py": 2,
+    "evidence/test_custom_backwards.py::test_a_backward_that_follows_the_batch_is_refused": 2,
     "evidence/test_noise.py": 3,
-    "exactness/test_clipped_sums.py": 3,
+    "evidence/test_padding.py::test_hosts_and_strategies_see_the_same": 2,
+    "evidence/test_padding.py::test_whatever_records_are_filled_up_with_is_seen": 2,
+    "exactness/test_clipped_sums.py": 6,
     "exactness/test_flops.py": 2,
-    "exactness/test_rounded_factors.py": 2,
+    "exactness/test_host_reads.py::test_a_step_of_the_device_alone_reads_nothing": 3,
+    "exactness/test_rounded_factors.py": 12,
+    "facade/test_deferred.py": 3,
     "graph": 3,
+    "graph/test_architectures.py": 4,
+    "graph/test_steps.py": 4,
+    "graph/test_takeover.py": 6,
     "integrations": 20,
     "integrations/test_graphs_take_over.py": 0,
     "integrations/test_trainer_in_parts.py": 0,
-    "loops": 12,
+    "loops": 14,
     "mechanisms": 4,
     "optim": 3,
     "paper_repro": 0,
-    "planning/test_below.py": 2,
+    "planning/test_below.py": 3,
     "privacy/test_resume.py": 3,
     "project/test_collection.py": 0,
+    "scaling/test_plan.py::test_models_at_their_real_sizes": 2,
 }
 # And one in so many is run by CI beside the quick ones. `make test-slow` runs the others: more examples of the same.
 CHECKED = {
+    "clipping/test_scalar_losses.py::test_accepted_losses_are_exact_in_batches_as_large_as_something_else": 1,
     "compat": 1,
+    "devices/test_pretended.py::test_no_operation_mixes_devices": 6,
     "docs": 1,
-    "exactness/test_clipped_sums.py": 6,
+    "exactness/test_clipped_sums.py": 3,
+    "exactness/test_rounded_factors.py": 2,
     "factors": 1,
+    "graph/test_takeover.py": 3,
     "integrations": 3,
     "loops": 2,
     "mechanisms": 2,
     "paper_repro": 2,
 }
-# Both for a test with more parameter sets than this, where the tables say nothing.
-WIDE, SHARE_OF_WIDE = 12, 6
+# For a test with more parameter sets than this, where the tables say nothing, one in so many of either.
+WIDE, QUICK_OF_WIDE, CHECKED_OF_WIDE = 12, 8, 6
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -163,8 +182,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.few)
         sets[item.path, getattr(item, "originalname", item.name)].append(item)
     for alike in sets.values():
-        usual = SHARE_OF_WIDE if len(alike) > WIDE else 1
-        quick, checked = (_of_place(alike[0], table, usual) for table in (QUICK, CHECKED))
+        usual = ((QUICK, QUICK_OF_WIDE), (CHECKED, CHECKED_OF_WIDE))
+        quick, checked = (_of_place(alike[0], table, of_wide if len(alike) > WIDE else 1) for table, of_wide in usual)
         of_quick = _one_in(quick, [item for item in alike if not _is_further_strategy(item)])
         of_checked = _one_in(checked, alike)
         for item in alike:
@@ -184,9 +203,10 @@ def _number_of(item: pytest.Item) -> int:
 
 
 def _of_place(item: pytest.Item, table: Mapping[str, T], other: T) -> T:
-    """Return what a table says of a test's file, or else of its folder."""
+    """Return what a table says of a test, or else of its file, or else of its folder."""
     place = item.path.relative_to(HERE) if HERE in item.path.parents else item.path
-    return table.get(place.as_posix(), table.get(place.parts[0], other))
+    names = (f"{place.as_posix()}::{getattr(item, 'originalname', item.name)}", place.as_posix(), place.parts[0])
+    return next((table[name] for name in names if name in table), other)
 
 
 def _is_of_few(item: pytest.Item) -> bool:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed, multiprocessing
+
+if TYPE_CHECKING:
+    import pytest
 
 _THREADS = Path("/proc/self/task")
 _TIMEOUT = timedelta(minutes=2)
@@ -27,6 +30,25 @@ def start_ranks(run: Callable[..., None], ranks: int, *arguments: Any) -> None:
         *arguments: Of the function.
     """
     multiprocessing.start_processes(run, args=(ranks, *arguments), nprocs=ranks, start_method="forkserver")
+
+
+def asked(request: pytest.FixtureRequest, name: str, **others: Any) -> list[Any]:
+    """Return the values of a parameter that this session's tests of a file take: processes need not find the rest.
+
+    Args:
+        request: Of a fixture of the file.
+        name: Of the parameter.
+        **others: Values of further parameters that the tests have.
+
+    Returns:
+        Each value once, in the order of the tests.
+    """
+    given = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(of[name] for of in given if name in of and others.items() <= of.items()))
 
 
 @contextmanager

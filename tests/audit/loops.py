@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,34 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.noise import FastNoise
 from tests.audit.subject import BOUND, CLASSES, FEATURES, HIDDEN, quietly, records
+from tests.engine.training import CountedNoise
 
 RECORDS, BATCH, THE_RECORD, EPOCHS = 12, 6, 7, 6
 LOOPS = ("plain", "workers", "physical batches", "left early", "left in the middle")
-
-
-class NotedNoise:
-    """Real noise that notes every draw."""
-
-    level = "fast"
-
-    def __init__(self) -> None:
-        self.draws: list[tuple[tuple[int, ...], float]] = []
-        self.source = FastNoise()
-
-    def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Note and draw."""
-        self.draws.append((tuple(tensor.shape), std))
-        self.source.add_(tensor, std)
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the real source."""
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """That of the real source."""
-        self.source.load_state_dict(state)
 
 
 class Operations(TorchDispatchMode):
@@ -121,7 +97,7 @@ def run(
     model = nn.Sequential(
         nn.Linear(FEATURES, HIDDEN), nn.Dropout(dropout), nn.LeakyReLU(0.3), nn.Linear(HIDDEN, CLASSES)
     )
-    engine, trace, noise = ghostclip.PrivacyEngine(), Trace(), NotedNoise()
+    engine, trace, noise = ghostclip.PrivacyEngine(), Trace(), CountedNoise()
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     loader = DataLoader(data(record), batch_size=BATCH, num_workers=2 if loop == "workers" else 0)
     made = quietly(

@@ -95,7 +95,7 @@ def _assert_exact(way, fold, seed, shape, *, in_graph=False):
             torch.testing.assert_close(got, wanted[name], rtol=1e-9, atol=1e-12, msg=f"{seed}: {name}")
 
 
-@pytest.mark.parametrize(("way", "starts"), [(_mask, 15), (_in_place, 5), (_numbers, 5), (_by_name, 5)])
+@pytest.mark.parametrize(("way", "starts"), [(_mask, 8), (_in_place, 3), (_numbers, 3), (_by_name, 3)])
 def test_any_number_of_rows(way, starts):
     """In many of the starts some expert has a multiple of the batch's four samples."""
     for seed in range(starts):

@@ -40,6 +40,7 @@ def weights(folder):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, model):
     out = tmp_path / "out"

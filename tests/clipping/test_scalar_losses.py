@@ -169,18 +169,19 @@ def test_accepted_loss_is_exact(name, strategy):
         torch.testing.assert_close(got, alone.clipped, rtol=1e-9, atol=1e-12)
 
 
-def test_accepted_losses_are_exact_in_batches_as_large_as_something_else():
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_losses_are_exact_in_batches_as_large_as_something_else(name):
     """As many samples as positions, classes, or one over a factor: what sizes suggest there has several readings."""
-    for name, (data, loss) in ACCEPTED.items():
-        batch = data()
-        per_sample = per_sample_gradients(_model(), batch, lambda m, b, of=loss: of(m(b["x"]), b).unsqueeze(0), axes={})
-        model, clipper = _attached("auto", clip_and_sum(per_sample).max_grad_norm)
-        for size in (9, T, V, 2, 10, 40, 5 * V):
-            chosen = [number % B for number in range(size)]
-            wanted = clip_and_sum([per_sample[sample] for sample in chosen], clipper.max_grad_norm)
-            got = _back(model, clipper, loss, take(batch, chosen, {}))
-            for key, value in wanted.clipped.items():
-                torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12, msg=f"{name}, {size} samples")
+    data, loss = ACCEPTED[name]
+    batch = data()
+    per_sample = per_sample_gradients(_model(), batch, lambda m, b: loss(m(b["x"]), b).unsqueeze(0), axes={})
+    model, clipper = _attached("auto", clip_and_sum(per_sample).max_grad_norm)
+    for size in (9, T, V, 2, 10, 40, 5 * V):
+        chosen = [number % B for number in range(size)]
+        wanted = clip_and_sum([per_sample[sample] for sample in chosen], clipper.max_grad_norm)
+        got = _back(model, clipper, loss, take(batch, chosen, {}))
+        for key, value in wanted.clipped.items():
+            torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-12, msg=f"{size} samples")
 
 
 def _pairwise(o):

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _aten = torch.ops.aten
@@ -194,13 +193,14 @@ class PretendedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check where the arguments lie, run the operation, and note where the results lie."""
         kwargs = dict(kwargs or {})
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         asked = kwargs.get("device")
         if asked is not None and asked.type == "cuda":
             kwargs["device"] = CPU
         place = self._place_of(func, args, given, asked)
         result = func(*args, **kwargs)
-        tree_map(lambda leaf: self._put(leaf, place) if isinstance(leaf, Tensor) else None, result)
+        for tensor in _tensors((result,)):
+            self._put(tensor, place)
         if func.overloadpacket in _PACKING:
             self._put(result[1], CPU)
         return result
@@ -289,14 +289,25 @@ def _named(replacement: Callable[..., Any], original: Callable[..., Any]) -> Cal
     return call
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among what an operation is given or returns, in lists as well."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
 def _where(what: str) -> str:
     """Return an operation and the innermost frames of this project and its tests that led to it."""
-    frames = [
-        f"{frame.filename.rpartition('/ghostclip/')[2]}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_stack()
-        if "/ghostclip/" in frame.filename and "/site-packages/" not in frame.filename
-    ]
-    return f"{what} <- {' <- '.join(reversed(frames[-4:]))}"
+    frames: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(frames) < 4:
+        code = frame.f_code
+        if "/ghostclip/" in code.co_filename and "/site-packages/" not in code.co_filename:
+            frames.append(f"{code.co_filename.rpartition('/ghostclip/')[2]}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return f"{what} <- {' <- '.join(frames)}"
 
 
 class _Generator(torch.Generator):

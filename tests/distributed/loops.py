@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,16 +64,17 @@ def data() -> TensorDataset:
     return TensorDataset(torch.arange(RECORDS), features, features.abs().argmax(1) % 3)
 
 
-def find(rank: int) -> list[dict[str, Any]]:
+def find(rank: int, loops: Sequence[Loop]) -> list[dict[str, Any]]:
     """Return what one rank finds.
 
     Args:
         rank: Its number.
+        loops: What it runs.
 
     Returns:
         Loop by loop.
     """
-    return [train(loop, rank) for loop in LOOPS]
+    return [train(loop, rank) for loop in loops]
 
 
 def train(loop: Loop, rank: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed import sharded, tensor
 from tests.distributed.spawned import assert_as_one_process, found_by_ranks
+from tests.process_group import asked
 
 pytestmark = pytest.mark.distributed
 
@@ -31,13 +32,13 @@ QUICK = ("sharded", "tensor")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the ranks of a group found, which start when they are asked for."""
+def found(request, tmp_path_factory):
+    """What the ranks of a group found, which start when they are asked for, and train what this session compares."""
 
     def run(group):
-        ranks, trainings = GROUPS[group]
         find = sharded.find if group.startswith("sharded") else tensor.find
-        return found_by_ranks(find, ranks, tmp_path_factory.mktemp("ranks"), ranks, tuple(trainings))
+        ranks, trainings = GROUPS[group][0], tuple(asked(request, "name", group=group))
+        return found_by_ranks(find, ranks, tmp_path_factory.mktemp("ranks"), ranks, trainings)
 
     return functools.cache(run)
 

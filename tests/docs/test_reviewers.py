@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.cli import main
 from tests.docs.pages import DOCS, ROOT, blocks
 
 PAGE = DOCS / "privacy" / "for-reviewers.md"
@@ -36,37 +37,39 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _verified(folder):
-    command = [sys.executable, "-m", *shlex.split(VERIFY)]
-    where = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=where, capture_output=True, text=True, check=False)
-
-
 def test_the_command_verifies_a_ledger_and_tells_what_another_computes(folder, capsys):
-    said = _verified(folder).stdout
+    """In a process of its own, as it is pasted; the others call what it calls."""
+    command, where = [sys.executable, "-m", *shlex.split(VERIFY)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=folder, env=where, capture_output=True, text=True, check=True).stdout
     assert "; 5 releases" in said
-    from ghostclip.cli import main
-
     main(shlex.split(COMPUTE)[1:])
     [epsilon] = re.findall(r"epsilon <= ([\d.]+) at", said)
     assert f"epsilon <= {epsilon} at" in capsys.readouterr().out
 
 
-def test_a_ledger_that_was_changed_is_refused_by_line(folder):
+@pytest.fixture
+def verified(monkeypatch, capsys):
+    """Verify the ledger of a folder; returns status and what is said."""
+
+    def verify(folder):
+        monkeypatch.chdir(folder)
+        status = main(shlex.split(VERIFY)[1:])
+        return status, "".join(capsys.readouterr())
+
+    return verify
+
+
+def test_a_ledger_that_was_changed_is_refused_by_line(folder, verified):
     path = folder / "run.ledger"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join([*lines[:4], *lines[5:]]), encoding="utf-8")
-    done = _verified(folder)
-    assert done.returncode == 2
-    assert "run.ledger, line 5" in done.stderr
+    status, said = verified(folder)
+    assert status == 2
+    assert "run.ledger, line 5" in said
 
 
-def test_a_ledger_that_is_not_there_is_an_error(tmp_path):
-    assert "no such file" in _verified(tmp_path).stderr
-
-
-def test_a_cut_end_leaves_no_trace_but_the_number(folder):
+def test_a_cut_end_leaves_no_trace_but_the_number(folder, verified):
     path = folder / "run.ledger"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(lines[:-1]), encoding="utf-8")
-    assert "; 4 releases" in _verified(folder).stdout
+    assert "; 4 releases" in verified(folder)[1]

@@ -20,16 +20,20 @@ FEATURES, CLASSES, RECORDS = 5, 3, 60
 
 
 class CountedNoise:
-    """Real noise that notes every draw."""
+    """Real noise that notes the shape and the standard deviation of every draw."""
 
     level = "fast"
 
     def __init__(self) -> None:
-        self.stds: list[float] = []
+        self.draws: list[tuple[tuple[int, ...], float]] = []
         self._source = FastNoise()
 
+    @property
+    def stds(self) -> list[float]:
+        return [std for _, std in self.draws]
+
     def add_(self, tensor: torch.Tensor, std: float) -> None:
-        self.stds.append(std)
+        self.draws.append((tuple(tensor.shape), std))
         self._source.add_(tensor, std)
 
     def state_dict(self) -> dict[str, Any]:

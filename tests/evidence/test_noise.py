@@ -49,7 +49,7 @@ MIXING = {
 def _trained(kind, seed, strategy="bookkeeping", *, between=None, size=5, loss=None, steps=1):
     prepare, context, share, kernels = KINDS[kind]
     torch.manual_seed(seed)
-    model = prepare(Decoder(3, between))
+    model = prepare(Decoder(2, between))
     with ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy=strategy) as clipper:
         with Noise(share, seed=seed, of=kernels) as noise:
             for _ in range(steps):

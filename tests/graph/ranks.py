@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,20 @@ def train(rank: int, mode: str, *, wrapped: bool, state: Any = None) -> dict[str
     return {"state": begun, "parameters": [p.detach().clone() for p in net.parameters()], "runs": runs}
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
+def run(rank: int, ranks: int, folder: str, kinds: Sequence[str]) -> None:
     """Be one rank.
 
     Args:
         rank: Its number.
         ranks: How many there are.
         folder: Where they meet, and where results go.
+        kinds: Whether the model is wrapped, "True" or "False", of each training.
     """
     torch.set_num_threads(1)
     with process_group(rank, ranks, folder):
         found = {}
-        for wrapped in (False, True):
-            graph = train(rank, "graph", wrapped=wrapped)
-            eager = train(rank, "bookkeeping", wrapped=wrapped, state=graph["state"])
-            found[str(wrapped)] = {"graph": graph, "eager": eager}
+        for kind in kinds:
+            graph = train(rank, "graph", wrapped=kind == "True")
+            eager = train(rank, "bookkeeping", wrapped=kind == "True", state=graph["state"])
+            found[kind] = {"graph": graph, "eager": eager}
     torch.save(found, Path(folder) / f"rank{rank}.pt")

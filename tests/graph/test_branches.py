@@ -123,8 +123,9 @@ def _train(private, steps, seen):
 
 def test_a_resumed_training_goes_the_way_of_before(tmp_path, monkeypatch):
     at_once(monkeypatch.setattr)
+    # The first batch behind the checkpoint goes one way, then the other.
     ways = set()
-    for at in range(2, 9):
+    for at in (2, 4):
         private, seen, found = _training(tmp_path / f"{at}.ledger"), [], []
         _train(private, at, [])
         private[0].save_checkpoint(path=tmp_path / "point", module=private[1], optimizer=private[2])

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from tests.graph.ranks import run
-from tests.process_group import start_ranks
+from tests.process_group import asked, start_ranks
 
 pytestmark = pytest.mark.distributed
 RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the ranks found, in their order."""
+def found(request, tmp_path_factory):
+    """What the ranks found, in their order, of what this session compares."""
     folder = tmp_path_factory.mktemp("ranks")
-    start_ranks(run, RANKS, str(folder))
+    start_ranks(run, RANKS, str(folder), asked(request, "wrapped"))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

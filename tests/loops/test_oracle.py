@@ -14,6 +14,8 @@ from tests.loops.loop import Loop
 from tests.loops.models import cross_entropy, mlp
 from tests.loops.oracle import measure
 
+# Records that are left out one by one; record 9 is among them.
+FEW = 2
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -168,13 +170,13 @@ def test_a_sound_engine_is_exact(strategy):
 
 @pytest.mark.parametrize(("broken", "said"), BROKEN.items(), ids=lambda value: getattr(value, "__name__", None))
 def test_a_broken_engine_is_wrong(broken, said):
-    outcome = measure(Loop("broken", "", broken))
+    outcome = measure(Loop("broken", "", broken), left_out=FEW)
     assert outcome.outcome == "wrong", outcome
     assert any(re.search(said, problem) for problem in outcome.problems), outcome.problems
 
 
 def test_a_sum_of_several_passes_is_divided_by_their_number():
-    outcome = measure(Loop("halves", "", _in_halves, passes=2))
+    outcome = measure(Loop("halves", "", _in_halves, passes=2), left_out=FEW)
     assert outcome.outcome == "exact", outcome
     assert 0.99 < outcome.move <= 1 + 1e-6
 
@@ -183,13 +185,13 @@ def test_a_sum_of_several_passes_is_divided_by_their_number():
     ("broken", "said"), [({"noise": 0.5}, "noise of 0.[45]"), ({"divided": False}, "is not the clipped sum")]
 )
 def test_an_engine_that_is_broken_where_passes_add_up_is_wrong(broken, said):
-    outcome = measure(Loop("broken", "", lambda world: _in_halves(world, **broken), passes=2))
+    outcome = measure(Loop("broken", "", lambda world: _in_halves(world, **broken), passes=2), left_out=FEW)
     assert outcome.outcome == "wrong", outcome
     assert any(re.search(said, problem) for problem in outcome.problems), outcome.problems
 
 
 def test_an_uneven_loop_may_be_refused_at_another_step():
-    outcome = measure(Loop("uneven", "", _refused_without_record_9, uneven="skips batches"))
+    outcome = measure(Loop("uneven", "", _refused_without_record_9, uneven="skips batches"), left_out=FEW)
     assert outcome.outcome == "refused later", outcome
 
 
@@ -197,17 +199,17 @@ def test_an_uneven_loop_may_be_refused_at_another_step():
 def test_a_broken_engine_is_wrong_in_an_uneven_loop(broken):
     if broken is _refused_without_record_9:
         pytest.skip("this is what an uneven loop may do")
-    assert measure(Loop("uneven", "", broken, uneven="skips batches")).outcome == "wrong"
+    assert measure(Loop("uneven", "", broken, uneven="skips batches"), left_out=FEW).outcome == "wrong"
 
 
 def test_an_uneven_loop_that_fails_is_wrong():
     loop = Loop("uneven", "", lambda world: _refused_without_record_9(world, ZeroDivisionError), uneven="skips batches")
-    assert measure(loop).outcome == "wrong"
+    assert measure(loop, left_out=FEW).outcome == "wrong"
 
 
 @pytest.mark.parametrize("broken", [_adds_no_noise, _adds_half_the_noise, _counts_nothing, _updates_by_hand])
 def test_what_is_out_of_sight_has_noise_and_an_account_all_the_same(broken):
-    assert measure(Loop("unseen", "", broken, unseen="mixes records")).outcome == "wrong"
+    assert measure(Loop("unseen", "", broken, unseen="mixes records"), left_out=FEW).outcome == "wrong"
     assert measure(Loop("unseen", "", _sound, unseen="mixes records")).outcome == "out of sight"
 
 

@@ -113,7 +113,7 @@ def test_no_record_moves_the_stream_by_more_than_is_accounted_for(mechanism: Mec
     correlation = mechanism.correlation(scheme)
     period = scheme.event.steps_per_event
     reached = 0.0
-    for record in range(0, SAMPLES, 2):
+    for record in range(0, SAMPLES, 4):
         moved = (whole - stream_of(mechanism, without=record)).numpy()
         norms = np.linalg.norm(moved, axis=1)
         assert norms.max(initial=0.0) <= CLIP * (1 + 1e-9)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.accounting.accountant import IAccountant
 from ghostclip.compat.opacus import schedulers
 from ghostclip.errors import GhostClipError
 from ghostclip.privacy import checkpoints
@@ -16,6 +15,7 @@ from ghostclip.privacy.account import Account
 from ghostclip.privacy.budget import Budget
 from ghostclip.privacy.checkpoints import digest_of
 from ghostclip.privacy.ledger_file import LedgerFile
+from tests.compat.test_own_accountant import Counting
 from tests.engine.training import small_data
 
 DATA = small_data(50)
@@ -25,24 +25,6 @@ class InjectedError(Exception):
     """Nothing else raises this."""
 
 
-class Own(IAccountant):
-    """An accountant of the user's, with a history."""
-
-    def step(self, *, noise_multiplier, sample_rate):
-        self.history.append((noise_multiplier, sample_rate, 1))
-
-    def get_epsilon(self, delta):
-        del delta
-        return float(len(self.history))
-
-    def __len__(self):
-        return len(self.history)
-
-    @classmethod
-    def mechanism(cls):
-        return "own"
-
-
 class Run:
     """A private training with everything that is loaded: schedules, buffers, a budget, Adam, dropout."""
 
@@ -50,7 +32,7 @@ class Run:
         torch.manual_seed(width)
         self.engine = PrivacyEngine(ledger=folder, accountant="rdp")
         if own:
-            self.engine.accountant = Own()
+            self.engine.accountant = Counting()
         model = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3))
         model.register_buffer("seen", torch.zeros(2))
         made = (

@@ -136,7 +136,7 @@ def _way_of(name: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_of_a_step(name):
     # In a process of its own: each private model that is alive looks at the steps of every optimizer.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
         calls, files = pool.submit(_way_of, name).result()
     most, most_files = WAYS[name]
     assert most - 40 <= calls <= most

@@ -25,44 +25,53 @@ HEAVY = (
 )
 
 
+PROGRAM = (
+    "import sys, torch; before = set(sys.modules); import ghostclip; "
+    "print(*sorted(set(sys.modules) - before), sep='\\n')"
+)
+# Used for what needs none of them, these load none.
+BY_USE = """
+import sys, torch
+import ghostclip._torch as private
+import ghostclip.integrations.peft
+import ghostclip.kernels
+
+ghostclip.kernels.symmetric_gram(*torch.ones(2, 1, 3, 4))
+assert private.stop_compiler([]) is None
+private.restart_compiler(None)
+private.mark_untraced(lambda: None, reason="")
+print({"transformers", "peft", "trl", "triton", "torch._dynamo"} & sys.modules.keys())
+"""
+
+
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
 
 
-def _seconds_added() -> float:
-    """Seconds that `import ghostclip` takes once torch is loaded, from the interpreter's own table."""
-    table = _run("-X", "importtime", "-c", "import torch, ghostclip").stderr
-    for line in table.splitlines():
-        _, _, rest = line.partition("import time:")
-        own_cumulative_name = [field.strip() for field in rest.split("|")]
-        if own_cumulative_name[-1] == "ghostclip":
-            return int(own_cumulative_name[1]) / 1e6
-    raise AssertionError(f"no line for ghostclip in\n{table[-2000:]}")
+def _imported() -> tuple[float, list[str], list[str]]:
+    """Seconds that `import ghostclip` takes once torch is loaded, the modules that it loads, and what it says."""
+    done = _run("-X", "importtime", "-W", "error", "-c", PROGRAM)
+    lines = [line.partition("import time:") for line in done.stderr.splitlines()]
+    rows = [[field.strip() for field in rest.split("|")] for _, head, rest in lines if head]
+    (cumulative,) = [int(row[1]) for row in rows if row[-1] == "ghostclip"]
+    return cumulative / 1e6, done.stdout.split(), [line for line, head, _ in lines if not head]
 
 
-def test_import_adds_at_most_the_limit():
+def test_import_is_quick_loads_nothing_heavy_and_prints_nothing():
     seconds = []
-    for _ in range(RUNS):
-        seconds.append(_seconds_added())
-        if seconds[-1] <= LIMIT_SECONDS:
-            return
-    raise AssertionError(
-        f"import ghostclip adds {min(seconds):.2f} s to import torch, at most {LIMIT_SECONDS} s wanted"
-    )
-
-
-def test_import_loads_nothing_heavy_and_prints_nothing():
-    program = (
-        "import sys, torch; before = set(sys.modules); import ghostclip; "
-        "print(*sorted(set(sys.modules) - before), sep='\\n')"
-    )
-    done = _run("-W", "error", "-c", program)
-    loaded = done.stdout.split()
+    while len(seconds) < RUNS and min(seconds, default=1.0) > LIMIT_SECONDS:
+        found, loaded, said = _imported()
+        seconds.append(found)
+    assert min(seconds) <= LIMIT_SECONDS, f"import ghostclip adds {min(seconds):.2f} s to import torch"
     heavy = [name for name in loaded if any(name == root or name.startswith(f"{root}.") for root in HEAVY)]
     assert not heavy
-    assert all("." in name or name.isidentifier() for name in loaded), done.stdout
-    assert done.stderr == ""
+    assert all("." in name or name.isidentifier() for name in loaded), loaded
+    assert not said
+
+
+def test_libraries_are_loaded_by_use_only():
+    assert _run("-c", BY_USE).stdout.strip() == "set()"
 
 
 def test_accounting_loads_without_torch():
