@@ -90,8 +90,11 @@ class Decisions:
         Nothing here raises, warns or logs because of a sample's values.
     """
 
-    def __init__(self, policy: ClipPolicy, relation: str) -> None:
+    # `dealt`: of a batch's size, how many norms, the first ones, are of samples; None where all are. Ranks that split
+    # sequences deal samples out to places, of which the last may stand for none.
+    def __init__(self, policy: ClipPolicy, relation: str, dealt: Callable[[int], int] | None = None) -> None:
         relation_factor(relation)
+        self._dealt = dealt
         self.policy = policy
         self.relation = relation
         self.norm_GB: list[Tensor] | None = None  # of the last backward; None before the first
@@ -155,7 +158,7 @@ class Decisions:
             certain_B = finite_samples(norm_GB).logical_and_(certain_B.to(norm_GB[0].device))
             coef_GB = [coef_B.masked_fill(~certain_B.to(coef_B.device), 0.0) for coef_B in coef_GB]
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        keep_B = self._finite_B(total) if certain_B is None else self._counted(certain_B)
+        keep_B = self._finite_B(total, forward) if certain_B is None else self._counted(certain_B)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
         coef_GB = _scaled(coef_GB, shown)
         empty = 0 if rows is None else forward.batch_size - rows
@@ -179,7 +182,7 @@ class Decisions:
         self._unread = left_out if self._unread is None else self._unread + left_out
         return certain_B
 
-    def _finite_B(self, total: GroupNorms) -> Tensor | None:
+    def _finite_B(self, total: GroupNorms, forward: ForwardContext) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""
         assert self.norm_GB is not None
         adaptation = self.policy.adaptation
@@ -188,7 +191,8 @@ class Decisions:
             return None
         finite_B = finite_samples(self.norm_GB)
         if adaptation is not None:
-            adaptation.observe(self.norm_GB, self.layout.bounds, finite_B)
+            count = len(finite_B) if self._dealt is None else self._dealt(forward.batch_size)
+            adaptation.observe([norm_B[:count] for norm_B in self.norm_GB], self.layout.bounds, finite_B[:count])
         if not total.finite:
             self._non_finite = non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
             self._non_finite_total += non_finite

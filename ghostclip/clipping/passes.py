@@ -69,6 +69,9 @@ class Sequences(Protocol):
     def begin(self, forward: ForwardContext) -> None:
         """Check that all ranks begin a backward through the same layers."""
 
+    def rows(self, batch_size: int) -> int:
+        """Return how many samples of a batch are this rank's."""
+
     def gather(self, factor: Factor) -> Factor:
         """Return the whole gradients of this rank's samples, from parts of the gradients of all samples."""
 
