@@ -6,7 +6,7 @@ Shape letters: B samples, G clip groups.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,6 +82,13 @@ class ClipWeights:
         buffer += self._apart.pop(name)
 
 
+class Dealing(Protocol):
+    """Ranks that deal the samples of a batch out among them."""
+
+    def rows(self, batch_size: int) -> int:
+        """Return how many are this rank's."""
+
+
 class Decisions:
     """Applies a clip policy to the norms of each backward, and records what the noise must cover.
 
@@ -90,11 +97,10 @@ class Decisions:
         Nothing here raises, warns or logs because of a sample's values.
     """
 
-    # `dealt`: of a batch's size, how many norms, the first ones, are of samples; None where all are. Ranks that split
-    # sequences deal samples out to places, of which the last may stand for none.
-    def __init__(self, policy: ClipPolicy, relation: str, dealt: Callable[[int], int] | None = None) -> None:
+    # `sequences`: ranks that split sequences; of the samples' places that they deal out, the last may stand for none.
+    def __init__(self, policy: ClipPolicy, relation: str, sequences: Dealing | None = None) -> None:
         relation_factor(relation)
-        self._dealt = dealt
+        self._sequences = sequences
         self.policy = policy
         self.relation = relation
         self.norm_GB: list[Tensor] | None = None  # of the last backward; None before the first
@@ -191,7 +197,7 @@ class Decisions:
             return None
         finite_B = finite_samples(self.norm_GB)
         if adaptation is not None:
-            count = len(finite_B) if self._dealt is None else self._dealt(forward.batch_size)
+            count = len(finite_B) if self._sequences is None else self._sequences.rows(forward.batch_size)
             adaptation.observe([norm_B[:count] for norm_B in self.norm_GB], self.layout.bounds, finite_B[:count])
         if not total.finite:
             self._non_finite = non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
