@@ -150,7 +150,7 @@ class GhostClipper:
         self._sharded = sharded
         self.device_only = device_only
         self._sequences = sequences
-        self._decisions = Decisions(policy_of(max_grad_norm, policy), relation)
+        self._decisions = Decisions(policy_of(max_grad_norm, policy), relation, sequences)
         check_readers(strategy, self.policy, device_only=device_only)
         self.strategy = strategy
         self.loss_reduction = loss_reduction

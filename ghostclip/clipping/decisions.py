@@ -6,7 +6,7 @@ Shape letters: B samples, G clip groups.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,6 +82,13 @@ class ClipWeights:
         buffer += self._apart.pop(name)
 
 
+class Dealing(Protocol):
+    """Ranks that deal the samples of a batch out among them."""
+
+    def rows(self, batch_size: int) -> int:
+        """Return how many are this rank's."""
+
+
 class Decisions:
     """Applies a clip policy to the norms of each backward, and records what the noise must cover.
 
@@ -90,8 +97,10 @@ class Decisions:
         Nothing here raises, warns or logs because of a sample's values.
     """
 
-    def __init__(self, policy: ClipPolicy, relation: str) -> None:
+    # `sequences`: ranks that split sequences; of the samples' places that they deal out, the last may stand for none.
+    def __init__(self, policy: ClipPolicy, relation: str, sequences: Dealing | None = None) -> None:
         relation_factor(relation)
+        self._sequences = sequences
         self.policy = policy
         self.relation = relation
         self.norm_GB: list[Tensor] | None = None  # of the last backward; None before the first
@@ -155,7 +164,7 @@ class Decisions:
             certain_B = finite_samples(norm_GB).logical_and_(certain_B.to(norm_GB[0].device))
             coef_GB = [coef_B.masked_fill(~certain_B.to(coef_B.device), 0.0) for coef_B in coef_GB]
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        keep_B = self._finite_B(total) if certain_B is None else self._counted(certain_B)
+        keep_B = self._finite_B(total, forward) if certain_B is None else self._counted(certain_B)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
         coef_GB = _scaled(coef_GB, shown)
         empty = 0 if rows is None else forward.batch_size - rows
@@ -179,7 +188,7 @@ class Decisions:
         self._unread = left_out if self._unread is None else self._unread + left_out
         return certain_B
 
-    def _finite_B(self, total: GroupNorms) -> Tensor | None:
+    def _finite_B(self, total: GroupNorms, forward: ForwardContext) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""
         assert self.norm_GB is not None
         adaptation = self.policy.adaptation
@@ -188,7 +197,8 @@ class Decisions:
             return None
         finite_B = finite_samples(self.norm_GB)
         if adaptation is not None:
-            adaptation.observe(self.norm_GB, self.layout.bounds, finite_B)
+            count = len(finite_B) if self._sequences is None else self._sequences.rows(forward.batch_size)
+            adaptation.observe([norm_B[:count] for norm_B in self.norm_GB], self.layout.bounds, finite_B[:count])
         if not total.finite:
             self._non_finite = non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
             self._non_finite_total += non_finite

@@ -22,7 +22,7 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import SavedTensors
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.decisions import ClipWeights
+from ghostclip.clipping.decisions import ClipWeights, Dealing
 from ghostclip.clipping.joint import Joint, SharedInputNorms, SmallLayers, most_waiting
 from ghostclip.clipping.norms import (
     GroupNorms,
@@ -56,7 +56,7 @@ KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
 _ANY = 1 << 62
 
 
-class Sequences(Protocol):
+class Sequences(Dealing, Protocol):
     """Ranks that each have some positions of every sample."""
 
     @property

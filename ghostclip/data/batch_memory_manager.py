@@ -168,6 +168,11 @@ def splittable_batches(loader: DataLoader[Any]) -> Iterable[list[int]]:
             f"data_loader over {type(loader.dataset).__name__}: batches can only be split where indices are sampled. "
             "Use a map-style data set with a batch size or a batch_sampler."
         )
+    if isinstance(loader.batch_sampler, SplittingSampler):
+        raise DataError(
+            "data_loader: its batches are parts of batches already, as another BatchMemoryManager hands them out. Give "
+            "the loader that make_private returned."
+        )
     if not getattr(loader, "in_order", True):
         raise DataError("data_loader(in_order=False): parts of a logical batch must come in order. Use in_order=True.")
     return loader.batch_sampler

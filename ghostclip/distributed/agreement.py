@@ -347,37 +347,41 @@ class Share(NamedTuple):
     sensitivity: float = 0.0  # L2 sensitivity of the sum, as this rank clips
     noise: int = 0  # which noise comes next; `SharedNoise` sets it
     asks: int = 0  # 1 where this rank asks for proofs in the next forward, in which all ranks take part
+    uses: int = 1  # backwards that a part of the batch went through, see `LogicalBatch`: the sum is divided by them
+    rounds: int = 1  # how often the parts went through the whole batch; with `uses` what a record costs
 
     def __str__(self) -> str:
         draw = "no draw" if self.draw < 0 else f"draw {self.draw} of {self.records} records"
         return f"{draw}, {self.rows} rows seen"
 
 
-def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 1) -> bool:
-    """Refuse a step unless the ranks have one draw, and return whether a rank asks for proofs in the next forward.
+def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 1) -> Share:
+    """Refuse a step unless the ranks have one draw; return this rank's share with the largest counts of all ranks.
 
     Privacy:
         Without this a loader that is sharded once more gives ranks different draws, and a record may take part twice.
 
     Cost:
-        One exchange of 64 bytes; on a backend without a CPU, this waits for the device.
+        One exchange of 80 bytes; on a backend without a CPU, this waits for the device.
     """
     # Called on all ranks in each step. One process may have got the whole draw and have dealt it out: ranks without a
     # draw are in order as long as the rows that all models saw add up to its records. Where no rank has a draw, nothing
     # is known of the rows. `share` is None where this rank refuses the step and raises afterwards, which makes the
     # others refuse it instead of waiting. `copies`: ranks that each sample is on.
     if world_size(group) == 1:
-        return share is not None and share.asks > 0
+        return share or Share(0)
     shares = _shares(share, group)
     if share is None:
-        return False
+        return Share(0)
     absent = [rank for rank, other in enumerate(shares) if other is None]
     if absent:
         raise InvalidOptionError(
             f"rank {absent[0]} refuses this step (its own error says why), so no rank makes it: nothing was released."
         )
-    _require_consistent([other for other in shares if other is not None], copies)
-    return any(other is not None and other.asks for other in shares)
+    met = [other for other in shares if other is not None]
+    _require_consistent(met, copies)
+    asks, uses, rounds = (max(counts) for counts in zip(*[other[-3:] for other in met], strict=True))
+    return share._replace(asks=asks, uses=uses, rounds=rounds)
 
 
 def digest_of(text: str) -> int:
@@ -425,14 +429,14 @@ def _packed(share: Share | None) -> list[int]:
     if share is None:
         return [_REFUSES] + [0] * len(Share._fields)
     # The bits of a float: ranks must have the same one.
-    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), share.noise, share.asks]
+    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), *share[5:]]
 
 
 def _unpacked(numbers: list[int]) -> Share | None:
     if numbers[0] == _REFUSES:
         return None
     std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))
-    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, numbers[6], numbers[7])
+    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, *numbers[6:])
 
 
 def _device(group: Group) -> torch.device:

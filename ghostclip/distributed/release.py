@@ -188,14 +188,14 @@ class SharedNoise:
         else:
             noisy_sums_(tensors, std, self._source, group=self._group)
 
-    def require_one_draw(self, share: Share | None) -> bool:
+    def require_one_draw(self, share: Share | None) -> Share:
         """Refuse a step with different draws, mechanisms or noise on the ranks, as `require_one_draw` does."""
         self._follow_first()
         if share is not None:
             share = share._replace(noise=digest_of(self._fingerprint()))
-        asks = require_one_draw(share, self._group, copies=self._copies)
+        agreed = require_one_draw(share, self._group, copies=self._copies)
         self._agreed = share is not None
-        return asks
+        return agreed
 
     def _fingerprint(self) -> str:
         """Return which noise comes next, and whether one rank draws all of it: a rank alone must not think so."""

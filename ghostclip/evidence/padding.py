@@ -51,11 +51,15 @@ _PROOFS: Final = 3
 _ENTRIES: Final = {True: 2, False: 3}
 _RUN: Final = {True: 1, False: 2}
 _ELSEWHERE: Final = 4
+_FIXED: Final = (
+    "Or pad all records to one fixed length: so, too, where lengths are given as shares of the longest record's, which "
+    "stand for other positions once padding is cut off, or give them as numbers of positions."
+)
 _OWN: Final = (
     "For classes: ghostclip.losses.token_losses(logits, labels, ignore_index=the padding's label), shift=False if "
     "each position has its own label. For other losses: losses = (each * mask / mask.sum(1, keepdim=True)).sum(1), "
-    "with each position's loss (B, positions), and a mask that is 1 at a record's own positions and 0 at padding. Or "
-    "pad all records to one fixed length."
+    "with each position's loss (B, positions), and a mask that is 1 at a record's own positions and 0 at padding. "
+    f"{_FIXED}"
 )
 _FOLLOWS: Final = (
     "{model}: outputs of a record changed when {count} {side} padded position(s) were cut off that it has only because "
@@ -63,7 +67,7 @@ _FOLLOWS: Final = (
     "company and no bound holds.{place} Give the model the records' mask and use it: attention masks; a mean over a "
     "record's own positions ((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)); the last own position in place "
     "of h[:, -1]; positions counted from the mask (mask.cumsum(1) - 1); zeros at padding before each convolution; "
-    "packed sequences. Or pad all records to one fixed length."
+    f"packed sequences. {_FIXED}"
 )
 _TAKEN_IN: Final = (
     "the loss has a gradient at {count} padded position(s), which a record has only because a longer one is in the "

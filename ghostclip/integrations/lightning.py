@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, wraps
 from typing import Any, Final
 
@@ -407,7 +407,7 @@ class PrivacyCallback:
             trainer: The trainer.
             pl_module: Its module.
         """
-        pl_module.log("epsilon", self.epsilon, prog_bar=True)
+        pl_module.log("epsilon", self.epsilon, prog_bar=True, batch_size=1)
         self._warn_of_monitors(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,6 +478,11 @@ class PrivacyCallback:
             return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
 
         def step(batch: Any, *more: Any) -> Any:
+            if isinstance(batch, Iterator):
+                raise InvalidOptionError(
+                    "training_step(dataloader_iter): a draw is computed in parts, for which it has to come as a batch. "
+                    "Write training_step(batch, batch_idx), or use manual optimization."
+                )
             optimizer = trainer.optimizers[0]
             zero_grad(trainer.current_epoch, more[0] if more else 0, optimizer)
             return _together(self.training.run(batch, lambda part: part_of_step(part, more)))

@@ -414,7 +414,11 @@ class DPOptimizer(WrappedOptimizer):
             first = drawn.draws[0]
             share = Share(first.rows, first.number, first.records)
         share = share._replace(std=std, sensitivity=self.clipper.sensitivity(), asks=int(self.clipper.wants_proof))
-        if self.noise_source.require_one_draw(share):
+        batch = self._batch
+        # What ranks divide by and account for is what the one with the most backwards does.
+        agreed = self.noise_source.require_one_draw(share._replace(uses=batch.uses, rounds=batch.rounds))
+        batch.uses, batch.rounds = agreed.uses, agreed.rounds
+        if agreed.asks:
             self.clipper.prove_next()
 
     def require_draws(self, draws: DrawLog) -> None:
@@ -435,7 +439,7 @@ class DPOptimizer(WrappedOptimizer):
         match = self._draws.match(rows)
         if match is None:
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
-        self._batch.rounds = match.rounds
+        self._batch.note_rounds(match.rounds)
         inputs = self.clipper.inputs_noted
         for one in inputs:
             if one is not None and one.crossed is not None:

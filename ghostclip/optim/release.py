@@ -82,9 +82,9 @@ def next_bound(
         return None
     assert expected_batch_size is not None, "checked when the optimizer was made"
     count = adaptation.take_count().reshape(1)
-    if noise_multiplier > 0:
-        sensitivity_in_c = clipper.policy.sensitivity(clipper.relation) / clipper.policy.max_grad_norm
-        noise_source.add_(count, std=adaptation.count_std * sensitivity_in_c)
+    sensitivity_in_c = clipper.policy.sensitivity(clipper.relation) / clipper.policy.max_grad_norm
+    # Also where it is 0: a source that several ranks share adds up their counts.
+    noise_source.add_(count, std=adaptation.count_std * sensitivity_in_c if noise_multiplier > 0 else 0.0)
     return adaptation.next_bound(clipper.max_grad_norm, count.item(), expected_batch_size)
 
 

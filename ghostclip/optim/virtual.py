@@ -39,8 +39,8 @@ class LogicalBatch:
         self.open = False  # whether a virtual step was taken and nothing has been released since
         # the largest number of backward passes that one physical batch of this logical batch went through
         self.uses = 0
-        # how often its physical batches went through a whole draw of the private sampler, the same one again included;
-        # known when it is released
+        # how often virtual steps went through a whole draw of the private sampler, the same one again included; known
+        # when it is released
         self.rounds = 1
         self._taken: list[int] = []
         self._passes_seen = 0
@@ -84,9 +84,13 @@ class LogicalBatch:
     @property
     def participations(self) -> int:
         """Backward passes that one record may have contributed to."""
+        return max(1, self.uses * self.rounds)
+
+    def note_rounds(self, rounds: int) -> None:
+        """Note how often the parts went through a whole draw."""
         # Passes of one step() may all be over the same records; what virtual steps added up are parts of a draw, which
         # share no record, until the draw is complete.
-        return max(1, self.uses * (self.rounds if len(self._taken) > 1 else 1))
+        self.rounds = rounds if len(self._taken) > 1 else 1
 
     def rows_of_parts(self, rows: Sequence[int]) -> list[int]:
         """Return the rows of every backward pass, of several over one physical batch those of one."""

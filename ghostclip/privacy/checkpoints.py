@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ghostclip import _torch, _tree
 from ghostclip._files import reason_of
-from ghostclip.distributed import Pipeline, from_first
+from ghostclip.distributed import Pipeline, from_first, world_size
 from ghostclip.distributed.weights import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.evidence.randomness import unnoticed
@@ -371,7 +371,9 @@ def _write(state: dict[str, Any], target: Place, options: Mapping[str, Any]) -> 
         torch.save(state, target, **options)
         return
     path = Path(target)
-    unfinished = path.with_name(path.name + ".unfinished")
+    # Ranks with a copy of the model each may all write to one place, of which one takes it after the other.
+    rank = distributed.get_rank() if world_size() > 1 else 0
+    unfinished = path.with_name(f"{path.name}.unfinished{rank or ''}")
     try:
         with unfinished.open("wb") as file:
             torch.save(state, file, **options)

@@ -169,6 +169,7 @@ def test_loaders_that_cannot_be_split_are_refused():
         (DataLoader(Stream(), batch_size=2), "Stream"),
         (DataLoader(DATA, batch_size=None), "batch size"),
         (DataLoader(DATA, batch_size=2, num_workers=1, in_order=False), "in_order"),
+        (manager(training, [0, 1, 2]).__enter__(), "another BatchMemoryManager"),
     ):
         refused = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=training.optimizer)
         with pytest.raises(DataError, match=words):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -162,9 +163,16 @@ def _trained(rank: int, place: Path) -> dict[str, Any]:
     training = Run(place / "ledger")
     training.steps(2)
     training.save(place / f"checkpoint{rank}")
+    with mock.patch("torch.save", side_effect=partial(_save_and_meet, torch.save)):
+        training.save(place / "checkpoint of both")
     training.steps(1)
     training.engine.close()
     return training.state()
+
+
+def _save_and_meet(save: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    save(*arguments, **options)
+    distributed.barrier()
 
 
 def _resumed(rank: int, place: Path) -> dict[str, Any]:

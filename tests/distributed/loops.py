@@ -25,12 +25,14 @@ class Loop(NamedTuple):
         wrapper: How it wraps the model: before make_private ("first"), and goes on with that wrapper ("kept"), or
             afterwards ("second", and "unused" with find_unused_parameters); "opacus" before, in Opacus's wrapper.
         strategy: Its grad_sample_mode.
+        parts: Records of a part of the batch that it calls backward for at once; None for all of them.
     """
 
     sampler: bool = False
     poisson: bool = True
     wrapper: str = ""
     strategy: str = "auto"
+    parts: int | None = None
 
 
 LOOPS = (
@@ -46,6 +48,7 @@ LOOPS = (
     Loop(wrapper="second"),
     Loop(wrapper="second", strategy="hooks"),
     Loop(wrapper="unused", sampler=True),
+    Loop(parts=1),
 )
 
 
@@ -106,15 +109,19 @@ def train(loop: Loop, rank: int) -> dict[str, Any]:
         "second": lambda: DistributedDataParallel(private),
         "unused": lambda: DistributedDataParallel(private, find_unused_parameters=True),
     }.get(loop.wrapper, lambda: private)()
-    steps = []
+    steps, divisors = [], list[float]()
+    optimizer.attach_release_hook(lambda private, _: divisors.append(private.divisor))
     for epoch in range(2):
         if sampler is not None:
             sampler.set_epoch(epoch)
         for numbers, x, y in loader:
             steps.append({"records": numbers.tolist(), "before": snapshot(net)})
             optimizer.zero_grad()
-            nn.functional.cross_entropy(called(x), y).backward()
+            size = loop.parts or max(1, len(x))
+            for part, targets in zip(x.split(size), y.split(size), strict=True):
+                nn.functional.cross_entropy(called(part), targets).backward()
             optimizer.step()
+            steps[-1]["divisor"] = divisors.pop()
     return {
         "steps": steps,
         "after": snapshot(net),

@@ -35,8 +35,11 @@ WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParalle
 LEVELS = ("fast", "secure", "exact")
 RECORDS = 300
 STD = 5.0
-SETTINGS = (("secure", 0.0), ("secure", 1.0), ("exact", 1.0))
-"""(level of noise, noise multiplier) of a training."""
+SETTINGS = (
+    ("secure", 0.0, "flat"), ("secure", 1.0, "flat"), ("exact", 1.0, "flat"),
+    ("secure", 0.0, "adaptive"), ("secure", 1.0, "adaptive"),
+)  # fmt: skip
+"""(level of noise, noise multiplier, clipping) of a training."""
 
 
 def find(rank: int) -> dict[str, Any]:
@@ -64,13 +67,16 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(
+    rank: int, level: str, sigma: float, clipping: str, *, states: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train for an epoch through the engine, in physical batches.
 
     Args:
         rank: Number of the process: models start differently.
         level: Of the noise.
         sigma: Noise multiplier.
+        clipping: Flat, or with a bound that follows the norms on all ranks.
         states: Of the noise and the sampler, to repeat another training.
 
     Returns:
@@ -82,7 +88,7 @@ def train(rank: int, level: str, sigma: float, *, states: dict[str, Any] | None 
     broadcast_parameters(net)
     run = PrivateRun(
         data, model=net, engine=PrivacyEngine(noise_level=level), lr=0.5, batch_size=8, sigma=sigma, max_grad_norm=0.3,
-        grad_sample_mode="hooks" if level == "exact" else "auto",
+        grad_sample_mode="hooks" if level == "exact" else "auto", clipping=clipping,
     )  # fmt: skip
     net, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:

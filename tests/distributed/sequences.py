@@ -126,7 +126,13 @@ def records() -> TensorDataset:
 
 
 def engine_trained(
-    model: nn.Module, *, mesh: DeviceMesh | None, sigma: float, states: dict[str, Any] | None = None, left_out: int = -1
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None,
+    sigma: float,
+    clipping: str = "flat",
+    states: dict[str, Any] | None = None,
+    left_out: int = -1,
 ) -> dict[str, Any]:
     """Train through the engine, in the loop that a user writes.
 
@@ -134,6 +140,7 @@ def engine_trained(
         model: This rank's, or that of one process.
         mesh: Along its axis "cp" ranks have parts of the positions; None for one process.
         sigma: Noise multiplier; without noise all records are one batch, of which one step is made.
+        clipping: Flat, or with a bound that follows the norms on all ranks.
         states: Of noise and sampler, to repeat another training.
         left_out: Number of a record that adds nothing.
 
@@ -149,7 +156,7 @@ def engine_trained(
     engine = PrivacyEngine(noise_level="secure")
     run = PrivateRun(
         data, model=model, engine=engine, batch_size=RECORDS // 4 if sigma else RECORDS, sigma=sigma,
-        max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences,
+        max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences, clipping=clipping,
     )  # fmt: skip
     private, optimizer, loader = run.model, run.optimizer, run.loader
     if states is not None:
@@ -172,6 +179,7 @@ def engine_trained(
         "weights": {key: p.detach().clone() for key, p in model.named_parameters()},
         "released": released[0],
         "steps": engine.accountant.history[0][2],
+        "bound": optimizer.max_grad_norm,
     }
 
 
@@ -234,6 +242,7 @@ def find(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {"whole": clipped(mesh)}
     found["exchanged"] = _exchanged()
     found["engine"] = {s: engine_trained(whole_model(), mesh=mesh, sigma=s) for s in SIGMAS}
+    found["adaptive"] = engine_trained(whole_model(), mesh=mesh, sigma=SIGMAS[1], clipping="adaptive")
     found["engine without one"] = [
         engine_trained(whole_model(), mesh=mesh, sigma=0.0, left_out=number)["released"] for number in range(2)
     ]

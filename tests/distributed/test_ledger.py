@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ghostclip.accounting import create_accountant
+from ghostclip.privacy.checkpoints import load
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.distributed.ledgers import BATCH, DELTA, FAILURES, SIGMA, prepare, run
 from tests.distributed.loops import RECORDS
@@ -75,6 +76,12 @@ def test_a_training_goes_on_from_any_ranks_checkpoint_on_both(found, folder):
     assert one["again"]["history"] == [(SIGMA, RATE, 3)]
     assert one["after"]["history"] == [(SIGMA, RATE, 4)]
     assert one["after"]["place"] == LedgerFile(folder / "ledger").place()
+
+
+def test_ranks_may_save_to_one_place_at_once(found, folder):
+    del found
+    assert load(folder / "checkpoint of both", {})["ghostclip_ledger"]
+    assert not list(folder.glob("*unfinished*"))
 
 
 def _require_same_parameters(one, two):

@@ -50,6 +50,14 @@ def test_a_training_by_the_engine_is_that_of_one_process(found, sigma):
             torch.testing.assert_close(rank["engine"][sigma]["weights"][key], value, rtol=1e-9, atol=1e-11)
 
 
+def test_an_adaptive_bound_is_that_of_one_process(found):
+    """Each sample is counted once, on its rank: not in a place that stands for none."""
+    first, options = found[0]["adaptive"], {"mesh": None, "sigma": sequences.SIGMAS[1], "clipping": "adaptive"}
+    alone = sequences.engine_trained(sequences.whole_model(), states=first["states"], **options)
+    assert [rank["adaptive"]["bound"] for rank in found] == [pytest.approx(alone["bound"], rel=1e-12)] * len(found)
+    assert alone["bound"] != pytest.approx(sequences.BOUND, rel=1e-3)
+
+
 def test_a_record_moves_the_release_of_the_engine_by_c_at_most(found):
     for rank in found:
         whole = rank["engine"][0.0]["released"]

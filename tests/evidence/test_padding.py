@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -215,3 +217,30 @@ def test_outputs_that_the_loss_does_not_take_are_no_matter(outputs, tagged):
             loss = loss + 0.1 * (tags.square().sum(1) / mask.sum(1)).mean() if tagged else loss
             loss.backward()
         optimizer.step()
+
+
+class _Packed(nn.Module):
+    def __init__(self, *, shares: bool) -> None:
+        super().__init__()
+        self.recurrent, self.head, self.shares = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2), shares
+
+    def forward(self, x, lengths):
+        lengths = (lengths * x.shape[1]).round().long() if self.shares else lengths
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_lengths_as_shares_of_the_longest_are_refused_by_that_name(shares):
+    torch.manual_seed(0)
+    net, data = _Packed(shares=shares).double(), [torch.randn(length, 3).double() for length in (7, 5, 3, 6)]
+    with ghostclip.GhostClipper(net, max_grad_norm=1.0) as clipper:
+        for records in (data, data[1:], data[2:]):
+            x = nn.utils.rnn.pad_sequence(records, batch_first=True)
+            numbers = torch.tensor([len(record) for record in records])
+            lengths = numbers.double() / x.shape[1] if shares else numbers
+            refused = pytest.raises((LossReductionError, SampleMixingError), match="shares of the longest")
+            with refused if shares and records is not data else nullcontext():
+                out = net(x, lengths)
+                own = (torch.arange(x.shape[1]) < numbers[:, None]).double()
+                clipper.backward((out.square().sum(2) * own).sum(1) / own.sum(1))

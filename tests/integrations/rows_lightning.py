@@ -289,6 +289,17 @@ _MANUAL = {"training_step": _manual_step, "automatic_optimization": False}
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def manual_optimization_of_an_iterator(folder: Path) -> None:
+    """Manual optimization, training_step(dataloader_iter)."""
+
+    def training_step(self: Any, dataloader_iter: Any) -> None:
+        batch, number, _ = next(dataloader_iter)
+        _manual_step(self, batch, number)
+
+    exact(lambda world: _fit(world, hooks=_MANUAL | {"training_step": training_step}, half=False))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def several_optimizers(folder: Path) -> None:
     """Manual optimization with an optimizer for the matrices and one for the rest."""
 
@@ -487,6 +498,18 @@ _refusal(
     "it returned no loss",
     lambda world: _fit(world, hooks={"training_step": lambda module, batch, _: None}),
     "training_step returns None.",
+)
+
+
+def _pulling_step(module: Any, dataloader_iter: Any) -> Tensor:
+    batch, _, _ = next(dataloader_iter)
+    return functional.cross_entropy(module.body(batch[0]), batch[1])
+
+
+_refusal(
+    "dataloader_iter.*manual optimization",
+    lambda world: _fit(world, hooks={"training_step": _pulling_step}),
+    "training_step(dataloader_iter).",
 )
 
 
