@@ -153,7 +153,7 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
             return RowOrder(None, unknown=True, in_graph=True)
         # Rows that were folded in a way that nobody has seen as yet (``torch.cat([x, y])``) may lie in order the other
         # way: the evidence tells.
-        readings = [samples]
+        readings: list[Tensor | None] = [samples]
         if forward.unproven:
             readings.append(origin_of_rows(tensor, axis, forward.batch_size, 1 - forward.batch_axis))
         if any(_in_order(reading, forward.batch_size) for reading in readings):
