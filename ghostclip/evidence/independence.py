@@ -33,7 +33,7 @@ from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
-from ghostclip.evidence.randomness import AlikeDraws, Draws, Randomness, WithoutDropout, unnoticed
+from ghostclip.evidence.randomness import AlikeDraws, Randomness, WithoutDropout, unnoticed
 from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, SCALARS, Unchecked
 
 # Relative differences beyond those of another order of rounding, by the coarsest dtype in use: for as many samples,
@@ -433,9 +433,9 @@ def _meets_other_numbers(run: Run, batch: Batch, other: Any, before: Randomness)
     seen = []
     for inputs in (batch.inputs, other):
         before.restore()
-        with Draws() as draws:
+        with AlikeDraws(batch.axis) as draws:
             run(inputs)
-        seen.append(draws.seen)
+        seen.append(draws.shapes)
     return batch.gathered or seen[0] != seen[1]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ghostclip import _torch
+from ghostclip import _torch, _tree
 from ghostclip.capture.nodes import edge_of, nodes_behind
 
 # What turns dropout off: the name of an argument, its place, and the value.
@@ -146,25 +146,6 @@ def unnoticed(tensors: Iterable[Tensor]) -> Iterator[Randomness]:
         torch.clear_autocast_cache()
 
 
-class Draws(_torch.DispatchMode):
-    """Notes which random tensors are drawn, in order."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        super().__init__()
-        self.seen: list[tuple[Any, ...]] = []  # the operation and the shapes of what it returned
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run any operation, and note it if it is seeded."""
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            outputs = result if isinstance(result, tuple) else (result,)
-            self.seen.append((func, *(tuple(item.shape) for item in outputs if isinstance(item, Tensor))))
-        return result
-
-
 # They draw each entry by itself, alike for all, in the place of a tensor's values or for one like it.
 _EACH_ALIKE: Final = frozenset(
     {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
@@ -179,6 +160,7 @@ class AlikeDraws(_torch.DispatchMode):
     def __init__(self, axis: int) -> None:
         super().__init__()
         self._axes = 0, axis
+        self.shapes: list[Any] = []  # operations that drew, and the shapes of what they returned, in order
         self.seen: list[Any] = []  # what was drawn for one row, in order; what is not known is equal to nothing
 
     def __torch_dispatch__(
@@ -193,8 +175,11 @@ class AlikeDraws(_torch.DispatchMode):
         drawn = None if named.get("generator") else self._drawn(func, named, named.get("self"))
         if drawn is None:
             self.seen.append(object())
-            return func(*args, **(kwargs or {}))
-        return named["self"].copy_(drawn) if func._schema.is_mutable else drawn
+            result = func(*args, **(kwargs or {}))
+        else:
+            result = named["self"].copy_(drawn) if func._schema.is_mutable else drawn
+        self.shapes.append((func, [tuple(tensor.shape) for tensor in _tree.tensors(result)]))
+        return result
 
     def _drawn(self, func: Any, named: Mapping[str, Any], given: Any) -> Tensor | None:
         """Draw numbers that are alike for all samples; None where that is not known."""
