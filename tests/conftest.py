@@ -64,7 +64,7 @@ QUICK = {
     "evidence/test_noise.py": 3,
     "evidence/test_padding.py::test_hosts_and_strategies_see_the_same": 2,
     "evidence/test_padding.py::test_whatever_records_are_filled_up_with_is_seen": 2,
-    "exactness/test_clipped_sums.py": 6,
+    "exactness/test_clipped_sums.py": 4,
     "exactness/test_flops.py": 2,
     "exactness/test_host_reads.py::test_a_step_of_the_device_alone_reads_nothing": 3,
     "exactness/test_rounded_factors.py": 12,
