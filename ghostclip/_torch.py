@@ -892,6 +892,12 @@ def is_repeatable(operation: Any) -> bool:
     return known and torch.Tag.nondeterministic_seeded not in operation.tags and not operation._schema.is_mutable
 
 
+def arguments_by_name(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an operation of aten is called with, by name: ``OpOverload._schema``."""
+    names = (argument.name for argument in operation._schema.arguments)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
 def writes_in_place(graph: Any) -> bool:
     """Return whether an operation of a ``GraphModule`` may change what it is given: ``OpOverload._schema``."""
     # True for operations without a schema as well, apart from taking an item.

@@ -1288,6 +1288,13 @@ def test_norms_of_tensors_of_several_shapes():
     assert torch.stack(_torch.norms_of([x, y])).tolist() == [5.0, 2.0]
 
 
+def test_arguments_of_an_operation_have_names():
+    x = torch.zeros(2)
+    named = _torch.arguments_by_name(torch.ops.aten.uniform_.default, (x, 1.0), {"generator": None})
+    assert named == {"self": x, "from": 1.0, "generator": None}
+    assert _torch.arguments_by_name(torch.ops.aten.rand.default, ([2],), {}) == {"size": [2]}
+
+
 def test_operations_that_give_the_same_twice_are_told():
     aten = torch.ops.aten
     for operation in (aten.mm.default, aten.permute.default, aten.sum.dim_IntList, operator.getitem):

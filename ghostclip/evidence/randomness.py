@@ -167,8 +167,7 @@ class AlikeDraws(_torch.DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any operation, with numbers that are repeated if it draws some."""
-        names = (argument.name for argument in func._schema.arguments)
-        named = dict(zip(names, args, strict=False)) | (kwargs or {})
+        named = _torch.arguments_by_name(func, args, kwargs or {})
         # Attention and recurrent layers without dropout are marked as well.
         if torch.Tag.nondeterministic_seeded not in func.tags or 0 in (named.get("dropout_p"), named.get("dropout")):
             return func(*args, **(kwargs or {}))
@@ -177,7 +176,7 @@ class AlikeDraws(_torch.DispatchMode):
             self.seen.append(object())
             result = func(*args, **(kwargs or {}))
         else:
-            result = named["self"].copy_(drawn) if func._schema.is_mutable else drawn
+            result = named["self"].copy_(drawn) if func.overloadpacket.__name__.endswith("_") else drawn
         self.shapes.append((func, [tuple(tensor.shape) for tensor in _tree.tensors(result)]))
         return result
 
