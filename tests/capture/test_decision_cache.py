@@ -32,7 +32,8 @@ class _Zoo(nn.Module):
 
 
 def _losses(model, batch):
-    return model(batch["x"]).square().flatten(1).sum(1) if batch["x"].dim() > 2 else model(batch["x"]).square()
+    losses = model(batch["x"]).square()
+    return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
 def _check(clipper, model, batch):
@@ -50,6 +51,28 @@ def test_batches_of_changing_sizes_are_exact(strategy):
     clipper = engine(strategy)(model, 0.1)
     for size, positions in ((3, 6), (4, 6), (6, 6), (8, 6), (2, 8), (12, 6), (1, 6), (6, 3), (5, 5)):
         _check(clipper, model, torch.randint(11, (size, positions)))
+
+
+class _TwoViews(nn.Module):
+    """Both views of every sample side by side, in front or behind the positions."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.axis, self.encoder, self.head = axis, nn.GRU(4, 8, batch_first=not axis), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = x.transpose(0, self.axis)
+        states = self.encoder(torch.cat([x, x * 2], self.axis))[0].select(1 - self.axis, -1)
+        one, other = states.chunk(2)
+        return self.head(one * other).sum(1)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_views_side_by_side_are_exact_in_batches_of_changing_sizes(axis, strategy):
+    model = _TwoViews(axis).double()
+    clipper = engine(strategy)(model, 0.1)
+    for size, positions in ((3, 5), (4, 5), (5, 5), (2, 8), (1, 6), (6, 3)):
+        _check(clipper, model, torch.randn(size, positions, 4, dtype=torch.float64))
 
 
 def test_exchanged_parameters_are_seen(strategy):

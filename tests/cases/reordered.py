@@ -167,7 +167,21 @@ def _views(name: str, apart: Callable[[Tensor], Sequence[Tensor]]) -> list[Case]
     ]
 
 
+class _ViewsInSequences(nn.Module):
+    """Both views along the second axis, where sequences come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.GRU(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.transpose(0, 1)
+        one, other = self.encoder(torch.cat([steps, steps.flip(0)], 1))[0][-1].chunk(2)
+        return self.head(one * other)
+
+
 CASES = [
+    Case("views_in_sequences", _ViewsInSequences, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
     *(case for name, apart in _APART.items() for case in _views(name, apart)),
     *(case for name, pieces in _PIECES.items() for case in _pieces(name, pieces)),
     *(_ids(name, order) for name, order in _ORDERS.items()),
