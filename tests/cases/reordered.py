@@ -1,6 +1,7 @@
 """Models that put their batch into another order before a parameter meets it, and undo it at the end."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -120,16 +121,18 @@ _PIECES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 }
 
 
-def _pieces(name: str, pieces: Callable[[Tensor], Sequence[Tensor]]) -> list[Case]:
+def _of_both(kind: str, name: str, model: Callable[[nn.Module], nn.Module]) -> list[Case]:
+    """Return the cases of a model behind a table and behind a layer."""
+
     def of_ids() -> nn.Module:
-        return _InPieces(pieces, nn.Embedding(11, 6))
+        return model(nn.Embedding(11, 6))
 
     def of_features() -> nn.Module:
-        return _InPieces(pieces, nn.Linear(4, 6))
+        return model(nn.Linear(4, 6))
 
     return [
-        Case(f"pieces_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, on_x),
-        Case(f"pieces_of_features_{name}", of_features, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
+        Case(f"{kind}_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, on_x),
+        Case(f"{kind}_of_features_{name}", of_features, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
     ]
 
 
@@ -154,19 +157,6 @@ _APART: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 }
 
 
-def _views(name: str, apart: Callable[[Tensor], Sequence[Tensor]]) -> list[Case]:
-    def of_ids() -> nn.Module:
-        return _TwoViews(apart, nn.Embedding(11, 6))
-
-    def of_features() -> nn.Module:
-        return _TwoViews(apart, nn.Linear(4, 6))
-
-    return [
-        Case(f"views_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, on_x),
-        Case(f"views_of_features_{name}", of_features, lambda: {"x": torch.randn(6, 3, 4)}, on_x),
-    ]
-
-
 class _ViewsInSequences(nn.Module):
     """Both views along the second axis, where sequences come first."""
 
@@ -182,8 +172,8 @@ class _ViewsInSequences(nn.Module):
 
 CASES = [
     Case("views_in_sequences", _ViewsInSequences, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
-    *(case for name, apart in _APART.items() for case in _views(name, apart)),
-    *(case for name, pieces in _PIECES.items() for case in _pieces(name, pieces)),
+    *(case for name, apart in _APART.items() for case in _of_both("views", name, partial(_TwoViews, apart))),
+    *(case for name, pieces in _PIECES.items() for case in _of_both("pieces", name, partial(_InPieces, pieces))),
     *(_ids(name, order) for name, order in _ORDERS.items()),
     *(_features(name, order) for name, order in _ORDERS.items()),
     Case("reordered_ids_some_rows_only", _Chosen, lambda: {"x": torch.randint(11, (6, 4))}, on_x),
