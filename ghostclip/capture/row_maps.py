@@ -153,10 +153,11 @@ def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrde
             return RowOrder(None, unknown=True, in_graph=True)
         # Rows that were folded in a way that no layer on the way shows (``torch.cat([x, y])``) may lie in order the
         # other way: the evidence told.
-        if samples.numel() == forward.batch_size:
-            other = origin_of_rows(tensor, axis, forward.batch_size, 1 - forward.batch_axis)
-            if _in_order(samples, forward.batch_size) or _in_order(other, forward.batch_size):
-                return IN_ORDER
+        size, turned = forward.batch_size, 1 - forward.batch_axis
+        if _in_order(samples, size):
+            return IN_ORDER
+        if samples.is_cpu and samples.numel() == size and _in_order(origin_of_rows(tensor, axis, size, turned), size):
+            return IN_ORDER
         return RowOrder(samples.to(tensor.device), unknown=False, in_graph=True)
     samples = forward.around.rows.samples_of(tensor)
     if samples is None:

@@ -90,7 +90,6 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
         asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
             asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
-
         before.restore()
         if base and not _changed(plain, asked, base, unchecked, before, coarsest):
             return ""

@@ -1,8 +1,8 @@
 """Random numbers of a forward: the generators' states, the same numbers once more, and forwards without dropout.
 
 A look at a model draws no numbers for what zeroes activations by chance. Dropout treats every element by itself, so
-that a forward without it shows as well which samples follow which; and one that draws no random numbers can be held
-against a forward of fewer samples.
+that a forward without it shows as well which samples follow which. One that draws no random numbers, or such as are
+alike for all samples, can be held against a forward of fewer samples, or of samples in other places.
 """
 
 import random
@@ -167,9 +167,11 @@ class AlikeDraws(_torch.DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any operation, with numbers that are repeated if it draws some."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
         named = _torch.arguments_by_name(func, args, kwargs or {})
-        # Attention and recurrent layers without dropout are marked as well.
-        if torch.Tag.nondeterministic_seeded not in func.tags or 0 in (named.get("dropout_p"), named.get("dropout")):
+        if 0 in (named.get("dropout_p"), named.get("dropout")):
+            # Attention and recurrent layers without dropout, which are marked as well.
             return func(*args, **(kwargs or {}))
         drawn = None if named.get("generator") else self._drawn(func, named, named.get("self"))
         if drawn is None:
