@@ -112,6 +112,8 @@ class CallSites:
         # where samples lie in the arguments of operations, as resized forwards have shown
         self.layouts: dict[Any, CallLayout] = {}
         self.outputs: tuple[int, ...] = ()  # the same for the model's outputs
+        # rows of outputs with several for each sample: samples alternate where they were expected one after the other
+        self.turned = False
         self.reentrant = False  # activation checkpointing of the reentrant kind was met
         self.told: set[tuple[str, ...]] = set()  # parameters of whose slow sites the user was warned
         # forms of operations that may differ in their parameters alone, by what makes each: one object each
@@ -123,7 +125,7 @@ class CallSites:
         self.table.clear()
         self.layouts.clear()
         self.ends.clear()
-        self.outputs = ()
+        self.outputs, self.turned = (), False
 
     def forget_since(self, count: int) -> None:
         """Forget the call sites of a misread forward, all but the first ``count``."""

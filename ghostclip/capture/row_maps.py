@@ -8,7 +8,7 @@ Shape letters: B samples, T positions of a sample, L the leading (row) axes, F f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple
@@ -44,6 +44,10 @@ class RowMap:
             return ""
         in_order = torch.equal(self.samples, self.samples.sort().values)
         return "in order" if in_order else "in another order"
+
+    def of_first(self, most: int) -> "RowMap":
+        """Return the map of the first samples' rows alone."""
+        return self if self.samples is None else replace(self, samples=self.samples[self.samples < most])
 
     def split(self, tensor: Tensor, num_batch_dims: int, batch_size: int) -> Tensor:
         """Return a tensor ``(*L, *F)`` as ``(B, T, *F)``, shorter samples padded with zeros."""

@@ -27,8 +27,6 @@ from ghostclip.rules.registry import operation_name
 
 # So many samples show what lies behind a gate.
 _FEW: Final = 3
-# Row maps that know no sample by its number.
-_BY_SIZE: Final = frozenset({"axis", "major", "minor"})
 # So many samples of a larger batch show which axes hold them.
 _SHOW_AXES: Final = 3
 
@@ -43,6 +41,7 @@ class Batch:
     gathered: bool = False  # whether rows were selected in it, so that data decides which random number a row meets
     # how the rows of each output map to samples, None where that is not known; empty where nothing is
     maps: Sequence[RowMap | None] = ()
+    trained: frozenset[int] = frozenset()  # numbers of the outputs that need gradients and may hold rows of samples
     outputs: Sequence[Tensor] = ()  # what the forward returned, where it drew no random numbers; else empty
 
     seed: int = 0  # another one for every proof
@@ -89,6 +88,12 @@ class Batch:
         """Whether a list among the inputs has as many values as there are samples, and may hold one for each."""
         return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
 
+    @property
+    def has_indices(self) -> bool:
+        """Whether an input without samples may say which rows of all samples are meant, by their places."""
+        indices = (leaf for leaf in _tree.tensors(self.inputs) if not (leaf.is_floating_point() or leaf.is_complex()))
+        return any(leaf.dim() and batch_axis_of(leaf, batch_size=self.size, axis=self.axis) is None for leaf in indices)
+
     def others(self, samples: Sequence[int]) -> list[int]:
         """Return all other samples, in order."""
         return sorted(set(range(self.size)).difference(samples))
@@ -109,7 +114,7 @@ class Batch:
         if self.size <= most or self.has_lists:
             return self
         order = list(range(most))
-        known = [row_map and (row_map if row_map.kind in _BY_SIZE else None) for row_map in self.maps]
+        known = [row_map and row_map.of_first(most) for row_map in self.maps]
         return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=())
 
     def exchanged(self) -> Any:

@@ -67,8 +67,10 @@ _REPLACED: Final = "half of the samples were replaced"
 _ELSEWHERE: Final = "half of the samples were replaced and the others changed places"
 
 Run = Callable[[Any], list[Tensor]]
-# The number of an output; or a module's identity, the name of an attribute, and the number of a tensor in it.
-ScalarKey: TypeAlias = int | tuple[int, str, int]
+# A module's identity, the name of an attribute, and the number of a tensor in it, from behind.
+HeldKey: TypeAlias = tuple[int, str, int]
+# The number of an output, or where a module holds it.
+ScalarKey: TypeAlias = int | HeldKey
 T = TypeVar("T")
 
 
@@ -97,7 +99,7 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
         again = plain(batch.inputs)
         every = range(batch.size)
         if base and not before.drawn():
-            outputs = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest)
+            outputs = _Outputs(batch, every, every, TOLERANCE, coarsest)
             if outputs.differ(base, again) and outputs.differ(base, _with_gradients(plain, batch, before)):
                 raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
         return _changed(plain, asked, again, unchecked, before, coarsest)
@@ -190,15 +192,19 @@ def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tole
 
 def scalars_of(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:
     """Return scalars with a graph among outputs, by number, and in modules' attributes, by module, name and index."""
-    candidates: dict[ScalarKey, Tensor] = {
+    candidates: list[tuple[ScalarKey, Tensor]] = [*held_by(modules).items(), *enumerate(outputs)]
+    return {key: one for key, one in candidates if not one.dim() and one.grad_fn is not None}
+
+
+def held_by(modules: Iterable[nn.Module]) -> dict[HeldKey, Tensor]:
+    """Return the tensors in modules' attributes, by module, name and place, from behind: lists may grow."""
+    return {
         (id(module), name, index): tensor
         for module in modules
         for name, value in vars(module).items()
         if isinstance(value, (Tensor, list, tuple, dict))
-        for index, tensor in enumerate(_tree.tensors(value))
+        for index, tensor in enumerate(reversed(list(_tree.tensors(value))))
     }
-    candidates.update(enumerate(outputs))
-    return {key: one for key, one in candidates.items() if not one.dim() and one.grad_fn is not None}
 
 
 def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
@@ -232,7 +238,7 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
             if not state.changed():
                 return ()
             outputs.append(plain(batch.inputs))
-        differ = _Outputs(batch, batch.size, every, every, TOLERANCE, coarsest).differ(*outputs)
+        differ = _Outputs(batch, every, every, TOLERANCE, coarsest).differ(*outputs)
         return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
 
     return tried(model, batch, look)
@@ -286,9 +292,9 @@ def _differ_replaced(
     run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
 ) -> bool | None:
     """Return whether others' outputs change when some samples are replaced; None where that cannot be told."""
-    rest = batch.others(samples)
+    others = _Outputs(batch, batch.copies(samples), batch.others(samples), TOLERANCE, coarsest)
     before.restore()
-    return _Outputs(batch, batch.size, rest, rest, TOLERANCE, coarsest).differ(base, run(batch.copied(samples)))
+    return others.differ(base, run(batch.copied(samples)))
 
 
 def _differ_among(
@@ -301,7 +307,7 @@ def _differ_among(
     except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
         return None
     tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
-    return _Outputs(batch, len(samples), samples, range(len(samples)), tolerances, coarsest).differ(base, outputs)
+    return _Outputs(batch, samples, range(len(samples)), tolerances, coarsest).differ(base, outputs)
 
 
 def plainly(run: Run) -> Run:
@@ -337,6 +343,8 @@ def _changed_with_alike_draws(
     run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
 ) -> str:
     """Return the same where every sample meets the same random numbers, so that it may stand anywhere."""
+    # Which rows were selected may have been drawn.
+    batch = replace(batch, maps=[row_map and row_map.of_first(0) for row_map in batch.maps])
     before.restore()
     with AlikeDraws(batch.axis) as draws:
         base = run(batch.inputs)
@@ -377,7 +385,7 @@ def _changed_in_place(
         try:
             for some in (batch.apart, batch.left):
                 # What is rounded otherwise in a batch of another size is not in every one.
-                alone = _Outputs(batch, len(some), some, range(len(some)), FEWER_TOLERANCE, coarsest)
+                alone = _Outputs(batch, some, range(len(some)), FEWER_TOLERANCE, coarsest)
                 fewer = alone.differ(base, run(batch.of_samples(some)))
                 if not fewer:
                     break
@@ -398,17 +406,17 @@ def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness
     if before.drawn():
         return bool(sets)
 
-    def differ(samples: Sequence[int], rows: Sequence[int], other_rows: Sequence[int]) -> bool | None:
+    def differ(samples: Sequence[int], places: Sequence[int]) -> bool | None:
         before.restore()
         try:
             outputs = run(batch.with_lists(samples))
         except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
             return None
-        return _Outputs(batch, batch.size, rows, other_rows, TOLERANCE, coarsest).differ(base, outputs)
+        return _Outputs(batch, samples, places, TOLERANCE, coarsest).differ(base, outputs)
 
-    moved = [differ(batch.copies(samples), rest, rest) for samples in sets for rest in [batch.others(samples)]]
+    moved = [differ(batch.copies(samples), batch.others(samples)) for samples in sets]
     order = [*batch.drawn, *batch.others(batch.drawn)]
-    if not set(moved) - {False} and differ(order, order, range(batch.size)):
+    if not set(moved) - {False} and differ(order, range(batch.size)):
         raise SampleMixingError(_refusal(model, "the samples were put in another order"))
     return bool(moved) and True not in moved
 
@@ -422,7 +430,7 @@ def _shows(batch: Batch, samples: Sequence[int]) -> bool:
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
     if None in differ:
-        unchecked.missed("no output has one row per sample", check)
+        unchecked.missed("rows of an output cannot be told apart in another batch", check)
     elif True not in differ:
         unchecked.ran(check)
 
@@ -460,38 +468,63 @@ class _Outputs:
     """Outputs for some samples of a batch, to be held against those for all."""
 
     batch: Batch
-    size: int  # how many samples the others are for
-    kept: Sequence[int]  # which samples of the batch must come out as they did
-    places: Sequence[int]  # where these are among the others
+    order: Sequence[int]  # which sample of the batch stands at each place of the others
+    places: Sequence[int]  # where samples must come out as they did
     tolerances: dict[torch.dtype, float]  # relative differences that are rounding, by dtype
     coarsest: torch.dtype  # the dtype with the fewest digits on the way to them
 
     def differ(self, base: list[Tensor], outputs: list[Tensor]) -> bool | None:
-        """Return whether rows differ beyond rounding; None where none can be compared."""
+        """Return whether rows differ beyond rounding; None where nobody knows of some whose they are."""
         if len(base) != len(outputs):
             return None
-        pairs = [pair for pair in map(self._rows, base, outputs, self.batch.maps_of(base)) if pair is not None]
-        return any(self._differs(*pair) for pair in pairs) if pairs else None
+        maps = [
+            known or self.batch.map_by_shape(one) for known, one in zip(self.batch.maps_of(base), base, strict=True)
+        ]
+        rows = list(map(self._rows, base, outputs, maps))
+        pairs = [pair for pair in rows if pair is not None]
+        if any(self._differs(*pair) for pair in pairs):
+            return True
+        lost = [number for number, row_map in enumerate(maps) if row_map is None or row_map.kind == "gathered"]
+        unknown = any(rows[number] is None and number in self.batch.trained for number in lost)
+        return None if unknown or not pairs else False
 
     def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
         """Return two outputs with their samples first."""
-        size, row_map = self.batch.size, row_map or self.batch.map_by_shape(one)
-        if row_map is None:
+        size, of_two = self.batch.size, self._other_map(row_map, one)
+        if row_map is None or of_two is None:
             return None
         axis = row_map.axis
         if one.is_complex() and two.is_complex():
             one, two = torch.view_as_real(one), torch.view_as_real(two)
-        if one.dtype not in self.tolerances or row_map.kind == "gathered" or one.dim() != two.dim() or not one.numel():
+        if one.dtype not in self.tolerances or one.dim() != two.dim() or not one.numel():
             return None
         if [*one.shape[:axis], *one.shape[axis + 1 :]] != [*two.shape[:axis], *two.shape[axis + 1 :]]:
             return None
-        if two.shape[axis] * size != one.shape[axis] * self.size:
+        many = one.shape[axis] * len(self.order) if of_two.samples is None else size * len(of_two.samples)
+        if two.shape[axis] * size != many:
             return None
-        return row_map.split(one, one.dim(), size), row_map.split(two, two.dim(), self.size)
+        second = of_two.split(two, two.dim(), len(self.order))
+        # Of gathered rows there are as many as the sample has that has most.
+        return row_map.split(one, one.dim(), size)[:, : second.shape[1]], second
+
+    def _other_map(self, row_map: RowMap | None, one: Tensor) -> RowMap | None:
+        """Return how the rows of the other output map to its samples; None where that is not known."""
+        if row_map is None or row_map.samples is None:
+            return row_map
+        # Selected rows that lie in the samples' order do so in other batches, unless inputs say by place which.
+        moved = any(self.order[place] != place for place in self.places)
+        if (
+            row_map.gathering != "in order"
+            or len(row_map.samples) != one.shape[0]
+            or (moved and self.batch.has_indices)
+        ):
+            return None
+        counts = torch.bincount(row_map.samples.cpu(), minlength=self.batch.size)[torch.tensor(self.order)]
+        return RowMap("gathered", 0, torch.arange(len(self.order)).repeat_interleave(counts))
 
     def _differs(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
-        pieces = partial(_pieces, first, second, self.kept, self.places)
+        pieces = partial(_pieces, first, second, [self.order[place] for place in self.places], self.places)
         scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces())
         return any(bool(((one - two).abs().nan_to_num() > tolerance * scale).any()) for one, two in pieces())
 

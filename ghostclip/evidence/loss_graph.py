@@ -28,7 +28,13 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import WHOLE, RowMap, candidates
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.capture.substitution import gradients_at
-from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError, UnsupportedModelError
+from ghostclip.errors import (
+    BatchAxisError,
+    LossReductionError,
+    SampleMixingError,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
 from ghostclip.evidence.linear_paths import linear_ends
 from ghostclip.evidence.probe import (
     Company,
@@ -90,6 +96,12 @@ _ON_A_LAYER: Final = (
     "{place}: a hook stands on the node that computed {site} ({node}). It changes gradients beside the layer's "
     "parameters, which cannot follow it. Set it on the layer's output, output.register_hook, or on the module, "
     "register_full_backward_hook or register_full_backward_pre_hook."
+)
+_FOLDED: Final = frozenset({"major", "minor"})
+_BESIDE: Final = (
+    "{place}: the loss takes what {site} computes from inside the model (from a hook, say), where several rows belong "
+    "to each of the {size} samples, and nothing has shown which. Let the model return it, or keep it in an attribute "
+    "of a module."
 )
 # For an operation of a loss, by its number and name: how many samples there were when no other axis was as long.
 Sizes = dict[tuple[int, str], int]
@@ -316,6 +328,17 @@ def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
         else:
             pending += [one for one in edge[0].next_functions if one[0] is not None]
     return proved
+
+
+def takes_outputs_alone(root: Any) -> bool:
+    """Return whether a loss comes into the model through proved outputs alone; refuse rows that nothing has shown."""
+    entries = proved_outputs([Start(GradientSource.of(root), WHOLE)])
+    beside = [node for node, number in entries if number not in node.metadata.get(_PROVED, {})]
+    for use in (node.metadata[METADATA_KEY] for node in beside):
+        if use.site.chosen is None and use.row_map.kind in _FOLDED:
+            place = use.forward.around.describe(use.site.names[0])
+            raise BatchAxisError(_BESIDE.format(place=place, site=use.site.describe(), size=use.forward.batch_size))
+    return not beside
 
 
 def separates_samples(

@@ -391,8 +391,8 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
     """List the ways in which a model's outputs may belong to the samples."""
     # Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
     # `known`: the axis of each output that holds samples, `CONSTANT` or `UNKNOWN`; empty where nothing is known. Ways
-    # are in order of preference; several only where all outputs are folded, ``(B·T, ...)``; none where there is nothing
-    # to start from. Outputs of which none has an axis that could hold the samples are refused.
+    # are in order of preference; several only where some outputs are folded, ``(B·T, ...)``; none where there is
+    # nothing to start from. Outputs of which none has an axis that could hold the samples are refused.
     axes = list(known) if len(known) == len(outputs) else [UNKNOWN] * len(outputs)
     pairs = [pair for pair in zip(outputs, axes, strict=True) if pair[0].requires_grad and pair[0].is_floating_point()]
     usable = [output for output, _ in pairs]
@@ -410,18 +410,21 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
         # Rows of several samples' tokens may be any of them, so that what has one row per sample is looked for first.
         reduced = reduced_sources(usable, lambda source: _certain_map(source, forward) is not None)
         exact, folded = _sorted_out(reduced or reduced_sources(usable, lambda one: _is_folded(one, forward)), forward)
-    if exact or not folded[0]:
+    if not folded[0]:
         return [exact] if exact else []
-    # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions.
-    certain = any(start.edge.shape[start.row_map.axis] == forward.batch_size**2 for start in folded[0])
-    return folded[:1] if certain else folded
+    # With as many rows a sample as there are samples, a model that mixes samples looks like one that mixes positions,
+    # where no other number of samples has shown which axes hold them.
+    shown = all(start.edge.axis >= 0 for start in folded[0])
+    certain = not shown and any(one.edge.shape[one.row_map.axis] == forward.batch_size**2 for one in folded[0])
+    ways = [[*exact, *one] for one in (folded[:1] if certain else folded)]
+    return [*ways, exact] if exact else ways
 
 
 def _sorted_out(sources: Sequence[GradientSource], forward: ForwardContext) -> tuple[list[Start], list[list[Start]]]:
     """Return the starts with one row per sample, and two ways to read those with several."""
     exact: list[Start] = []
     folded: list[list[Start]] = [[], []]
-    kinds = ("major", "minor") if forward.batch_axis == 0 else ("minor", "major")
+    kinds = ("minor", "major") if bool(forward.batch_axis) != forward.around.sites.turned else ("major", "minor")
     for source in sources:
         row_map = _certain_map(source, forward)
         if row_map is not None:

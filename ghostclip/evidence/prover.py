@@ -27,7 +27,7 @@ from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import RowMap, refuse_other_axis
-from ghostclip.capture.sizes import Resized, shapes_of
+from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Resized, shapes_of
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.batches import Batch, resized
@@ -40,8 +40,10 @@ from ghostclip.evidence.custom_backwards import (
 )
 from ghostclip.evidence.dependence import where_dependence_starts
 from ghostclip.evidence.independence import (
+    HeldKey,
     Run,
     ScalarKey,
+    held_by,
     refuse_dependence,
     refuse_memory,
     scalars_of,
@@ -57,13 +59,14 @@ from ghostclip.evidence.loss_graph import (
     note_proved,
     refuse_beyond_outputs,
     refuse_hooks_of_layers,
+    takes_outputs_alone,
 )
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
-from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, FEWER, REPLACED, ROWS, SCALARS, Unchecked
+from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, REPLACED, ROWS, SCALARS, Unchecked
 
 _SINGLE_ROWS: Final = (
     "{model}: its layers met single rows of the batch without an axis for them (x[i], for row in x), so that nothing "
@@ -116,6 +119,11 @@ class Evidence:
         # Whether forwards leave something in the modules, which later ones may follow.
         self._remembers = False
         self._randomness: Randomness | None = None
+        # The number of the first node of the graph that the forward that runs may make.
+        self._began = 0
+        # Attributes of modules in which a forward leaves values of samples, and shapes of what the resized one left.
+        self._left: tuple[HeldKey, ...] = ()
+        self._resized_left: dict[HeldKey, tuple[int, ...]] = {}
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
@@ -154,8 +162,13 @@ class Evidence:
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Note that a loss was proved, unless its forward proves nothing."""
-        if forward.proves:
-            self._loss_ways.add(self._loss_way(root, forward))
+        if not forward.proves:
+            return
+        self._loss_ways.add(self._loss_way(root, forward))
+        # Of a model that returns no rows of samples it was said that nothing was compared.
+        if not takes_outputs_alone(root) and not self.unchecked.reason(REPLACED):
+            self.unchecked.missed("the loss takes them from inside the model", BESIDE)
+            self.unchecked.tell()
 
     @staticmethod
     def _loss_way(root: Any, forward: ForwardContext) -> tuple[int, type]:
@@ -215,6 +228,7 @@ class Evidence:
         records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
         forward.proves = records > 1
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes, records=records)
+        self._began = _torch.next_order()
         self._given = [(tensor, _torch.version(tensor)) for tensor in inputs]
         if self.probes and capture.gathering is not None:
             forward.unproven = capture.gathering.agree_to_ask(able=min(forward.batch_size, records) > 1, inputs=inputs)
@@ -300,7 +314,7 @@ class Evidence:
         if asks or rehearsed is not None:
             self._refuse_mixed_inputs(capture, call)
         if rehearsed is not None and not (capture.forward.met or writes):
-            rehearsed.hand_on(output, capture.forward)
+            rehearsed.hand_on(self._shown(capture, output), capture.forward)
             capture.forward.prove()
             return output
         if not (asks or writes or self._looks or self._state is not None):
@@ -313,8 +327,28 @@ class Evidence:
             self._drew |= any(_torch.version(tensor) != version for tensor, version in versioned)
         with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
             output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
-        _Rehearsed(rows, capture.forward.padded).hand_on(output, capture.forward)
+        _Rehearsed(rows, capture.forward.padded).hand_on(self._shown(capture, output), capture.forward)
         return output
+
+    def _shown(self, capture: CaptureContext, output: Any) -> list[Tensor]:
+        """Return the tensors of a forward's output, and those that it left in attributes of modules."""
+        held = held_by(capture.model.modules()) if self._left else {}
+        return [*_parts_of(output), *(held.get(key, torch.empty(0)) for key in self._left)]
+
+    def _note_left(self, capture: CaptureContext, output: Any) -> None:
+        """Note in which attributes of modules a forward left values of samples: a loss may take them from there."""
+        resized, returned = capture.forward.resized, set(map(id, _parts_of(output)))
+        if resized is None:
+            return
+        self._left = tuple(
+            key
+            for key, tensor in held_by(capture.model.modules()).items()
+            if tensor.grad_fn is not None
+            and _torch.order_of(tensor.grad_fn) >= self._began
+            and id(tensor) not in returned
+            for axes in [resized.compared(shapes_of(tensor), (self._resized_left.get(key, ()),))]
+            if axes is not None and axes[0] >= 0
+        )
 
     def _note_scalars(self, capture: CaptureContext, output: Any) -> None:
         """Note the nodes of the scalars that follow the batch."""
@@ -344,31 +378,28 @@ class Evidence:
         self._remembers = self._remembers or (state is not None and state.changed_inside())
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = self._drew if randomness is None else randomness.drawn()
-        forward, call, begun = capture.forward, ModuleCall(*capture.bags.as_rows(*call)), _torch.next_order()
-        parts, tracked = self._parts(capture, output), tracked_among(output)
-        probe = self._probed(capture, parts, tracked)
-        failed = probe is not None and on_any(capture.gathering, probe.failed)
-        if failed and forward.guessed and forward.resized is None:
-            # What sizes suggested is wrong: ask shapes, and read the forward once more.
-            forward.resized = self._resized(capture, call)
-            if forward.resized is not None:
-                _restore_state(state)
-                output = capture.again(ModuleCall(*capture.bags.as_rows(*again())))
-                forward, begun = capture.forward, _torch.next_order()
-                parts, tracked = self._parts(capture, output), tracked_among(output)
-                probe = self._probed(capture, parts, tracked)
+        call, states = ModuleCall(*capture.bags.as_rows(*call)), capture.sites.states()
+        output, begun, tracked, probe = self._read(capture, call, output, again=again, state=state)
+        parts = self._parts(capture, output)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
-        seen = _ReadForward(call, parts or _parts_of(output), None if probe is None else rows, state, tracked)
+        seen = _ReadForward(
+            call, parts or self._shown(capture, output), None if probe is None else rows, state, self._shown, tracked
+        )
         if aside:
             seen, output, probe = seen.without_graph(), None, None
         parts = []
         if writes:
             self._refuse_data(capture, call, writes, state)
         if asks:
-            self._refuse_dependence(capture, seen)
+            try:
+                self._refuse_dependence(capture, seen)
+            except SampleMixingError as error:
+                with _turned(capture, rows, states, error):
+                    self._state, read = state, partial(_read_again, capture, again, state)
+                    return self._weigh(capture, again(), read, again=again, writes=writes, aside=aside)
             self._refuse_custom_backwards(capture, seen, has_custom=backs)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
@@ -376,8 +407,25 @@ class Evidence:
             capture.forward.prove()
         if writes and self._watch is not None:
             self._watch.put_back()
-        forward.proofs = begun, _torch.next_order()
+        capture.forward.proofs = begun, _torch.next_order()
         return output, rows if asks else {}
+
+    def _read(
+        self, capture: CaptureContext, call: ModuleCall, output: Any, *, again: Callable[[], ModuleCall], state: Any
+    ) -> tuple[Any, int, frozenset[int], Probe | None]:
+        """Probe a forward; where what sizes suggested of it is wrong, ask shapes, and read it once more."""
+        # Returns its output, the number of the first node of the graph behind it, what of it is computed from
+        # parameters alone, and the probe.
+        forward, begun = capture.forward, _torch.next_order()
+        tracked, probe = self._looked_at(capture, output)
+        failed = probe is not None and on_any(capture.gathering, probe.failed)
+        if failed and forward.guessed and forward.resized is None:
+            forward.resized = self._resized(capture, call)
+            if forward.resized is not None:
+                output = _read_again(capture, again, state)
+                begun = _torch.next_order()
+                tracked, probe = self._looked_at(capture, output)
+        return output, begun, tracked, probe
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
         """Refuse a model whose gradients of one sample's outputs lead to other samples."""
@@ -445,7 +493,9 @@ class Evidence:
 
         def run(altered: Any) -> list[Tensor]:
             module, args, kwargs = as_flat(on_rows, *altered)
-            return _parts_of(capture.run(module, *_copied((args, kwargs))))
+            parts = _parts_of(capture.run(module, *_copied((args, kwargs))))
+            self._resized_left = {key: tuple(one.shape) for key, one in held_by(capture.model.modules()).items()}
+            return parts
 
         forward = capture.forward
         exchanges = Exchanges()
@@ -460,12 +510,18 @@ class Evidence:
         forward.stays_small = rerun is None
         return rerun
 
+    def _looked_at(self, capture: CaptureContext, output: Any) -> tuple[frozenset[int], Probe | None]:
+        """Return what of an output is computed from parameters alone, and what probing the rest has shown."""
+        self._note_left(capture, output)
+        tracked = tracked_among(output)
+        return tracked, self._probed(capture, self._parts(capture, output), tracked)
+
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
         asks = self.asks(capture)
         if asks:
             _refuse_single_rows(capture, output)
-        return _parts_of(output) if self._asked or asks else []
+        return self._shown(capture, output) if self._asked or asks else []
 
     def _probed(self, capture: CaptureContext, outputs: list[Tensor], tracked: frozenset[int]) -> Probe | None:
         """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
@@ -476,6 +532,7 @@ class Evidence:
         forward.has_float16 = torch.float16 in (forward.autocast, *(tensor.dtype for tensor in tensors))
         if forward.resized is not None:
             shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in tracked]
+            shapes += [self._resized_left[key] for key in self._left]
             axes = forward.resized.compared(shapes_of(outputs), tuple(shapes))
             capture.sites.outputs = () if axes is None else axes
         if self.hands_on:
@@ -557,7 +614,9 @@ class Evidence:
     def _batch(self, capture: CaptureContext, seen: "_ReadForward", outputs: Sequence[Tensor] = ()) -> Batch:
         """Return what the latest forward was called with, for runs on other batches."""
         forward = capture.forward
-        known = dict(seen.rows or {})
+        known, axes = dict(seen.rows or {}), capture.sites.outputs
+        shown = axes if len(axes) == len(seen.parts) else [UNKNOWN] * len(seen.parts)
+        parts = enumerate(zip(seen.parts, shown, strict=True))
         if self.hands_on:
             as_they_lie = RowMap("axis", forward.batch_axis)
             known |= {number: as_they_lie for number, part in enumerate(seen.parts) if _has_samples(part, forward)}
@@ -565,8 +624,10 @@ class Evidence:
             seen.call.inputs,
             forward.batch_size,
             forward.batch_axis,
-            gathered=forward.gathered,
+            # Rows that were drawn are others in another batch.
+            gathered=forward.gathered or any(row_map.samples is not None for row_map in known.values()),
             maps=[known.get(number) for number in range(len(seen.parts))],
+            trained=frozenset(number for number, part in parts if _may_have_rows(*part)),
             outputs=outputs,
             seed=self.unchecked.forwards,
             again=self._asks_again(capture),
@@ -652,6 +713,7 @@ class _ReadForward:
     parts: list[Tensor]  # tensors of its output
     rows: Mapping[int, RowMap] | None  # how the rows of which of them map to samples; None where nothing was asked
     state: ModuleState | None  # what the model held before it
+    shown: Callable[[CaptureContext, Any], list[Tensor]]  # returns the tensors that are looked at of an output
     own: frozenset[int] = frozenset()  # numbers of other tensors of its output, computed from parameters alone
 
     def without_graph(self) -> "_ReadForward":
@@ -663,7 +725,7 @@ class _ReadForward:
 
         def run(inputs: Any) -> list[Tensor]:
             _restore_state(self.state)
-            parts = _parts_of(capture.run(self.call.module, *_copied(inputs, of=self.call.inputs)))
+            parts = self.shown(capture, capture.run(self.call.module, *_copied(inputs, of=self.call.inputs)))
             return [part for number, part in enumerate(parts) if number not in self.own]
 
         return run
@@ -676,11 +738,8 @@ class _Rehearsed:
     rows: Mapping[int, RowMap]  # how the rows of which of its output tensors map to samples
     padded: Sequence[Any]  # positions of which of them samples have only because others are longer
 
-    def hand_on(self, output: Any, forward: ForwardContext) -> None:
+    def hand_on(self, parts: Sequence[Tensor], forward: ForwardContext) -> None:
         """Note it at the outputs."""
-        if not (self.rows or self.padded):
-            return
-        parts = _parts_of(output)
         note_proved(
             [Start(GradientSource.of(parts[number]), rows) for number, rows in self.rows.items() if number < len(parts)]
         )
@@ -700,6 +759,30 @@ def _restore_state(state: ModuleState | None) -> None:
         state.restore()
 
 
+def _read_again(capture: CaptureContext, again: Callable[[], ModuleCall], state: ModuleState | None) -> Any:
+    """Run a forward that was misread once more, from what modules held before it."""
+    _restore_state(state)
+    return capture.again(ModuleCall(*capture.bags.as_rows(*again())))
+
+
+@contextmanager
+def _turned(
+    capture: CaptureContext, rows: Mapping[int, RowMap], states: Iterable[Any], error: SampleMixingError
+) -> Iterator[None]:
+    """Yield while outputs with several rows for each sample are read the other way round; else raise the error."""
+    # `error` is what reading them as usual led to; `states` of the call sites are those before it.
+    sites, folded = capture.sites, any(row_map.kind in ("major", "minor") for row_map in rows.values())
+    if sites.turned or not folded or capture.gathering is not None:
+        raise error
+    sites.turned = True
+    sites.restore(states)
+    try:
+        yield
+    except GhostClipError:
+        sites.turned = False
+        raise error from None
+
+
 def _parts_of(output: Any) -> list[Tensor]:
     """Return the tensors of a model's output; of one that lies on several ranks, this rank's part."""
     return [_torch.part_of(tensor) for tensor in outputs_of(output)]
@@ -709,6 +792,11 @@ def _rows_of(probe: Probe | None, parts: Sequence[Tensor]) -> dict[int, RowMap]:
     """Return how the rows of outputs map to samples, by number, as a probe began with them."""
     maps = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
     return {number: maps[id(part)] for number, part in enumerate(parts) if id(part) in maps}
+
+
+def _may_have_rows(part: Tensor, axis: int) -> bool:
+    """Return whether an output may hold rows of samples, of which something is to be proved."""
+    return part.requires_grad and part.dim() > 0 and axis != CONSTANT
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:

@@ -6,9 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tests.cases.table import Case, on_x
+from tests.cases.table import Batch, Case, on_x, probe_loss
 
 Order = Callable[[Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def _by_content(x: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ _PIECES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 }
 
 
-def _of_both(kind: str, name: str, model: Callable[[nn.Module], nn.Module]) -> list[Case]:
+def _of_both(kind: str, name: str, model: Callable[[nn.Module], nn.Module], loss: Loss = on_x) -> list[Case]:
     """Return the cases of a model behind a table and behind a layer."""
 
     def of_ids() -> nn.Module:
@@ -131,21 +132,23 @@ def _of_both(kind: str, name: str, model: Callable[[nn.Module], nn.Module]) -> l
         return model(nn.Linear(4, 6))
 
     return [
-        Case(f"{kind}_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, on_x),
-        Case(f"{kind}_of_features_{name}", of_features, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
+        Case(f"{kind}_of_ids_{name}", of_ids, lambda: {"x": torch.randint(11, (5, 4))}, loss),
+        Case(f"{kind}_of_features_{name}", of_features, lambda: {"x": torch.randn(5, 3, 4)}, loss),
     ]
 
 
 class _TwoViews(nn.Module):
     """Both views of every sample in one pass, as siamese networks and their predictors have them."""
 
-    def __init__(self, apart: Callable[[Tensor], Sequence[Tensor]], first: nn.Module) -> None:
+    def __init__(self, apart: Callable[[Tensor], Sequence[Tensor]] | None, first: nn.Module) -> None:
         super().__init__()
         self.apart, self.first = apart, first
         self.encoder, self.predictor = nn.Linear(6, 5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.encoder(self.first(torch.cat([x, x.flip(1)]))).tanh()
+        if self.apart is None:
+            return self.predictor(h.mean(1))
         one, other = self.apart(h.mean(1))
         return self.predictor(one) * other[:, :3] + one[:, :3]
 
@@ -155,6 +158,11 @@ _APART: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "slices": lambda h: (h[: len(h) // 2], h[len(h) // 2 :]),
     "view": lambda h: h.view(2, -1, h.shape[1]).unbind(),
 }
+
+
+def _of_flat_views(model: nn.Module, batch: Batch) -> Tensor:
+    one, other = model(batch["x"]).chunk(2)
+    return probe_loss(one * other + one)
 
 
 class _ViewsInSequences(nn.Module):
@@ -173,6 +181,7 @@ class _ViewsInSequences(nn.Module):
 CASES = [
     Case("views_in_sequences", _ViewsInSequences, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
     *(case for name, apart in _APART.items() for case in _of_both("views", name, partial(_TwoViews, apart))),
+    *_of_both("views", "flat", partial(_TwoViews, None), _of_flat_views),
     *(case for name, pieces in _PIECES.items() for case in _of_both("pieces", name, partial(_InPieces, pieces))),
     *(_ids(name, order) for name, order in _ORDERS.items()),
     *(_features(name, order) for name, order in _ORDERS.items()),

@@ -1,0 +1,163 @@
+"""Values that leave a model in another form than a row for each sample: folded, selected, in attributes, by hooks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ghostclip
+from ghostclip.errors import BatchAxisError, SampleMixingError
+from ghostclip.evidence.unchecked import BESIDE
+
+T = 3
+
+
+class _Model(nn.Module):
+    """Two heads, of which the first one's values leave in some form."""
+
+    def __init__(self, form, change):
+        super().__init__()
+        self.layer, self.head, self.form, self.change = nn.Linear(4, 3), nn.Linear(4, 3), form, change
+        self.seen = []
+
+    def forward(self, x):
+        h = self.change(self.layer(x), x)
+        row = self.head(x[:, 0])
+        if self.form == "folded beside rows":
+            return h.flatten(0, 1), row
+        if self.form == "selected":
+            return h[x[..., 0] > 0]
+        if self.form == "selected beside rows":
+            return {"rows": row, "selected": h[x[..., 0] > 0]}
+        if self.form == "attribute":
+            self.seen = h
+        elif self.form == "list in an attribute":
+            self.seen.append(h.mean(1))
+        return row
+
+
+_FORMS = ("folded beside rows", "selected", "selected beside rows", "attribute", "list in an attribute")
+_OWN = {"nothing": lambda h, x: h, "own rows": lambda h, x: h - h.mean(1, keepdim=True).detach()}
+_FOLLOWING = {
+    "a number of samples": lambda h, x: h / len(x),
+    "a detached mean": lambda h, x: h / (1 + x.mean()),
+    "another sample": lambda h, x: h + x[0, 0, :3],
+}
+
+
+def _data(size):
+    x = torch.randn(size, T, 4)
+    x[:, 0, 0] = 1.0
+    return x
+
+
+def _clipped(form, change, size):
+    model = _Model(form, change)
+    return model, ghostclip.GhostClipper(model, max_grad_norm=0.1)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("change", _FOLLOWING)
+@pytest.mark.parametrize("form", _FORMS)
+def test_what_follows_other_samples_is_refused_in_any_form(form, change, size):
+    model, _ = _clipped(form, _FOLLOWING[change], size)
+    with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+        model(_data(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("change", _OWN)
+@pytest.mark.parametrize("form", _FORMS)
+def test_own_rows_are_not_and_nothing_is_left_out(form, change, size):
+    model, clipper = _clipped(form, _OWN[change], size)
+    for _ in range(3):
+        model(_data(size))
+        assert not str(clipper.unchecked)
+
+
+def _paired(model, x):
+    """Two views in one pass, and a loss of the rows as if each sample's views lay one after the other."""
+    views = model.layer(torch.cat([x, x + 1]))
+    model.seen = views
+    return views, model.head(x)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("taken", ["returned", "attribute", "hook"])
+def test_rows_of_two_views_are_not_taken_for_rows_of_one_after_the_other(taken, size):
+    model, x, hooked = _Model("", _OWN["nothing"]), torch.randn(size, 4), []
+    model.forward = lambda x: _paired(model, x)[slice(None) if taken == "returned" else 1]
+    if taken != "attribute":
+        model.layer.register_forward_hook(lambda module, args, output: hooked.append(output))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+    output = model(x)
+    views, row = {
+        "returned": lambda: output,
+        "attribute": lambda: (model.seen, output),
+        "hook": lambda: (hooked[-1], output),
+    }[taken]()
+    if taken != "hook":
+        del model.seen
+    with pytest.raises((SampleMixingError, BatchAxisError)):
+        clipper.backward(views.view(size, 2, -1).prod(1).sum(1) + row.sum(1))
+
+
+_LOST = {
+    "the largest of all": lambda h, x: h.flatten(0, 1)[x[..., 0].flatten().topk(len(x) + 1).indices],
+    "pieces of some length": lambda h, x: torch.cat([row[: 1 + number % 2] for number, row in enumerate(h)]),
+    "a list of samples": lambda h, x: list(h),
+    "neither order": lambda h, x: h.movedim(0, 1).flatten(),
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("form", _LOST)
+def test_rows_that_cannot_be_found_again_are_refused_or_said_to_be_unchecked(form, beside, size):
+    class Model(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            return (_LOST[form](h, x), h[:, 0]) if beside else _LOST[form](h, x)
+
+    clipper = ghostclip.GhostClipper(model := Model(4, 3), max_grad_norm=0.1)
+    try:
+        model(_data(size))
+    except (SampleMixingError, BatchAxisError):
+        assert not beside, "rows beside them tell of the samples"
+    else:
+        assert "rows of an output cannot be told apart in another batch" in str(clipper.unchecked)
+
+
+class _PositionsFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x).transpose(0, 1).flatten(0, 1), self.head(x[:, 0])
+
+    def losses(self, x):
+        folded, row = self(x)
+        return folded.unflatten(0, (-1, len(x))).prod(0).sum(1) + row.sum(1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_as_many_positions_as_samples_before_them(size):
+    """Sizes do not tell samples from positions, another number of samples does."""
+    model = _PositionsFirst().double()
+    alone, x = copy.deepcopy(model), torch.randn(size, size, 4).double()
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+    clipper.backward(model.losses(x))
+    for sample, norm in enumerate(clipper.per_sample_norms):
+        grads = torch.autograd.grad(alone.losses(x[sample : sample + 1]).sum(), list(alone.parameters()))
+        torch.testing.assert_close(norm, torch.cat([grad.flatten() for grad in grads]).norm())
+
+
+def test_what_a_loss_takes_from_a_hook_is_said_to_be_unchecked():
+    model, x, taken = _Model("", _OWN["nothing"]), _data(5), {}
+    model.layer.register_forward_hook(lambda module, args, output: taken.update(h=output))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+    clipper.backward(model(x).sum(1) + taken["h"].square().sum((1, 2)))
+    assert BESIDE in str(clipper.unchecked)
+    assert not ghostclip.GhostClipper(nn.Linear(3, 2), max_grad_norm=1.0).unchecked.reason(BESIDE)
