@@ -20,7 +20,7 @@ from ghostclip import _tree
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of, has_lists, taken, with_lists
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, is_folded, taken, with_lists
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.rules.registry import operation_name
@@ -89,10 +89,10 @@ class Batch:
         return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
 
     @property
-    def has_indices(self) -> bool:
-        """Whether an input without samples may say which rows of all samples are meant, by their places."""
-        indices = (leaf for leaf in _tree.tensors(self.inputs) if not (leaf.is_floating_point() or leaf.is_complex()))
-        return any(leaf.dim() and batch_axis_of(leaf, batch_size=self.size, axis=self.axis) is None for leaf in indices)
+    def has_places(self) -> bool:
+        """Whether an input without samples may hold something by their places, as flat patches and indices do."""
+        lengths = ((leaf, len(leaf)) for leaf in _tree.tensors(self.inputs) if leaf.dim())
+        return any(n > 1 and batch_axis_of(leaf, batch_size=self.size, axis=self.axis) is None for leaf, n in lengths)
 
     def others(self, samples: Sequence[int]) -> list[int]:
         """Return all other samples, in order."""
@@ -137,9 +137,14 @@ class Batch:
         """Return the inputs of some samples, lists of one value for each of them taken along."""
         return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
 
-    def of_samples(self, samples: Sequence[int]) -> Any:
-        """Return the inputs of some samples, those without B samples as they are."""
-        return taken(self.inputs, samples, batch_size=self.size, axis=self.axis)
+    @property
+    def has_folded(self) -> bool:
+        """Whether an input may have several rows for each sample, as flat patches have."""
+        return any(is_folded(leaf, batch_size=self.size, axis=self.axis) for leaf in _tree.tensors(self.inputs))
+
+    def of_samples(self, samples: Sequence[int], *, folded: bool = False) -> Any:
+        """Return the inputs of some samples, those without B samples as they are; or `folded` ones taken along."""
+        return taken(self.inputs, samples, batch_size=self.size, axis=self.axis, folded=folded)
 
     def zeros(self) -> Any:
         """Return the inputs with zeros for all samples."""

@@ -8,17 +8,18 @@ Every sample must come out as it did in the forward itself. So one that follows 
 two they are, and one that follows others by what they hold if one of them was left out and itself was not.
 
 Where that shows anything, where samples have their places (random numbers, lists with a value for each of them, lengths
-in order), or where the model runs on no such batch, sets of samples are replaced by copies of others with all in their
-places: the drawn ones, and either half of the batch; and some samples run by themselves. Then any two samples of
-different halves, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with probability 1/2 in
-each proof. A model that draws random numbers is run both ways: in place with its own numbers, and elsewhere with such
-as are alike for all samples, unless some are drawn that no sample has of its own (an order, classes by their weights),
-or by NumPy or Python. What gradients show is asked of all pairs: see `evidence/probe.py`.
+in order, flat inputs), or where the model runs on no such batch, sets of samples are replaced by copies of others with
+all in their places: the drawn ones, and either half of the batch; and some samples run by themselves. Then any two
+samples of different halves, and the neighbours 2k and 2k + 1, are told apart for certain, any other two with
+probability 1/2 in each proof. A model that draws random numbers is run both ways: in place with its own numbers, and
+elsewhere with such as are alike for all samples, unless some are drawn that no sample has of its own (an order, classes
+by their weights), or by NumPy or Python. What gradients show is asked of all pairs: see `evidence/probe.py`.
 
 What lies behind closed gates is looked at in a few samples alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
@@ -301,13 +302,26 @@ def _differ_among(
     run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
 ) -> bool | None:
     """Return whether samples, some of them twice, come out otherwise among themselves; None where that is unknown."""
-    before.restore()
     try:
-        outputs = run(batch.of_samples(samples))
+        return _come_out(run, batch, base, samples, before, coarsest)
     except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
         return None
+
+
+def _come_out(
+    run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
+) -> bool | None:
+    """Return the same, or raise what the model does; inputs with several rows for each sample may hold samples."""
     tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
-    return _Outputs(batch, samples, range(len(samples)), tolerances, coarsest).differ(base, outputs)
+    others = _Outputs(batch, samples, range(len(samples)), tolerances, coarsest)
+
+    if batch.has_folded:
+        with suppress(Exception):
+            before.restore()
+            if others.differ(base, run(batch.of_samples(samples, folded=True))) is False:
+                return False
+    before.restore()
+    return others.differ(base, run(batch.of_samples(samples)))
 
 
 def plainly(run: Run) -> Run:
@@ -333,7 +347,9 @@ def _changed(
             unchecked.ran(REPLACED)
             unchecked.ran(FEWER)
             return ""
-    changed = _changed_in_place(run, batch, base, unchecked, before, coarsest) or (_ELSEWHERE if moved else "")
+    # What lies in inputs by the samples' places, as the patches of all images do, did not move with them.
+    elsewhere = _ELSEWHERE if moved and not batch.has_places else ""
+    changed = _changed_in_place(run, batch, base, unchecked, before, coarsest) or elsewhere
     if changed or in_place or not draws:
         return changed
     return _changed_with_alike_draws(run, batch, unchecked, before, coarsest)
@@ -348,7 +364,7 @@ def _changed_with_alike_draws(
     before.restore()
     with AlikeDraws(batch.axis) as draws:
         base = run(batch.inputs)
-    differ, alike = list[bool | None](), not before.drawn(outside=True)
+    differ, alike = list[bool | None](), not (before.drawn(outside=True) or batch.has_places)
     for samples in (batch.shuffled, batch.drawn, batch.left):
         with AlikeDraws(batch.axis) as others:
             differ.append(_differ_among(run, batch, base, samples, before, coarsest))
@@ -385,8 +401,7 @@ def _changed_in_place(
         try:
             for some in (batch.apart, batch.left):
                 # What is rounded otherwise in a batch of another size is not in every one.
-                alone = _Outputs(batch, some, range(len(some)), FEWER_TOLERANCE, coarsest)
-                fewer = alone.differ(base, run(batch.of_samples(some)))
+                fewer = _come_out(run, batch, base, some, before, coarsest)
                 if not fewer:
                     break
             _note(unchecked, FEWER, [fewer])
@@ -513,11 +528,7 @@ class _Outputs:
             return row_map
         # Selected rows that lie in the samples' order do so in other batches, unless inputs say by place which.
         moved = any(self.order[place] != place for place in self.places)
-        if (
-            row_map.gathering != "in order"
-            or len(row_map.samples) != one.shape[0]
-            or (moved and self.batch.has_indices)
-        ):
+        if row_map.gathering != "in order" or len(row_map.samples) != one.shape[0] or (moved and self.batch.has_places):
             return None
         counts = torch.bincount(row_map.samples.cpu(), minlength=self.batch.size)[torch.tensor(self.order)]
         return RowMap("gathered", 0, torch.arange(len(self.order)).repeat_interleave(counts))

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -468,3 +469,26 @@ def test_a_share_of_the_batch_that_is_served_is_refused_by_the_second_proof():
 
         with pytest.raises(SampleMixingError, match="left out"):
             [step() for _ in range(4)]
+
+
+class _Patches(nn.Module):
+    """Takes the patches of all images in one flat tensor, as models of images and texts do."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.words, self.layer, self.way = nn.Embedding(7, 3), nn.Linear(4, 3), way
+
+    def forward(self, ids, patches):
+        return self.way(self.words(ids) + self.layer(patches).unflatten(0, (len(ids), -1)).mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_flat_patches_lie_by_the_places_of_samples(size, drawn):
+    """They do not move with the samples; what follows other samples is found where all keep their places."""
+    inputs = torch.randint(7, (size, 4)), torch.randn(size * 3, 4)
+    for way, refused in ((lambda h: h, False), (lambda h: h + h.detach().mean(0), True)):
+        model = _Patches(lambda h, way=way: way(h * torch.rand(len(h), 1, 1) if drawn else h))
+        ghostclip.GhostClipper(model, max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="half of the samples were replaced") if refused else nullcontext():
+            model(*inputs)
