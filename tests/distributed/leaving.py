@@ -88,6 +88,36 @@ def run(rank: int, ranks: int, folder: str, case: str, recovers: bool) -> None:
     os._exit(0)
 
 
+def goes_on(rank: int, ranks: int, folder: str) -> None:
+    """Be one rank of a loop that catches whatever is raised, where noise cannot be added on the second rank.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        folder: Where they meet, and where what it said goes, with the parameters that it ended with.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    meeting, timeout = f"file://{folder}/meeting", timedelta(seconds=3)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    torch.manual_seed(0)
+    records = TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)
+    run = PrivateRun(records, model=nn.Linear(4, 3), batch_size=8)
+    source, said = run.optimizer.noise_source._source, []
+    for _ in range(3):
+        for number, batch in enumerate(run.loader):
+            if rank and number == 1:
+                source.add_share_ = lambda *_, **__: _raise_if(fails=True)
+            try:
+                run.step(batch)
+            except Exception as error:  # noqa: BLE001 - the loop goes on whatever it is
+                said.append(str(error))
+                source.__dict__.pop("add_share_", None)
+    parameters = [p.detach() for p in run.bare.parameters()]
+    torch.save((said, parameters, run.optimizer.releases), Path(folder) / f"rank{rank}.pt")
+    os._exit(0)
+
+
 def _train(model: Any, private: Any, loader: Any, culprit: Any, *, bad: int, recovers: bool) -> None:
     step = 0
     while step < LAST:

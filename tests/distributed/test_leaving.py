@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.leaving import CASES, TIMEOUT, run
+from tests.distributed.leaving import CASES, TIMEOUT, goes_on, run
 from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
@@ -33,3 +33,15 @@ def test_an_error_that_was_overcome_is_not_the_reason(tmp_path):
     (other,) = _found(tmp_path, "forward", recovers=True)
     assert other[0] != "InvalidOptionError"
     assert OWN not in other[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_left_a_release_meets_the_others_no_more(tmp_path):
+    """A loop that catches everything would else send its next batch where the others wait for its sum."""
+    start_ranks(goes_on, 2, str(tmp_path))
+    (other, others, releases), (own, owns, same) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert releases == same == 1
+    assert all(map(torch.equal, others, owns))
+    assert own[0] == OWN
+    assert other[0].endswith(f"no rank goes on without it: {OWN}")
+    assert all("cannot meet them again" in said for said in own[1:] + other[1:])
