@@ -72,9 +72,10 @@ class Leaving:
         except Exception as error:
             point = f"{self._model}.{self._backwards}"
             reason = None if isinstance(error, GhostClipError) else _reason_of_others(point)
-            if reason is None and _is_of_waiting(error):
+            waited = reason is not None or _is_of_waiting(error)
+            if waited and reason is None:
                 reason = _reason_of_others(_place())
-            _leave(point, reason or error, waited=reason is not None)
+            _leave(point, reason or error, waited=waited)
             if reason is not None:
                 raise reason from error
             raise

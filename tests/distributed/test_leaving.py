@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.leaving import CASES, TIMEOUT, goes_on, run
+from tests.distributed.leaving import CASES, TIMEOUT, UNSEEN, goes_on, run
 from tests.process_group import start_ranks
 
 pytestmark = pytest.mark.distributed
 OWN = "the user's own error"
 
 
-def _found(folder, case, *, recovers):
-    start_ranks(run, 2, str(folder), case, recovers)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2) if (folder / f"rank{rank}.pt").exists()]
+def _found(folder, case, *, recovers, ranks=2):
+    start_ranks(run, ranks, str(folder), case, recovers)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks) if (folder / f"rank{rank}.pt").exists()]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,15 @@ def test_what_one_rank_raises_the_others_raise(tmp_path, case):
     assert own[:2] == ("ValueError", OWN)
     assert other[:2] == ("InvalidOptionError", f"rank 1 was refused, and no rank goes on without it: {OWN}")
     assert max(own[2], other[2]) < TIMEOUT / 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_waited_in_vain_is_not_the_reason(tmp_path):
+    """Nobody hears of an error in the loop itself; then no rank says that another one which only waited was refused."""
+    *others, own = _found(tmp_path, UNSEEN, recovers=False, ranks=3)
+    assert own[:2] == ("ValueError", OWN)
+    assert len(others) == 2
+    assert all("was refused" not in said and "gloo" in said for _, said, _ in others)
 
 
 @pytest.mark.slow
