@@ -138,6 +138,7 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
             if shared:
                 mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
                 require_agreement("mechanism (σ, C, clipping)", mechanism)
+                require_agreement("loss_reduction", clipper.loss_reduction)
             private = _around(clipper, optimizer, replace(request, module=module), noise_source)
             if around is not None:
                 run_in(cast(GradSampleModule, private[0]), around)

@@ -39,7 +39,7 @@ _END: Final = object()
 
 @dataclass
 class _Here:
-    """This rank's abandoned backward, until the others are known to have left it as well, and its noted error."""
+    """What this rank has abandoned, until the others are known to have left it as well, and its noted error."""
 
     group: int = 0
     place: str = ""
@@ -53,7 +53,7 @@ _left: Final = _Here()
 
 
 class Leaving:
-    """Backwards of one model, which all ranks run equally often."""
+    """Backwards of one model, or releases of one optimizer, which all ranks run equally often."""
 
     def __init__(self) -> None:
         # The same on all ranks, as they make their models in one order.
@@ -61,8 +61,8 @@ class Leaving:
         self._inside = False
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """Publish why this rank leaves a backward, or raise why another has left it."""
+    def together(self) -> Iterator[None]:
+        """Publish why this rank leaves what runs inside, or raise why another has left it."""
         if self._inside:
             yield
             return
@@ -72,9 +72,10 @@ class Leaving:
         except Exception as error:
             point = f"{self._model}.{self._backwards}"
             reason = None if isinstance(error, GhostClipError) else _reason_of_others(point)
-            if reason is None and _is_of_waiting(error):
+            waited = reason is not None or _is_of_waiting(error)
+            if waited and reason is None:
                 reason = _reason_of_others(_place())
-            _leave(point, reason or error, waited=reason is not None)
+            _leave(point, reason or error, waited=waited)
             if reason is not None:
                 raise reason from error
             raise
@@ -138,7 +139,7 @@ def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
 
 
 def require_company() -> None:
-    """Refuse to meet ranks that may still wait in a backward that this one has left, and would take this for it."""
+    """Refuse to meet ranks that may still wait at a point that this one has left, and would take this for it."""
     point = _left.place
     # A group of another run knows nothing of it.
     if not point or _left.group != id(distributed.group.WORLD):
@@ -147,14 +148,14 @@ def require_company() -> None:
         _left.is_alone = not _all_left(point)
     if _left.is_alone:
         raise InvalidOptionError(
-            "this rank has left a backward in which the others wait for it, and cannot meet them again "
+            "this rank has left a step in which the others wait for it, and cannot meet them again "
             f"({_left.reason}). Let the error end the process on every rank, and go on from a checkpoint."
         )
     _left.place = ""
 
 
 def _all_left(point: str) -> bool:
-    """Return whether every rank has left a backward by itself, and none because another did not arrive."""
+    """Return whether every rank has left a point by itself, and none because another did not arrive."""
     store: Any = _torch.meeting_store()
     keys = [_key(rank, point) for rank in range(distributed.get_world_size())]
     try:
@@ -335,6 +336,24 @@ def require_group() -> None:
 
 
 _REFUSES, _GOES_ON = 0, 1
+_ALIKE: Final = {
+    "parameters": (
+        "the optimizer of rank {rank} trains other parameters than that of rank 0, or in another order (a set of "
+        "parameters has another one in each process): sums would be added up across parameters. Give every rank's "
+        "optimizer the same ones in the same order, and freeze the same ones. Nothing was released."
+    ),
+    "settings": (
+        "the optimizer of rank {rank} has another learning rate, or other numbers in its param_groups, than that of "
+        "rank 0: the ranks would train models that drift apart. Make optimizers and schedulers alike on every rank, "
+        "and step schedulers by the same values (not by a rank's own loss). Nothing was released."
+    ),
+    "lost": (
+        "rank {rank} and rank 0 have not made the same updates: an error ended a step on one of them after all had "
+        "agreed on it, so that their weights differ. Let what is raised in a step end the process, and go on from a "
+        "checkpoint on every rank. Nothing was released."
+    ),
+}
+"""What else all ranks have in common in a step, and what is said of a rank that differs."""
 
 
 class Share(NamedTuple):
@@ -346,6 +365,9 @@ class Share(NamedTuple):
     std: float = 0.0  # standard deviation of the noise in one coordinate, as this rank would add it
     sensitivity: float = 0.0  # L2 sensitivity of the sum, as this rank clips
     noise: int = 0  # which noise comes next; `SharedNoise` sets it
+    parameters: int = 0  # digest of what the optimizer updates, in order
+    settings: int = 0  # digest of the optimizer's learning rate and other numbers
+    lost: int = 0  # releases that all ranks agreed on, and that this one did not make or apply
     asks: int = 0  # 1 where this rank asks for proofs in the next forward, in which all ranks take part
     uses: int = 1  # backwards that a part of the batch went through, see `LogicalBatch`: the sum is divided by them
     rounds: int = 1  # how often the parts went through the whole batch; with `uses` what a record costs
@@ -362,7 +384,7 @@ def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 
         Without this a loader that is sharded once more gives ranks different draws, and a record may take part twice.
 
     Cost:
-        One exchange of 80 bytes; on a backend without a CPU, this waits for the device.
+        One exchange of 104 bytes; on a backend without a CPU, this waits for the device.
     """
     # Called on all ranks in each step. One process may have got the whole draw and have dealt it out: ranks without a
     # draw are in order as long as the rows that all models saw add up to its records. Where no rank has a draw, nothing
@@ -403,6 +425,9 @@ def _require_consistent(shares: Sequence[Share], copies: int) -> None:
                 f"the noise of rank {rank} is not that of rank 0: load the same checkpoint on every rank. Nothing was "
                 "released."
             )
+        for name, remedy in _ALIKE.items():
+            if getattr(other, name) != getattr(first, name):
+                raise InvalidOptionError(remedy.format(rank=rank))
     drawn = [share for share in shares if share.draw >= 0]
     rows = sum(share.rows for share in shares)
     if drawn and ({share[1:3] for share in drawn} != {drawn[0][1:3]} or rows != drawn[0].records * copies):
@@ -433,8 +458,8 @@ def _packed(share: Share | None) -> list[int]:
 
 
 def _unpacked(numbers: list[int]) -> Share | None:
-    if numbers[0] == _REFUSES:
-        return None
+    if numbers[0] != _GOES_ON:
+        return None  # also what a rank at another point of the program has sent in its place
     std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))
     return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, *numbers[6:])
 

@@ -272,7 +272,7 @@ class PipelineClipper:
                 when its process has ended, or after the timeout of their process group.
         """
         self._norms = []
-        with self._leaving.backward():
+        with self._leaving.together():
             with ExitStack() as stack:
                 records = [
                     stack.enter_context(_recording(stage, clipper, samples))
@@ -351,7 +351,11 @@ class PipelineClipper:
                 )
         require_agreement("noise_generator", "none" if source.generator is None else "given")
         share_noise(source)
-        sizes, indices = self._places([p for p in parameters if p.requires_grad])
+        trained = [p for p in parameters if p.requires_grad]
+        names = {id(p): f"{s.stage_index}.{name}" for s in self._stages for name, p in s.submod.named_parameters()}
+        for group in groups:
+            require_agreement("optimizer's parameters, in order,", [names[id(p)] for p in trained], group)
+        sizes, indices = self._places(trained)
         return StageNoise(source, sizes, indices, copies=world_size(self._group), groups=groups)
 
     def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:

@@ -439,7 +439,7 @@ class ShardedModel:
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
-        return self._leaving.backward()
+        return self._leaving.together()
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others raise in `together`, which this rank does not reach."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch
+from ghostclip.distributed.agreement import digest_of
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
@@ -52,6 +53,32 @@ def _evaluates(optimizer: Optimizer) -> bool:
     """Return whether a step needs a closure, or has two parts as in SAM (Foret et al. 2021)."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return hasattr(optimizer, "second_step") or (closure is not None and closure.default is inspect.Parameter.empty)
+
+
+class Update:
+    """What an optimizer does with a release, as digests that are equal on ranks whose models stay equal."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._of: tuple[list[list[int]], int] = [], digest_of("[]")
+
+    def digests(self, groups: Sequence[dict[str, Any]]) -> tuple[int, int]:
+        """Return a digest of the trained parameters of all groups, in order, and one of the groups' numbers."""
+        trained = [[id(p) for p in group["params"] if p.requires_grad] for group in groups]
+        if trained != self._of[0]:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            self._of = trained, digest_of(repr([[names.get(number) for number in group] for group in trained]))
+        numbers = [[(name, _numbers(value)) for name, value in sorted(group.items())] for group in groups]
+        return self._of[1], digest_of(repr(numbers))
+
+
+def _numbers(value: Any) -> Any:
+    """Return the numbers of a parameter group's entry; None of parameters, and of what would have to be waited for."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" and not isinstance(value, nn.Parameter) else None
+    if isinstance(value, (list, tuple)):
+        return [*map(_numbers, value)]
+    return value if isinstance(value, (int, float)) else None
 
 
 def initialises_state(optimizer: Optimizer) -> bool:

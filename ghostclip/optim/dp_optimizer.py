@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch, _validate
-from ghostclip.distributed.agreement import Share, noting
+from ghostclip.distributed.agreement import Leaving, Share, noting
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
@@ -124,6 +124,7 @@ class DPOptimizer(WrappedOptimizer):
         checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
         clipper.own_gradients(discard=weakref.WeakMethod(self.discard), samples=self._collected is not None)
         self._draws: DrawLog | None = None
+        self._leaving, self._lost, self._update = Leaving(), 0, checks.Update(clipper.model)
         self._released, self.compiled = Releases(self.params), CompiledRecord()
         self.is_applying = False
         self.scheduled: set[str] = set()
@@ -278,6 +279,9 @@ class DPOptimizer(WrappedOptimizer):
         self.is_applying = True
         try:
             optimizer.step()
+        except BaseException:
+            self._lost += 1
+            raise
         finally:
             self.is_applying = False
 
@@ -353,19 +357,29 @@ class DPOptimizer(WrappedOptimizer):
             drawn = self._require_drawn()
             trainable, std = self._examined()
         self._require_one_draw(drawn, std)
+        try:
+            self._release_agreed(trainable, std, drawn, divisor=self.divisor if divide else 1.0)
+        except BaseException:
+            self._lost += 1
+            raise
+
+    def _release_agreed(
+        self, trainable: Sequence[nn.Parameter], std: float, drawn: Match | None, *, divisor: float
+    ) -> None:
+        """Add noise and hand over the release, which no rank refuses any more."""
         # The sums turn into the release, and what is left of the last one makes room.
-        sums = self.clipper.hand_over_sums(trainable)
-        self._take_gradients()
-        divisor = self.divisor if divide else 1.0
-        released = noisy_gradients(
-            trainable, sums, std=std, divisor=divisor, noise_source=self.noise_source, collected=self._collected
-        )
-        bound = next_bound(
-            self.clipper,
-            noise_multiplier=self._noise_multiplier,
-            expected_batch_size=self.expected_batch_size,
-            noise_source=self.noise_source,
-        )
+        with self._leaving.together() if isinstance(self.noise_source, SharedNoise) else nullcontext():
+            sums = self.clipper.hand_over_sums(trainable)
+            self._take_gradients()
+            released = noisy_gradients(
+                trainable, sums, std=std, divisor=divisor, noise_source=self.noise_source, collected=self._collected
+            )
+            bound = next_bound(
+                self.clipper,
+                noise_multiplier=self._noise_multiplier,
+                expected_batch_size=self.expected_batch_size,
+                noise_source=self.noise_source,
+            )
         try:
             for release_hook in self._release_hooks:
                 release_hook(self, released)
@@ -414,9 +428,14 @@ class DPOptimizer(WrappedOptimizer):
             first = drawn.draws[0]
             share = Share(first.rows, first.number, first.records)
         share = share._replace(std=std, sensitivity=self.clipper.sensitivity(), asks=int(self.clipper.wants_proof))
+        if not self.noise_source.in_parts:
+            parameters, settings = self._update.digests(self.original_optimizer.param_groups)
+            share = share._replace(parameters=parameters, settings=settings)
         batch = self._batch
         # What ranks divide by and account for is what the one with the most backwards does.
-        agreed = self.noise_source.require_one_draw(share._replace(uses=batch.uses, rounds=batch.rounds))
+        agreed = self.noise_source.require_one_draw(
+            share._replace(lost=self._lost, uses=batch.uses, rounds=batch.rounds)
+        )
         batch.uses, batch.rounds = agreed.uses, agreed.rounds
         if agreed.asks:
             self.clipper.prove_next()

@@ -243,10 +243,11 @@ def _refused_by_engine(
     level: str = "fast",
     places: int = PLACES,
     microbatches: int = MICROBATCHES,
+    copies: int = 1,
     **options: Any,
 ) -> str:
     """What make_private says of a pipeline."""
-    model = engine_model(rank, ranks, "1F1B", 1, places=places, microbatches=microbatches)
+    model = engine_model(rank, ranks, "1F1B", copies, places=places, microbatches=microbatches)
     with pytest.raises(GhostClipError) as refused:
         PrivateRun(
             TensorDataset(*batch()), model=model, engine=PrivacyEngine(noise_level=level), batch_size=4,
@@ -274,6 +275,11 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
     said["other places"] = _refused_by_engine(rank, ranks, places=PLACES // (1 + rank % 2))
     said["other microbatches"] = _refused_by_engine(rank, ranks, microbatches=MICROBATCHES * (1 + rank % 2))
     said["other reduction"] = _refused_by_engine(rank, ranks, loss_reduction=("sum", "mean")[rank % 2])
+
+    def turned(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters[::-1] if rank % 2 else parameters, lr=lr)
+
+    said["other order"] = _refused_by_engine(rank, ranks, copies=ranks, inner=turned)
     model: Any = engine_model(rank, ranks, "1F1B", 1)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     attempts: dict[str, Any] = {

@@ -33,8 +33,11 @@ DRAWS = {
 """What the two ranks bring to a step."""
 
 
-FAULTS = ("none", "every other batch", "a row less", "no backward", "another noise multiplier", "another bound")
-"""What rank 1 (of every other batch, each rank) does to its third step."""
+FAULTS = (
+    "none", "every other batch", "a row less", "no backward", "another noise multiplier", "another bound",
+    "another learning rate", "another order", "one frozen", "a lost update",
+)  # fmt: skip
+"""What rank 1 (of every other batch, each rank) does to its third step, or to its optimizer from the beginning."""
 
 
 def find(rank: int) -> dict[str, Any]:
@@ -100,25 +103,53 @@ def _faulty_step(rank: int, fault: str) -> None:
     """
     net = model()
     loader = DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(3))
-    run = PrivateRun(data(), model=net, max_grad_norm=0.5, data_loader=loader)
+
+    def inner(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters[::-1] if fault == "another order" and rank == 1 else parameters, lr=lr)
+
+    run = PrivateRun(data(), model=net, inner=inner, max_grad_norm=0.5, data_loader=loader)
     trained, optimizer, loader = run.model, run.optimizer, run.loader
     for number, (_, x, y) in enumerate(batch for _ in range(4) for batch in loader):
         faulty = rank == 1 and number == 2
         if fault == "every other batch" and number % 2 != rank:
             continue
-        if fault == "another noise multiplier" and faulty:
-            optimizer.noise_multiplier = 2.0
-        if fault == "another bound" and faulty:
-            optimizer.max_grad_norm = 0.6
+        if faulty:
+            _set_otherwise(optimizer, net, fault)
         keep = len(x) - 1 if fault == "a row less" and faulty else len(x)
         if not (fault == "no backward" and faulty):
             nn.functional.cross_entropy(trained(x[:keep]), y[:keep]).backward()
+        if fault == "a lost update" and faulty:
+            _step_in_vain(optimizer)
+            continue
         before = snapshot(net)
         try:
             optimizer.step()
         except GhostClipError:
             assert all(torch.equal(before[name], p) for name, p in snapshot(net).items()), "released nevertheless"
             raise
+
+
+def _set_otherwise(optimizer: Any, net: Any, fault: str) -> None:
+    if fault == "another noise multiplier":
+        optimizer.noise_multiplier = 2.0
+    elif fault == "another bound":
+        optimizer.max_grad_norm = 0.6
+    elif fault == "another learning rate":
+        optimizer.param_groups[0]["lr"] = 0.05
+    elif fault == "one frozen":
+        net[3].bias.requires_grad_(False)
+
+
+def _step_in_vain(optimizer: Any) -> None:
+    """Make a step that ends in an error of the user's own, after all ranks have agreed on it."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with contextlib.suppress(ValueError):
+        optimizer.step()
+    handle.remove()
 
 
 def _models(rank: int) -> dict[str, Callable[[], Any]]:
@@ -162,6 +193,7 @@ def _models(rank: int) -> dict[str, Callable[[], Any]]:
     tries["model: tried twice"] = tried_twice
     tries["optimizer: on one"] = lambda: private(model(), kind=torch.optim.LBFGS if rank else torch.optim.SGD)
     tries["mechanism: sigma"] = lambda: private(model(), noise_multiplier=1.0 + rank)
+    tries["mechanism: reduction"] = lambda: private(model(), loss_reduction="sum" if rank else "mean")
     return tries
 
 

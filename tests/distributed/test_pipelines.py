@@ -151,6 +151,7 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
         ("other places", "pipeline's places of rank 1 is 4, of rank 0 8"),
         ("other microbatches", "pipeline's number of microbatches of rank 1 is 8, of rank 0 4"),
         ("other reduction", "pipeline's loss_reduction of rank 1 is 'mean', of rank 0 'sum'"),
+        ("other order", "optimizer's parameters, in order, of rank 1 is ['0."),
         ("other inputs", "work on the same samples, and pipeline.step was given other inputs or targets there"),
         ("other labels", "work on the same samples, and pipeline.step was given other inputs or targets there"),
         ("other fewer", "work on the same samples, and pipeline.step was given other inputs or targets there"),

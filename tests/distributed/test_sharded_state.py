@@ -67,7 +67,7 @@ def test_a_rank_that_is_lost_leaves_the_others_with_an_error_and_the_ledger_whol
         kind, reason = SAID[how]
         own = torch.load(tmp_path / "lost1.pt", weights_only=True)["error"]
         assert reason in own
-        assert ("has left a backward in which the others wait" in own) == (how == "goes on")
+        assert ("has left a step in which the others wait" in own) == (how == "goes on")
         assert found["error"].startswith(f"{kind}: rank 1 was refused, and no rank goes on without it: ")
         assert reason in found["error"]
     assert found["applied"] == DIES_IN - 1
