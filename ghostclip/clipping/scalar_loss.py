@@ -114,7 +114,10 @@ class LossExaminer:
                 if self._reduction == "mean" and (asks or forward.unproven):
                     self._evidence.refuse_mean(capture, roots, forward)
             if asks:
-                self._evidence.look_at_known(capture, roots[0], forward, mean=self._reduction == "mean")
+                # A sum that nothing divides is one, whatever was declared.
+                mean = self._reduction == "mean"
+                mean = mean and not (forward.losses and self._are_summed(path_groups, forward, roots, grads))
+                self._evidence.look_at_known(capture, roots[0], forward, mean=mean)
                 self._evidence.proved_loss(roots[0], forward)
         forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)

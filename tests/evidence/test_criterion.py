@@ -113,6 +113,8 @@ WAYS = {
     "a module, two passes": lambda loss: in_a_loop(Module(loss), grad_sample_mode="ghost"),
     "a function of losses": lambda loss: in_a_loop(on_targets(loss), mean=True),
     "a function of their mean": lambda loss: in_a_loop(lambda o, target: on_targets(loss)(o, target).mean()),
+    # Nothing divides it, so that it is clipped as a sum although a mean was declared.
+    "a function of their sum": lambda loss: in_a_loop(lambda o, target: on_targets(loss)(o, target).sum()),
     "a compiled step": as_a_step,
 }
 
