@@ -55,6 +55,36 @@ class PrivateLoss:
         """Return the reduced loss as a number."""
         return self.detach().item()
 
+    def cpu(self) -> torch.Tensor:
+        """Return the value as `detach`, on the CPU, for a log."""
+        return self.detach().cpu()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The value, as `detach`."""
+        return self.detach()
+
+    def mean(self) -> PrivateLoss:
+        """Return the loss itself where it is a mean over the samples, as of a criterion with reduction='none'."""
+        if self._clipper.loss_reduction == "mean":
+            return self
+        raise LossReductionError(
+            "mean() of the losses of a private criterion, of which loss_reduction='sum' was declared. Pass "
+            "loss_reduction='mean', or call backward() on what the criterion returns."
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about the value (`torch.isnan(loss)`); refuse what would lead a gradient through it."""
+        given = (tuple(args), dict(kwargs or {}))
+        args, kwargs = _tree.mapped(lambda leaf: leaf.detach() if isinstance(leaf, PrivateLoss) else leaf, given)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
+            return number_of(result)
+        return result
+
     def _with(self, per_sample: torch.Tensor) -> PrivateLoss:
         """Return a loss of the same batch."""
         return PrivateLoss(self._clipper, per_sample)

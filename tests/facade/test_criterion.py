@@ -54,6 +54,20 @@ def test_a_loss_is_shown_and_compared_as_its_value():
     assert min([loss / 2, loss]).item() == 2.5
 
 
+def test_functions_of_torch_are_told_the_value_and_lead_no_gradient_away():
+    loss = private(nn.MSELoss(reduction="none"))(torch.tensor([1.0, 3.0]), torch.zeros(2))
+    assert loss.mean() is loss
+    assert loss.data == loss.cpu() == 5
+    assert torch.isfinite(loss)
+    assert not torch.isnan(loss)
+    assert not torch.tensor(6.0) < loss
+    for combine in (lambda: torch.stack([loss, loss]), lambda: torch.sqrt(loss), lambda: torch.ones(()) * loss):
+        with pytest.raises(LossReductionError, match="Compute further terms in the criterion"):
+            combine()
+    with pytest.raises(LossReductionError, match="loss_reduction='sum'"):
+        private(nn.MSELoss(reduction="none"), "sum")(torch.tensor([1.0, 3.0]), torch.zeros(2)).mean()
+
+
 def test_a_scaler_of_gradients_is_refused_by_name():
     loss = private(nn.MSELoss())(torch.tensor([1.0, 3.0]), torch.zeros(2))
     with pytest.raises(LossReductionError, match="GradScaler"):
