@@ -38,6 +38,12 @@ from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, R
 
 def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
     """Return the text of a ``BatchAxisError``: a tensor has no axis for the samples."""
+    if not rows.dim():
+        return (
+            f"{site.describe()}: it meets a number that was computed from all {forward.batch_size} samples of this "
+            "batch, such as a loss that is a mean over them. Let it meet each sample's own value, shape (B,), and "
+            "return that: (-log_var).exp() * each + log_var; the loop takes the mean."
+        )
     return (
         f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {forward.batch_size} samples of "
         "this batch, so its rows cannot be assigned to samples. Give every sample its own rows (batch axis first, or "

@@ -36,6 +36,10 @@ _TURNS: Final = ("TBackward", "TransposeBackward", "PermuteBackward")
 SCHEDULES: Final = (
     "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
 )
+_CONSTANTS: Final = (
+    "Use a number of Python for a public constant, for those of a distribution tensors with an entry for each feature "
+    "(Normal(torch.zeros(d), torch.ones(d)) in the place of Normal(0.0, 1.0))"
+)
 _MEAN_AS_SUM: Final = (
     "loss_reduction='sum' was declared, but the loss was reduced over the samples by a mean: every norm would be off "
     "by the batch size. Pass loss_reduction='mean'; or for losses of shape (B,) call losses.sum().backward() or "
@@ -262,9 +266,8 @@ def _common(number: Number) -> str:
         )
     return (
         f"every sample's loss is {number.describe()}, which may have been computed from other samples (their "
-        "lengths, the scale of a GradScaler that adapts to them): each gradient would depend on them. Use a number "
-        "of Python for a public constant, torch.autocast with bfloat16, which needs no scaler, or "
-        "GradScaler(enabled=False)."
+        "lengths, the scale of a GradScaler that adapts to them): each gradient would depend on them. "
+        f"{_CONSTANTS}, torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False)."
     )
 
 
@@ -496,7 +499,7 @@ def _check_number(
     if not number.plain:
         raise LossReductionError(
             f"the loss is {number.describe()}, which may have been computed from other samples (their lengths, the "
-            "scale of a GradScaler that adapts to them). Use a number of Python for a public constant; no GradScaler, "
+            f"scale of a GradScaler that adapts to them). {_CONSTANTS}; no GradScaler, "
             f"which torch.autocast with bfloat16 does not need. {remedy(reduction)}"
         )
     if number.divides and number.given in inner:

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, shape_at
 from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.capture.row_origin import only_sample, samples_at
-from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.custom_backwards import is_linear, loss_has_custom_backwards
 from ghostclip.evidence.linear_paths import PICKED
 from ghostclip.evidence.loss_graph import MAX_NODES, Unheard, above_outputs, proved_outputs, separates_samples
@@ -34,6 +35,12 @@ MIXED: Final = (
 _NO_SUM: Final = (
     "the loss is no sum over samples: several samples enter '{}' together, so removing one changes every other's "
     "gradient and no bound holds. {}"
+)
+_OUTSIDE: Final = (
+    "the loss multiplies what was averaged over the samples by a trainable parameter of shape {} (a learned variance, "
+    "a weight of tasks, a temperature), outside of the model's forward: its gradient could not be clipped per sample. "
+    "Hold it in the private model, and let the forward return each sample's own loss, before any mean, as "
+    "(-log_var).exp() * each + log_var with each of shape (B,); then losses.mean().backward()."
 )
 
 
@@ -115,6 +122,10 @@ class LossRows:
                 tried = True
                 if self._separates_samples(_starts(values, [row_map])):
                     return row_map, number
+        for node, _ in above_outputs(end.edges):
+            leaf = _torch.leaf_of(node)
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+                raise UncoveredParameterError(_OUTSIDE.format(tuple(leaf.shape)))
         if not tried:
             raise LossReductionError(_NO_SUM.format(in_words(end.name), self._advice))
         raise SampleMixingError(f"{MIXED.format(self._where(end))} {self._advice}")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import ghostclip
-from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
+from ghostclip.errors import BatchAxisError, LossReductionError, SampleMixingError, UncoveredParameterError
 from tests.reference import clip_and_sum, per_sample_gradients, take, whole_norm
 
 B, T, V, F = 5, 3, 4, 6
@@ -413,6 +413,53 @@ def test_a_trainable_parameter_of_the_loss_itself_is_refused(name, size):
     with pytest.raises(UncoveredParameterError, match="no part of the private model"):
         clipper.backward(FOREIGN[name](own)(model(batch["x"]), batch["y"]))
     assert own.grad is None
+
+
+TERMS = {
+    "own": lambda model, own: model.weight.mean(),
+    "of nobody": lambda model, own: own,
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_parameter_that_weighs_means_over_samples_is_refused_with_the_place_for_it(name):
+    """Tasks are weighed by learned variances in the loop, as papers have it, or in a forward that returns one loss."""
+    batch = _rows()
+    model, clipper = _attached("bookkeeping", 1.0)
+    own = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    log_var = TERMS[name](model[0], own)
+    with pytest.raises(UncoveredParameterError, match="let the forward return each sample's own loss"):
+        clipper.backward((-log_var).exp() * functional.cross_entropy(model(batch["x"]), batch["y"]) + log_var)
+
+
+def test_a_parameter_that_weighs_means_in_the_forward_is_refused_with_the_place_for_it():
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.log_var = nn.Linear(4, V), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x, y):
+            return (-self.log_var).exp() * functional.cross_entropy(self.layer(x), y) + self.log_var
+
+    clipper = ghostclip.GhostClipper(Tasks().double(), max_grad_norm=1.0)
+    with pytest.raises(BatchAxisError, match=r"meets a number that was computed from all 5 samples .* shape \(B,\)"):
+        clipper.backward(clipper.model(torch.randn(5, 4).double(), torch.arange(5) % V))
+
+
+@pytest.mark.parametrize("reduce", [torch.mean, lambda losses_B: losses_B])
+def test_a_prior_is_told_to_have_an_entry_for_each_feature(reduce):
+    """Its parameters are tensors without axes, as a number of tokens is."""
+    batch = _rows()
+
+    def found(prior):
+        model, clipper = _attached("bookkeeping", 1.0)
+        clipper.backward(reduce(-prior.log_prob(model(batch["x"])).sum(1)))
+        return [parameter.grad for parameter in model.parameters()]
+
+    with pytest.raises(LossReductionError, match=r"Normal\(torch.zeros\(d\), torch.ones\(d\)\)"):
+        found(torch.distributions.Normal(0.0, 1.0))
+    features = torch.ones(V, dtype=torch.float64)
+    assert all(grad.isfinite().all() for grad in found(torch.distributions.Normal(0 * features, features)))
 
 
 def test_what_is_not_trained_may_take_part_in_the_loss():
