@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.capture.row_maps import WHOLE, RowMap
+from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap
 from ghostclip.factors import Dense, Diagonal, Factor
 from ghostclip.factors.base import to_accumulation
 
@@ -117,5 +117,4 @@ def map_of_rows(size: int, batch_size: int, axis: int, samples: Tensor | None) -
         return [RowMap("axis")]
     if batch_size == 0 or size % batch_size:
         return []
-    kinds = ("major", "minor") if axis == 0 else ("minor", "major")
-    return [RowMap(kind) for kind in kinds]
+    return [RowMap(kind) for kind in (FOLDED if axis == 0 else FOLDED[::-1])]

@@ -20,6 +20,9 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.errors import BatchAxisError
 
+# Kinds of rows of which every sample has several along one axis, that of consecutive ones first.
+FOLDED: Final = ("major", "minor")
+
 
 @dataclass(frozen=True)
 class RowMap:
@@ -120,7 +123,7 @@ def _candidates(sizes: tuple[int, ...], batch_size: int, axis: int) -> list[RowM
     if batch_size == 0:
         return exact
     folded = [k for k in order if sizes[k] > batch_size and sizes[k] % batch_size == 0]
-    kinds = ("major", "minor") if axis == 0 else ("minor", "major")
+    kinds = FOLDED if axis == 0 else FOLDED[::-1]
     return exact + [RowMap(kind, k) for k in folded for kind in kinds]
 
 

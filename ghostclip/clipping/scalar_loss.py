@@ -25,7 +25,7 @@ from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
-from ghostclip.capture.row_maps import WHOLE, RowMap
+from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap
 from ghostclip.clipping.loss_scale import (
     ANY,
     SCHEDULES,
@@ -115,9 +115,8 @@ class LossExaminer:
                     self._evidence.refuse_mean(capture, roots, forward)
             if asks:
                 # A sum that nothing divides is one, whatever was declared.
-                mean = self._reduction == "mean"
-                mean = mean and not (forward.losses and self._are_summed(path_groups, forward, roots, grads))
-                self._evidence.look_at_known(capture, roots[0], forward, mean=mean)
+                summed = bool(forward.losses) and self._are_summed(path_groups, forward, roots, grads)
+                self._evidence.look_at_known(capture, roots[0], forward, mean=self._reduction == "mean" and not summed)
                 self._evidence.proved_loss(roots[0], forward)
         forward.losses.clear()
         self._evidence.look_at_loss(capture, roots, forward)
@@ -248,7 +247,7 @@ def _is_moved(path: Path, seen: _Seen, forward: ForwardContext) -> bool:
     """Return whether the rows at the end of a path may lie otherwise than when they were proved."""
     if seen.row_map.kind == "gathered":
         return gathered_at(_placed(path, seen).ends[0], forward) is None
-    return seen.row_map.kind in ("major", "minor") and any(map(is_picked, path.ends))
+    return seen.row_map.kind in FOLDED and any(map(is_picked, path.ends))
 
 
 def _adds_nothing(path: Path) -> bool:

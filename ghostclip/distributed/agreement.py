@@ -57,7 +57,7 @@ class Leaving:
 
     def __init__(self) -> None:
         # The same on all ranks, as they make their models in one order.
-        self._model, self._backwards = next(_numbers), 0
+        self._number, self._runs = next(_numbers), 0
         self._inside = False
 
     @contextlib.contextmanager
@@ -66,11 +66,11 @@ class Leaving:
         if self._inside:
             yield
             return
-        self._inside, self._backwards = True, self._backwards + 1
+        self._inside, self._runs = True, self._runs + 1
         try:
             yield
         except Exception as error:
-            point = f"{self._model}.{self._backwards}"
+            point = f"{self._number}.{self._runs}"
             reason = None if isinstance(error, GhostClipError) else _reason_of_others(point)
             waited = reason is not None or _is_of_waiting(error)
             if waited and reason is None:

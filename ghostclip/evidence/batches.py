@@ -20,7 +20,7 @@ from ghostclip import _tree
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of, has_lists, is_folded, taken, with_lists
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, rows_of_each, taken, with_lists
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.rules.registry import operation_name
@@ -140,7 +140,7 @@ class Batch:
     @property
     def has_folded(self) -> bool:
         """Whether an input may have several rows for each sample, as flat patches have."""
-        return any(is_folded(leaf, batch_size=self.size, axis=self.axis) for leaf in _tree.tensors(self.inputs))
+        return any(rows_of_each(leaf, batch_size=self.size, axis=self.axis) for leaf in _tree.tensors(self.inputs))
 
     def of_samples(self, samples: Sequence[int], *, folded: bool = False) -> Any:
         """Return the inputs of some samples, those without B samples as they are; or `folded` ones taken along."""

@@ -118,13 +118,13 @@ def replaced(batch: Any, sample: int, *, batch_size: int, axis: int) -> Any:
 
 def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, folded: bool = False) -> Any:
     """Return some samples of a batch, the batch axis kept, those without B samples as they are."""
-
     # `folded`: of an input with several rows for each sample, one sample's after another's, their rows are taken.
+
     def pick(leaf: Any) -> Any:
         batch_axis = batch_axis_of(leaf, batch_size=batch_size, axis=axis)
         if batch_axis is not None:
             return of_samples(leaf, samples, batch_axis)
-        rows = len(leaf) // batch_size if folded and is_folded(leaf, batch_size=batch_size, axis=axis) else 0
+        rows = rows_of_each(leaf, batch_size=batch_size, axis=axis) if folded else 0
         return of_samples(leaf, [sample * rows + row for sample in samples for row in range(rows)], 0) if rows else leaf
 
     return _tree.mapped(pick, batch)
@@ -140,12 +140,15 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
     return None
 
 
-def is_folded(leaf: Any, *, batch_size: int, axis: int) -> bool:
-    """Return whether an input without a batch axis may have several rows for each sample along its first one."""
-    is_flat = (
-        isinstance(leaf, Tensor) and leaf.dim() > 0 and batch_axis_of(leaf, batch_size=batch_size, axis=axis) is None
-    )
-    return is_flat and len(leaf) > batch_size and len(leaf) % batch_size == 0
+def rows_of_each(leaf: Any, *, batch_size: int, axis: int) -> int:
+    """Return how many rows every sample may have along the first axis of an input without a batch axis; 0 for none."""
+    if (
+        not isinstance(leaf, Tensor)
+        or not leaf.dim()
+        or batch_axis_of(leaf, batch_size=batch_size, axis=axis) is not None
+    ):
+        return 0
+    return 0 if len(leaf) % batch_size else len(leaf) // batch_size
 
 
 def of_samples(leaf: Any, samples: Sequence[int], axis: int) -> Any:

@@ -303,19 +303,19 @@ def _differ_among(
 ) -> bool | None:
     """Return whether samples, some of them twice, come out otherwise among themselves; None where that is unknown."""
     try:
-        return _come_out(run, batch, base, samples, before, coarsest)
+        return _differ_or_raise(run, batch, base, samples, before, coarsest)
     except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
         return None
 
 
-def _come_out(
+def _differ_or_raise(
     run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
 ) -> bool | None:
-    """Return the same, or raise what the model does; inputs with several rows for each sample may hold samples."""
+    """Return whether samples come out otherwise among themselves, or raise what the model does."""
     tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
     others = _Outputs(batch, samples, range(len(samples)), tolerances, coarsest)
-
     if batch.has_folded:
+        # Inputs with several rows for each sample may hold samples, or what all of them share.
         with suppress(Exception):
             before.restore()
             if others.differ(base, run(batch.of_samples(samples, folded=True))) is False:
@@ -401,7 +401,7 @@ def _changed_in_place(
         try:
             for some in (batch.apart, batch.left):
                 # What is rounded otherwise in a batch of another size is not in every one.
-                fewer = _come_out(run, batch, base, some, before, coarsest)
+                fewer = _differ_or_raise(run, batch, base, some, before, coarsest)
                 if not fewer:
                     break
             _note(unchecked, FEWER, [fewer])
@@ -492,16 +492,14 @@ class _Outputs:
         """Return whether rows differ beyond rounding; None where nobody knows of some whose they are."""
         if len(base) != len(outputs):
             return None
-        maps = [
-            known or self.batch.map_by_shape(one) for known, one in zip(self.batch.maps_of(base), base, strict=True)
-        ]
+        known = self.batch.maps_of(base)
+        maps = [row_map or self.batch.map_by_shape(one) for row_map, one in zip(known, base, strict=True)]
         rows = list(map(self._rows, base, outputs, maps))
         pairs = [pair for pair in rows if pair is not None]
         if any(self._differs(*pair) for pair in pairs):
             return True
-        lost = [number for number, row_map in enumerate(maps) if row_map is None or row_map.kind == "gathered"]
-        unknown = any(rows[number] is None and number in self.batch.trained for number in lost)
-        return None if unknown or not pairs else False
+        lost = (n for n, row_map in enumerate(maps) if rows[n] is None and (not row_map or row_map.kind == "gathered"))
+        return False if pairs and self.batch.trained.isdisjoint(lost) else None
 
     def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
         """Return two outputs with their samples first."""

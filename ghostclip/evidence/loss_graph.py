@@ -25,7 +25,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, refuse_changes
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.row_maps import WHOLE, RowMap, candidates
+from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, candidates
 from ghostclip.capture.row_origin import METADATA_KEY
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import (
@@ -97,7 +97,6 @@ _ON_A_LAYER: Final = (
     "parameters, which cannot follow it. Set it on the layer's output, output.register_hook, or on the module, "
     "register_full_backward_hook or register_full_backward_pre_hook."
 )
-_FOLDED: Final = frozenset({"major", "minor"})
 _BESIDE: Final = (
     "{place}: the loss takes what {site} computes from inside the model (from a hook, say), where several rows belong "
     "to each of the {size} samples, and nothing has shown which. Let the model return it, or keep it in an attribute "
@@ -335,7 +334,7 @@ def takes_outputs_alone(root: Any) -> bool:
     entries = proved_outputs([Start(GradientSource.of(root), WHOLE)])
     beside = [node for node, number in entries if number not in node.metadata.get(_PROVED, {})]
     for use in (node.metadata[METADATA_KEY] for node in beside):
-        if use.site.chosen is None and use.row_map.kind in _FOLDED:
+        if use.site.chosen is None and use.row_map.kind in FOLDED:
             place = use.forward.around.describe(use.site.names[0])
             raise BatchAxisError(_BESIDE.format(place=place, site=use.site.describe(), size=use.forward.batch_size))
     return not beside

@@ -30,7 +30,7 @@ from ghostclip import _torch
 from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.row_maps import RowMap
+from ghostclip.capture.row_maps import FOLDED, RowMap
 from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN
 from ghostclip.errors import BatchAxisError, SampleMixingError
@@ -294,7 +294,7 @@ class Probe:
         coincidence = (
             [size for size in use.batch_dim_sizes[1:] if size == forward.batch_size] if use.batch_dim_sizes else []
         )
-        if coincidence or forward.stays_small or use.maps[0].kind in ("major", "minor"):
+        if coincidence or forward.stays_small or use.maps[0].kind in FOLDED:
             raise BatchAxisError(
                 f"{layer}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
                 f"{forward.batch_size} samples that the model's first input holds: another axis has that size, rows "
@@ -424,7 +424,7 @@ def _sorted_out(sources: Sequence[GradientSource], forward: ForwardContext) -> t
     """Return the starts with one row per sample, and two ways to read those with several."""
     exact: list[Start] = []
     folded: list[list[Start]] = [[], []]
-    kinds = ("minor", "major") if bool(forward.batch_axis) != forward.around.sites.turned else ("major", "minor")
+    kinds = FOLDED[::-1] if bool(forward.batch_axis) != forward.around.sites.turned else FOLDED
     for source in sources:
         row_map = _certain_map(source, forward)
         if row_map is not None:

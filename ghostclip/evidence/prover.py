@@ -26,7 +26,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
-from ghostclip.capture.row_maps import RowMap, refuse_other_axis
+from ghostclip.capture.row_maps import FOLDED, RowMap, refuse_other_axis
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Resized, shapes_of
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
@@ -314,7 +314,7 @@ class Evidence:
         if asks or rehearsed is not None:
             self._refuse_mixed_inputs(capture, call)
         if rehearsed is not None and not (capture.forward.met or writes):
-            rehearsed.hand_on(self._shown(capture, output), capture.forward)
+            self._hand_on(capture, output, rehearsed)
             capture.forward.prove()
             return output
         if not (asks or writes or self._looks or self._state is not None):
@@ -327,8 +327,13 @@ class Evidence:
             self._drew |= any(_torch.version(tensor) != version for tensor, version in versioned)
         with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
             output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
-        _Rehearsed(rows, capture.forward.padded).hand_on(self._shown(capture, output), capture.forward)
+        self._hand_on(capture, output, _Rehearsed(rows, capture.forward.padded))
         return output
+
+    def _hand_on(self, capture: CaptureContext, output: Any, rehearsed: "_Rehearsed") -> None:
+        """Note at the outputs of a forward what was shown of them."""
+        if rehearsed.rows or rehearsed.padded:
+            rehearsed.hand_on(self._shown(capture, output), capture.forward)
 
     def _shown(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output, and those that it left in attributes of modules."""
@@ -337,9 +342,10 @@ class Evidence:
 
     def _note_left(self, capture: CaptureContext, output: Any) -> None:
         """Note in which attributes of modules a forward left values of samples: a loss may take them from there."""
-        resized, returned = capture.forward.resized, set(map(id, _parts_of(output)))
+        resized = capture.forward.resized
         if resized is None:
             return
+        returned = set(map(id, _parts_of(output)))
         self._left = tuple(
             key
             for key, tensor in held_by(capture.model.modules()).items()
@@ -379,15 +385,14 @@ class Evidence:
         # One that is asked about only now is taken to draw what the others drew.
         self._drew = self._drew if randomness is None else randomness.drawn()
         call, states = ModuleCall(*capture.bags.as_rows(*call)), capture.sites.states()
-        output, begun, tracked, probe = self._read(capture, call, output, again=again, state=state)
-        parts = self._parts(capture, output)
+        read_again = partial(_read_again, capture, again, state)
+        output, begun, parts, tracked, probe = self._read(capture, call, output, read_again)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
-        seen = _ReadForward(
-            call, parts or self._shown(capture, output), None if probe is None else rows, state, self._shown, tracked
-        )
+        parts = parts or self._shown(capture, output)
+        seen = _ReadForward(call, parts, None if probe is None else rows, state, self._shown, tracked)
         if aside:
             seen, output, probe = seen.without_graph(), None, None
         parts = []
@@ -398,8 +403,8 @@ class Evidence:
                 self._refuse_dependence(capture, seen)
             except SampleMixingError as error:
                 with _turned(capture, rows, states, error):
-                    self._state, read = state, partial(_read_again, capture, again, state)
-                    return self._weigh(capture, again(), read, again=again, writes=writes, aside=aside)
+                    self._state = state
+                    return self._weigh(capture, again(), read_again, again=again, writes=writes, aside=aside)
             self._refuse_custom_backwards(capture, seen, has_custom=backs)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
@@ -411,21 +416,19 @@ class Evidence:
         return output, rows if asks else {}
 
     def _read(
-        self, capture: CaptureContext, call: ModuleCall, output: Any, *, again: Callable[[], ModuleCall], state: Any
-    ) -> tuple[Any, int, frozenset[int], Probe | None]:
+        self, capture: CaptureContext, call: ModuleCall, output: Any, read_again: Callable[[], Any]
+    ) -> tuple[Any, int, list[Tensor], frozenset[int], Probe | None]:
         """Probe a forward; where what sizes suggested of it is wrong, ask shapes, and read it once more."""
-        # Returns its output, the number of the first node of the graph behind it, what of it is computed from
-        # parameters alone, and the probe.
+        # Returns its output, the number of the first node of the graph behind it, and what `_looked_at` does.
         forward, begun = capture.forward, _torch.next_order()
-        tracked, probe = self._looked_at(capture, output)
+        parts, tracked, probe = self._looked_at(capture, output)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
         if failed and forward.guessed and forward.resized is None:
             forward.resized = self._resized(capture, call)
             if forward.resized is not None:
-                output = _read_again(capture, again, state)
-                begun = _torch.next_order()
-                tracked, probe = self._looked_at(capture, output)
-        return output, begun, tracked, probe
+                output, begun = read_again(), _torch.next_order()
+                parts, tracked, probe = self._looked_at(capture, output)
+        return output, begun, parts, tracked, probe
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
         """Refuse a model whose gradients of one sample's outputs lead to other samples."""
@@ -510,11 +513,11 @@ class Evidence:
         forward.stays_small = rerun is None
         return rerun
 
-    def _looked_at(self, capture: CaptureContext, output: Any) -> tuple[frozenset[int], Probe | None]:
-        """Return what of an output is computed from parameters alone, and what probing the rest has shown."""
+    def _looked_at(self, capture: CaptureContext, output: Any) -> tuple[list[Tensor], frozenset[int], Probe | None]:
+        """Return what is looked at of an output, what of it is computed from parameters alone, and the probe."""
         self._note_left(capture, output)
-        tracked = tracked_among(output)
-        return tracked, self._probed(capture, self._parts(capture, output), tracked)
+        parts, tracked = self._parts(capture, output), tracked_among(output)
+        return parts, tracked, self._probed(capture, parts, tracked)
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
@@ -615,8 +618,9 @@ class Evidence:
         """Return what the latest forward was called with, for runs on other batches."""
         forward = capture.forward
         known, axes = dict(seen.rows or {}), capture.sites.outputs
-        shown = axes if len(axes) == len(seen.parts) else [UNKNOWN] * len(seen.parts)
-        parts = enumerate(zip(seen.parts, shown, strict=True))
+        if len(axes) != len(seen.parts):
+            axes = (UNKNOWN,) * len(seen.parts)
+        parts = enumerate(zip(seen.parts, axes, strict=True))
         if self.hands_on:
             as_they_lie = RowMap("axis", forward.batch_axis)
             known |= {number: as_they_lie for number, part in enumerate(seen.parts) if _has_samples(part, forward)}
@@ -627,7 +631,8 @@ class Evidence:
             # Rows that were drawn are others in another batch.
             gathered=forward.gathered or any(row_map.samples is not None for row_map in known.values()),
             maps=[known.get(number) for number in range(len(seen.parts))],
-            trained=frozenset(number for number, part in parts if _may_have_rows(*part)),
+            # Of what needs no gradient, or holds no samples, nothing is to be proved.
+            trained=frozenset(n for n, (part, axis) in parts if part.requires_grad and part.dim() and axis != CONSTANT),
             outputs=outputs,
             seed=self.unchecked.forwards,
             again=self._asks_again(capture),
@@ -771,7 +776,7 @@ def _turned(
 ) -> Iterator[None]:
     """Yield while outputs with several rows for each sample are read the other way round; else raise the error."""
     # `error` is what reading them as usual led to; `states` of the call sites are those before it.
-    sites, folded = capture.sites, any(row_map.kind in ("major", "minor") for row_map in rows.values())
+    sites, folded = capture.sites, any(row_map.kind in FOLDED for row_map in rows.values())
     if sites.turned or not folded or capture.gathering is not None:
         raise error
     sites.turned = True
@@ -792,11 +797,6 @@ def _rows_of(probe: Probe | None, parts: Sequence[Tensor]) -> dict[int, RowMap]:
     """Return how the rows of outputs map to samples, by number, as a probe began with them."""
     maps = {} if probe is None else {id(start.edge.tensor): start.row_map for start in probe.begun}
     return {number: maps[id(part)] for number, part in enumerate(parts) if id(part) in maps}
-
-
-def _may_have_rows(part: Tensor, axis: int) -> bool:
-    """Return whether an output may hold rows of samples, of which something is to be proved."""
-    return part.requires_grad and part.dim() > 0 and axis != CONSTANT
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:
