@@ -100,6 +100,9 @@ class ParamUse:
         for row_map in self.maps:
             if row_map.kind == "whole" or (row_map.kind, row_map.axis) == chosen:
                 return row_map
+        for row_map in self.maps:
+            if chosen is not None and row_map.unfolds(chosen):
+                return row_map
         raise BatchAxisError(
             f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
             f"step (batch size {self.forward.batch_size}) do not allow it. Keep the layout of the batch constant."

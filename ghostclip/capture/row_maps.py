@@ -40,6 +40,10 @@ class RowMap:
         """The part of the map that a call site remembers."""
         return self.kind, self.axis
 
+    def unfolds(self, key: tuple[str, int]) -> bool:
+        """Return whether it is what a folded map has become in a batch with one row per sample."""
+        return self.kind == "axis" and key[0] in FOLDED and key[1] == self.axis
+
     @property
     def gathering(self) -> str:
         """How rows were gathered: not at all, in the batch's order, or in another; each is proved for itself."""

@@ -6,6 +6,7 @@ the nearest captured layer and looks only at nodes that select rows.
 """
 
 from collections.abc import Callable
+from math import gcd, prod
 from typing import Any, Final
 
 import torch
@@ -123,8 +124,8 @@ def _passed(node: Any, edges: Any, rows: int) -> bool | None:
         return None
     if kind == _FOLD:
         before = _torch.sizes_before_view(node)
-        # A leading axis of one entry may stand before rows that were selected.
-        return None if before and before[0] == 1 else bool(before) and before[0] == rows
+        # A leading axis of one entry may stand before rows that were selected, a shorter one before the samples' own.
+        return None if before and before[0] < rows else bool(before) and before[0] == rows
     if len(edges) == 1 or (len(edges) == _OF_A_NORM and edges[1][0] is edges[2][0] is None):
         return True
     shape = _torch.outputs_of(edges[0][0])[edges[0][1]].shape
@@ -161,13 +162,44 @@ def _samples(  # noqa: C901 - what each kind of node does to rows
                 return parent if parent is None or parent is UNKNOWN_ORDER else parent.to(index.device)[index]
         if name in _PLACING and _places_all(node, name, rows):
             return UNKNOWN_ORDER
-        if name in _VIEWS and tuple(_torch.saved(node, "self_sym_sizes")[:2]) == (1, rows):
-            return _of_one_block(node.next_functions[0][0], rows, batch_size, expected_axis)
+        if name in _VIEWS:
+            sizes = tuple(_torch.saved(node, "self_sym_sizes"))
+            known = _of_one_block(node, rows, batch_size, expected_axis) if sizes[:2] == (1, rows) else None
+            known = _between(node, sizes, rows, batch_size, expected_axis) if known is None else known
+            if known is not None or sizes[:2] == (1, rows):
+                return known
         following = _same_rows(node, name, rows)
         if following is None:
             return None
         node, output_nr = following
     return None
+
+
+def _between(node: Any, sizes: tuple[int, ...], rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+    """Return the sample of every row of a view that folded leading axes, where samples lie behind the first of them."""
+    # A batch that was folded, (B·C, T), and turned, (T, B·C), as torch's attention has it: in a view of that, samples
+    # alternate in runs of C rows. None where they may lie first, or alternate row by row: sizes tell of those.
+    folded, left = list[int](), rows
+    for size in sizes:
+        # Of the last one a part may have become features: heads.
+        folded.append(gcd(size, left))
+        left //= folded[-1]
+        if left == 1 or folded[-1] != size:
+            break
+    behind = [axis for axis in range(1, len(folded)) if batch_size > 1 and folded[axis] % batch_size == 0]
+    if left > 1 or not behind:
+        return None
+    if len(behind) > 1:
+        return UNKNOWN_ORDER if sizes[0] % batch_size else None
+    run = prod(folded[behind[0] :]) // batch_size
+    if run == 1 or sizes[0] == 1:
+        return None if run == 1 else UNKNOWN_ORDER
+    if sizes[0] == batch_size and not expected_axis:
+        axis = _axis_of_samples(node.next_functions[0])
+        if axis != 1:
+            # That samples lie first is said where nobody knows, so that it is proved of these rows by themselves.
+            return None if axis == 0 else torch.arange(rows) // (rows // batch_size)
+    return torch.arange(rows) // run % batch_size
 
 
 def _places_all(node: Any, name: str, rows: int) -> bool:
@@ -337,10 +369,10 @@ def _axis_of_samples(edge: tuple[Any, int]) -> int | None:
         if node is None or edge[1] >= len(_torch.outputs_of(node)):
             break
         use, name = node.metadata.get(METADATA_KEY), node.name()
+        shape = _torch.outputs_of(node)[edge[1]].shape
         if use is not None:
             known = {row_map.axis for row_map in use.maps} if use.site.chosen is None else {use.site.chosen[1]}
             return axes.index(known.pop()) if len(known) == 1 and known <= set(axes) else None
-        shape = _torch.outputs_of(node)[edge[1]].shape
         if name in ("TransposeBackward0", "PermuteBackward0"):
             order = list(range(len(shape)))
             if name == "PermuteBackward0":
@@ -354,10 +386,27 @@ def _axis_of_samples(edge: tuple[Any, int]) -> int | None:
             axes, edge = [order[axis] for axis in axes], node.next_functions[0]
             continue
         behind = [e for e in node.next_functions if e[0] is not None and not _name_is(e[0], _LEAVES)]
+        if name in ("UnbindBackward0", "SelectBackward0") and _torch.saved(node, "dim") == 0 and behind:
+            axes, edge = [axis + 1 for axis in axes], behind[0]
+            continue
         alike = [e for e in behind if _torch.outputs_of(e[0])[e[1]].shape == shape]
+        if not alike and len(behind) == 1:
+            # Heads and other features are folded and cut behind the first two axes.
+            alike = [e for e in behind if _torch.outputs_of(e[0])[e[1]].shape[:2] == shape[:2] and {*axes} == {0, 1}]
         if not alike:
-            break
+            return _unfolded_axis(name, shape, behind, axes)
         edge = alike[0]
+    return None
+
+
+def _unfolded_axis(name: str, shape: Any, behind: list[tuple[Any, int]], axes: list[int]) -> int | None:
+    """Return which of two axes has samples where a view has just unfolded the rows of a layer."""
+    for node, number in behind if name in _VIEWS and len(behind) == 1 and {*axes} == {0, 1} else ():
+        use = node.metadata.get(METADATA_KEY)
+        if use is not None and use.site.chosen is not None and not use.site.chosen[1]:
+            rows = _torch.outputs_of(node)[number].shape[0]
+            # A batch that has its samples first is folded sample by sample, any other one otherwise.
+            return axes.index(0 if use.site.chosen[0] == "major" else 1) if rows == shape[0] * shape[1] else None
     return None
 
 
@@ -436,8 +485,9 @@ def _advanced_index(node: Any, rows: int) -> tuple[Tensor, int] | None:
     return index % sizes[0], sizes[0]
 
 
-def _of_one_block(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
+def _of_one_block(view: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor | None:
     """Return the samples of rows that were selected behind a leading axis of size 1: ``h[None, index]``."""
+    node = view.next_functions[0][0]
     if node is not None and node.name() == "BmmBackward0" and node.next_functions[0][0] is None:
         return UNKNOWN_ORDER
     if node is None or node.name() != "IndexBackward0" or _noted(node, rows)[0]:

@@ -224,10 +224,11 @@ class Probe:
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
         known = self._known.setdefault(use.site, use.site.chosen)
         able = [row_map for row_map in use.maps if known in (None, row_map.key) or row_map.kind == "whole"]
+        able = able or [row_map for row_map in use.maps if known is not None and row_map.unfolds(known)]
         # All of them: one that comes into question later must explain this set, too.
         able = [row_map for row_map in able if not self._rejects(row_map, use, grad)]
         if able:
-            use.site.chosen = able[0].key
+            use.site.chosen = known or able[0].key
             use.site.attempts = MAX_ATTEMPTS
             for row_map in able if self.linear else able[:1]:
                 self._take(row_map, use, grad)
@@ -258,7 +259,7 @@ class Probe:
             if not steady:
                 self.unsteady.append(self._uses[forward, site, able[0]])
             elif self.linear:
-                site.chosen = steady[0]
+                site.chosen = self._known[site] or steady[0]
 
     @property
     def failed(self) -> bool:
@@ -294,7 +295,8 @@ class Probe:
         coincidence = (
             [size for size in use.batch_dim_sizes[1:] if size == forward.batch_size] if use.batch_dim_sizes else []
         )
-        if coincidence or forward.stays_small or use.maps[0].kind in FOLDED:
+        read = next((row_map for row_map in use.maps if row_map.gathering != "in order"), use.maps[0])
+        if coincidence or forward.stays_small or read.kind in FOLDED:
             raise BatchAxisError(
                 f"{layer}: {use.site.describe()} has rows {shapes} that cannot be assigned to the "
                 f"{forward.batch_size} samples that the model's first input holds: another axis has that size, rows "

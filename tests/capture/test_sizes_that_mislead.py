@@ -164,6 +164,52 @@ def test_selected_along_another_axis(kind, sizes, strategy):
     _check(kind().double(), [torch.randn(size, 8, 4, dtype=F64) for size in sizes], strategy)
 
 
+class _Parts(_Two):
+    """Each sample has parts (sentences, frames, channels), which are folded into the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.leave(self.enter(x).flatten(0, 1)) * self.scale).view(len(x), -1, 4).sum(1)
+
+
+class _PartsTurned(_Two):
+    """The same, with the positions of each part before samples and parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.leave(self.enter(x).flatten(0, 1).transpose(0, 1).flatten(0, 1)) * self.scale
+        return h.view(x.shape[2], len(x), -1, 4).sum((0, 2))
+
+
+class _PartsAttended(_Two):
+    """The same, as torch's attention turns them by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x).flatten(0, 1)
+        return self.leave(self.attention(h, h, h)[0]).view(len(x), -1, 4).sum(1)
+
+
+# Samples, parts and positions: later batches have other numbers of parts, one at last, and as many rows all together.
+@pytest.mark.parametrize(
+    "shapes",
+    [((5, 2, 4), (5, 4, 2), (5, 2, 4), (3, 3, 5), (4, 1, 4), (1, 3, 2), (3, 4, 2)), ((3, 3, 2), (2, 3, 6), (6, 2, 3))],
+    ids=["many", "few"],
+)
+@pytest.mark.parametrize("kind", [_Parts, _PartsTurned, _PartsAttended])
+def test_other_numbers_of_parts_of_each_sample(kind, shapes, strategy):
+    torch.manual_seed(6)
+    _check(kind().double(), [torch.randn(*shape, 4, dtype=F64) for shape in shapes], strategy)
+
+
+def test_one_part_of_each_sample_at_first(strategy):
+    """Rows that alternate in the first batch alternate in runs later."""
+    torch.manual_seed(7)
+    shapes = [(5, 1, 3), (3, 4, 2), (5, 2, 4), (4, 1, 3), (2, 3, 5)]
+    _check(_PartsTurned().double(), [torch.randn(*shape, 4, dtype=F64) for shape in shapes], strategy)
+
+
 @pytest.mark.parametrize("pick", list(_PICKS))
 def test_order_that_the_first_batch_had_already(pick, strategy):
     torch.manual_seed(5)

@@ -106,6 +106,20 @@ class EncoderDecoder(nn.Module):
         return out if self.batch_first else out.transpose(0, 1)
 
 
+class OfEachChannel(nn.Module):
+    """Attention among the steps of each channel by itself: channels (or frames) are folded into the batch."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inp, self.shift = nn.Linear(4, 6), nn.Parameter(torch.randn(6))
+        self.layer, self.head = layer(), nn.Linear(6, 3)
+
+    def forward(self, x_BCTI: Tensor) -> Tensor:
+        """Map (B, C, T, 4) to (B, C, 3)."""
+        h = self.layer(self.inp(x_BCTI).flatten(0, 1)).transpose(0, 1).flatten(0, 1) * self.shift
+        return self.head(h.view(x_BCTI.shape[2], *x_BCTI.shape[:2], 6)[0])
+
+
 class PaddedAttention(nn.Module):
     """A key padding mask with another length for every sample."""
 
@@ -149,8 +163,18 @@ def _encoder_decoder(*, batch_first: bool, norm_first: bool, tokens: int = 5) ->
     return layer_case(name, build, 4, tokens, 6, tags=("attention",))
 
 
+def _of_each_channel(name: str, *shape: int) -> Case:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+
+    return layer_case(f"transformer_of_each_channel_{name}", lambda: OfEachChannel(layer), *shape, tags=("attention",))
+
+
 CASES = [
     _attention("mha_batch_first", 4, 5, 6, batch_first=True),
+    _of_each_channel("few", 5, 3, 4, 4),
+    _of_each_channel("as_many_as_samples", 3, 3, 3, 4),
+    _of_each_channel("two", 2, 2, 2, 4),
     _attention("mha_axes_swapped", 4, 5, 6),
     _attention("mha_axes_swapped_tokens_equal_samples", 4, 4, 6),
     _attention("mha_causal", 4, 5, 6, masked=True, batch_first=True),
