@@ -19,7 +19,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.rules import rule_for
 from ghostclip.rules.head import linear_cross_entropy
-from ghostclip.rules.recurrent import LAYERS, WRITTEN_OUT, is_packed
+from ghostclip.rules.recurrent import CELLS, LAYERS, WRITTEN_OUT, is_packed
 
 _CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COPIES: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -34,6 +34,8 @@ def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> C
     def run(*args: Any, **kwargs: Any) -> Any:
         # Attention and recurrent layers work on (T, B, E) whatever the module's batch_first says.
         second = name == "multi_head_attention_forward" or (name in LAYERS and not is_packed(args, kwargs))
+        if name in CELLS and len(args) > 1:
+            forward.around.rows.lay_beside(args[0], args[1])
         with forward.along(1 if second else forward.batch_axis), forward.around.rows.inside():
             return inside(*args, **kwargs)
 

@@ -416,7 +416,10 @@ def _joined(node: Any, rows: int, batch_size: int, expected_axis: int) -> Tensor
         return None
     parts: list[Tensor] = []
     for part, number in node.next_functions:
-        one = None if part is None else _part(part, number, node.name(), batch_size, expected_axis)
+        if part is None:
+            # A constant, which may have no rows: what is left of a batch that is run to its longest sample's end.
+            continue
+        one = _part(part, number, node.name(), batch_size, expected_axis)
         if one is None:
             return None
         parts.append(one.cpu())

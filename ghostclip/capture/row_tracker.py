@@ -371,6 +371,14 @@ class RowTracker(TorchFunctionMode):
         else:
             self._columns[padded] = order
 
+    def lay_beside(self, data: Tensor, states: Any) -> None:
+        """Note that constant states, those before the first step of a cell, have their rows where its input has."""
+        rows = origin_of_rows(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
+        constants = [state for state in _tree.tensors(states) if not state.requires_grad and state.dim()]
+        for state in constants if rows is not None else ():
+            if not self._is_as_it_came(state):
+                self._mark([state], rows, self._arranged(state))
+
     def _tell(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
         """Store the sample of each row of a tensor, on its node where it is in the graph."""
         node: Any = tensor.grad_fn

@@ -178,7 +178,47 @@ class _ViewsInSequences(nn.Module):
         return self.head(one * other)
 
 
+class _Cells(nn.Module):
+    """A batch sorted by length, of which each step runs the sequences that are not over, from a state of zeros."""
+
+    def __init__(self, first: nn.Module, cell: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.first, self.cell, self.head = first, cell(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        lengths, order = lengths.sort(descending=True)
+        h, states = self.first(x[order]), None
+        for step in range(int(lengths.max())):
+            size = int((lengths > step).sum())
+            old = states if states is None else tuple(state[:size] for state in states)
+            new = self.cell(h[:size, step], old[0] if old is not None and type(self.cell) is nn.GRUCell else old)
+            states = self._joined(new if isinstance(new, tuple) else (new,), states, size)
+        return self.head(states[0].index_select(0, order.argsort()))
+
+    @staticmethod
+    def _joined(new: tuple[Tensor, ...], old: tuple[Tensor, ...] | None, size: int) -> tuple[Tensor, ...]:
+        if old is None:
+            old = tuple(torch.zeros_like(state) for state in new)
+        return tuple(torch.cat([begun, over[size:]]) for begun, over in zip(new, old, strict=True))
+
+
+def _cells(name: str, first: Callable[[], nn.Module], cell: type[nn.RNNCellBase]) -> Case:
+    def batch() -> dict[str, Tensor]:
+        x = torch.randint(11, (5, 4)) if name == "ids" else torch.randn(5, 4, 4)
+        return {"x": x, "lengths": torch.tensor([2, 4, 1, 4, 3])}
+
+    return Case(
+        f"reordered_{name}_{cell.__name__}",
+        lambda: _Cells(first(), cell),
+        batch,
+        lambda model, given: probe_loss(model(given["x"], given["lengths"])),
+    )
+
+
 CASES = [
+    _cells("ids", lambda: nn.Embedding(11, 6), nn.GRUCell),
+    _cells("ids", lambda: nn.Embedding(11, 6), nn.LSTMCell),
+    _cells("features", lambda: nn.Linear(4, 6), nn.GRUCell),
     Case("views_in_sequences", _ViewsInSequences, lambda: {"x": torch.randn(5, 3, 4)}, on_x),
     *(case for name, apart in _APART.items() for case in _of_both("views", name, partial(_TwoViews, apart))),
     *_of_both("views", "flat", partial(_TwoViews, None), _of_flat_views),
