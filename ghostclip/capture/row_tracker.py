@@ -375,9 +375,10 @@ class RowTracker(TorchFunctionMode):
         """Note that constant states, those before the first step of a cell, have their rows where its input has."""
         rows = origin_of_rows(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
         constants = [state for state in _tree.tensors(states) if not state.requires_grad and state.dim()]
-        for state in constants if rows is not None else ():
-            if not self._is_as_it_came(state):
-                self._mark([state], rows, self._arranged(state))
+        for state in constants:
+            if rows is not None and not self._is_as_it_came(state):
+                known = rows if rows is UNKNOWN_ORDER else rows.to(state.device)
+                self._mark([state], known, self._arranged(state))
 
     def _tell(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
         """Store the sample of each row of a tensor, on its node where it is in the graph."""
