@@ -202,6 +202,16 @@ def outputs_of(node: Any) -> Sequence[Any]:
     return getattr(node, "_input_metadata", ())
 
 
+def shape_of(node: Any, number: int) -> Sequence[int]:
+    """Return the shape of an output of a node, () where unknown: ``Node._input_metadata``."""
+    known = getattr(node, "_input_metadata", ())
+    try:
+        return known[number].shape if number < len(known) else ()
+    except RuntimeError:
+        # Nested tensors have none.
+        return ()
+
+
 def run_node(node: Any, grads: Mapping[int, Tensor]) -> Any:
     """Run one operation of a backward by itself, without hooks: ``Node.__call__``, ``BackwardCFunction.apply``."""
     # `grads` are by the number of the node's output; a Function of Python's gets zeros for the others. A tuple comes

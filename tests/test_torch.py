@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import _torch
-from ghostclip.capture import row_origin
 from ghostclip.evidence import linear_paths
 
 
@@ -279,13 +278,7 @@ def test_losses_keep_their_reduction(name, how):
 def test_every_name_that_is_looked_for_is_made_by_some_operation():
     """A name that is in no test is one that torch may have given up."""
     made = {name for name, *_ in NODES} | set(LOSSES)
-    looked_for = (
-        row_origin._SELECTING
-        | row_origin._VIEWS
-        | linear_paths._LINEAR
-        | linear_paths._SCALED
-        | set(linear_paths._REDUCING)
-    )
+    looked_for = linear_paths._LINEAR | linear_paths._SCALED | set(linear_paths._REDUCING)
     looked_for |= linear_paths.CLASSES | linear_paths._ROWS
     # A class of ghostclip's own, and operations on numbers that only the compiler's traces and old scripts have.
     known = {"_RecurrenceBackward", "AddBackward1", "SubBackward1", "RsubBackward0", "MulBackward1", "DivBackward1"}
@@ -372,6 +365,12 @@ def test_outputs_of_a_node():
     assert (tuple(about.shape), about.dtype, about.device) == ((4,), torch.float32, torch.device("cpu"))
     assert len(_torch.outputs_of(x.unbind(0)[0].grad_fn)) == 4
     assert _torch.outputs_of(object()) == ()
+
+
+def test_shape_of_an_output():
+    node = _leaf(4, 6).unbind(1)[2].grad_fn
+    assert tuple(_torch.shape_of(node, 2)) == (4,)
+    assert _torch.shape_of(node, 6) == _torch.shape_of(object(), 0) == ()
 
 
 def test_module_of_the_function_that_a_node_is_of():

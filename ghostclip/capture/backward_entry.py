@@ -20,7 +20,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import hooks_before_now, note_tensor_hooks, stop_noting_tensor_hooks
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.capture.ranks import Gathering
-from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.capture.sample_axis import METADATA_KEY
 from ghostclip.errors import LossReductionError
 
 # On the node of a model's output: its forward.

@@ -6,7 +6,7 @@ that arrives there is the per-sample gradient. The same holds for whatever alrea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,16 +105,15 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
     return None
 
 
-def map_of_rows(size: int, batch_size: int, axis: int, samples: Tensor | None) -> list[RowMap]:
+def map_of_rows(size: int, batch_size: int, axis: int, followed: RowMap | None = None) -> list[RowMap]:
     """Return the row maps possible for one row axis, the preferred one first."""
-    # `axis` is the model's batch axis: folded rows keep a sample together for 0, alternate for 1. `samples` is the
-    # sample of every row where rows were routed. Empty when the samples cannot share the rows evenly.
+    # `axis` is the model's batch axis: folded rows keep a sample together for 0, alternate for 1. `followed`: what is
+    # known of rows that were followed, or routed. Empty when the samples cannot share the rows evenly.
     if batch_size == 1:
         return [WHOLE]
-    if samples is not None:
-        return [RowMap("gathered", 0, samples)]
+    known = [] if followed is None else [replace(followed, axis=0)]
     if size == batch_size:
-        return [RowMap("axis")]
+        return [*known, RowMap("axis")]
     if batch_size == 0 or size % batch_size:
-        return []
-    return [RowMap(kind) for kind in (FOLDED if axis == 0 else FOLDED[::-1])]
+        return known
+    return [*known, *(RowMap(kind) for kind in (FOLDED if axis == 0 else FOLDED[::-1]))]

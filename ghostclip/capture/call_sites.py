@@ -86,6 +86,7 @@ class CallSite:
     largest: int = -1  # elements of the gradient that came in it
     ways: set[Any] = field(default_factory=set)  # proved ways by which forwards reach it
     way: Any = None  # the proved way of the latest forward
+    located: Any = None  # (row maps, the chosen one, where samples lie in the output by it), as last asked for
 
     @property
     def proven(self) -> bool:

@@ -241,7 +241,8 @@ class CaptureContext:
 
     def _tied(self, call: ModuleCall) -> tuple[ModuleCall, list[Tensor]]:
         """Let inputs with a gradient lead to the anchor; return the call, and the tensors of its inputs."""
-        inputs = _tree.mapped(lambda item: tied(item, self._anchor), (call.args, dict(call.kwargs)))
+        size = self.bags.batch_size(call.args, call.kwargs, self.axis)
+        inputs = _tree.mapped(lambda item: tied(item, self._anchor, size, self.axis), (call.args, dict(call.kwargs)))
         return ModuleCall(call.module, *inputs), _tree.tensors(inputs)
 
     def _refuse_surroundings(self, module: nn.Module) -> None:

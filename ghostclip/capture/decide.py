@@ -26,8 +26,8 @@ from ghostclip.capture.nodes import SavedForm, save_tensors
 from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_save
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
-from ghostclip.capture.row_maps import RowMap, RowOrder, candidates_along, order_of_rows, row_maps
-from ghostclip.capture.row_origin import UNKNOWN_ORDER, leads_to, origin_of_rows, straight_behind
+from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, candidates_along, order_of_rows, row_maps
+from ghostclip.capture.sample_axis import UNKNOWN_ORDER, SampleAxis, leads_to, sample_axis_at
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
 from ghostclip.errors import GhostClipError
@@ -192,9 +192,10 @@ def _broadcast(
     if row_axis is None:
         return None
     result_axis, count, witness = row_axis
-    if size > 1:
-        orders.append(order_of_rows(witness, result_axis - dims + witness.dim(), forward))
-    maps = broadcast.map_of_rows(count, size, axis, orders[-1].samples if size > 1 else None)
+    order = order_of_rows(witness, result_axis - dims + witness.dim(), forward) if size > 1 else IN_ORDER
+    orders.append(order)
+    routed = None if order.samples is None else RowMap("gathered", 0, order.samples)
+    maps = broadcast.map_of_rows(count, size, axis, order.row_map or routed)
     return Broadcast(operation, dims, broadcast.RowAxis(result_axis, count, maps, size), witness) if maps else None
 
 
@@ -221,16 +222,23 @@ class _Reading(NamedTuple):
 
     shape: torch.Size
     samples: tuple[int, int]  # the number of samples, and the batch axis
+    followed: SampleAxis | None  # its rows, where they were followed
     sizes: tuple[int, ...]  # sizes of its leading axes
     maps: list[RowMap]  # how its rows may map to samples
     kept: SavedForm  # the form that `SavedTensors` notes of it
 
 
 @lru_cache(maxsize=4096)
-def _reading(shape: torch.Size, samples: tuple[int, int], known: int, dims: int) -> _Reading:
-    """Return how data in the graph is read, along a known axis, whose rows were not gathered."""
+def _reading(
+    shape: torch.Size, samples: tuple[int, int], known: int, dims: int, followed: SampleAxis | None
+) -> _Reading:
+    """Return how data in the graph is read, along a known axis, whose rows lie in the batch's order."""
     sizes = tuple(shape[:dims])
-    return _Reading(shape, samples, sizes, candidates_along(known, sizes, *samples), SavedForm.of_shape(shape))
+    maps = candidates_along(known, sizes, *samples)
+    if followed is not None and known < dims and followed.size == shape[known]:
+        first = RowMap.of(followed, samples[0])
+        maps = [first, *(one for one in maps if one.kind != first.kind)]
+    return _Reading(shape, samples, followed, sizes, maps, SavedForm.of_shape(shape))
 
 
 @dataclass(eq=False, slots=True)
@@ -307,12 +315,13 @@ class _CachedDecision:
         shape, behind, known, form, counted = rows.shape, rows.grad_fn, call.known, None, None
         wanted = self.form.requires_grad
         if wanted and known >= 0:
-            in_order, anchored = straight_behind(behind, shape[0] if shape else None)
-            if not in_order and known == 0 and _is_gathered(rows, forward):
-                return None
             reading, samples = call.reading, (forward.batch_size, forward.batch_axis)
-            if reading is None or reading.shape != shape or reading.samples != samples:
-                reading = call.reading = _reading(shape, samples, known, self.dims)
+            followed = sample_axis_at((rows.grad_fn, rows.output_nr)) if samples[0] > 1 else None
+            anchored = followed is not None
+            if followed is not None and (followed.order is not None or followed.axis != known):
+                return None
+            if reading is None or reading.shape != shape or reading.samples != samples or reading.followed != followed:
+                reading = call.reading = _reading(shape, samples, known, self.dims, followed)
                 call.counted = call.site, reading.sizes
             sizes, maps, form, counted = reading.sizes, reading.maps, reading.kept, call.counted
         else:
@@ -439,11 +448,6 @@ def _shielded(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping
     """Run an operation past the overrides of its parameters' classes."""
     with _torch.subclasses_off():
         return func(*values, **keywords)
-
-
-def _is_gathered(rows: Tensor, forward: ForwardContext) -> bool:
-    """Return whether rows of data in the graph were gathered this time."""
-    return origin_of_rows(rows, 0, forward.batch_size, forward.batch_axis) is not None
 
 
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:

@@ -14,7 +14,7 @@ from ghostclip.capture.broadcast import is_elementwise
 from ghostclip.capture.call_sites import NEVER, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.row_origin import UNKNOWN_ORDER
+from ghostclip.capture.sample_axis import UNKNOWN_ORDER
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Key, Shapes, shapes_of
 from ghostclip.capture.tracked import Operation, TrackedTensor
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.capture.sample_axis import ROWS_KEY, SampleAxis, note
 from ghostclip.capture.tracked import TrackedTensor
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -300,11 +301,15 @@ def is_to_tie(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
     return False
 
 
-def tied(item: Any, anchor: Tensor) -> Any:
-    """Return an alias, of a tensor that requires grad, whose graph leads to the anchor as well."""
+def tied(item: Any, anchor: Tensor, batch_size: int, axis: int) -> Any:
+    """Return an alias, of an input that requires grad, whose graph leads to the anchor as well, its rows noted."""
     # Anything else as it is.
-    is_to = isinstance(item, Tensor) and item.requires_grad and not isinstance(item, TrackedTensor)
-    return _Tie.apply(anchor, item) if is_to else item
+    if not isinstance(item, Tensor) or not item.requires_grad or isinstance(item, TrackedTensor):
+        return item
+    alias = _Tie.apply(anchor, item)
+    if axis < item.dim() and item.shape[axis] == batch_size:
+        note(alias.grad_fn, ROWS_KEY, SampleAxis(axis, 1, batch_size, 1))
+    return alias
 
 
 def under_checkpoint() -> bool:

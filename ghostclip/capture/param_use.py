@@ -30,7 +30,7 @@ from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, own, save_tensors, under_checkpoint
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.capture.row_origin import METADATA_KEY, leads_to, note
+from ghostclip.capture.sample_axis import METADATA_KEY, SampleAxis, leads_to, note
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
@@ -98,10 +98,7 @@ class ParamUse:
         if chosen is None and self.maps:
             return next((row_map for row_map in self.maps if row_map.kind == "whole"), self.maps[0])
         for row_map in self.maps:
-            if row_map.kind == "whole" or (row_map.kind, row_map.axis) == chosen:
-                return row_map
-        for row_map in self.maps:
-            if chosen is not None and row_map.unfolds(chosen):
+            if chosen is not None and row_map.fits(chosen):
                 return row_map
         raise BatchAxisError(
             f"{self.site.describe()}: rows were found to map to samples as {self.site.chosen}, but the sizes of this "
@@ -120,19 +117,19 @@ class ParamUse:
         if not self.forward.retained:
             self.node = self.behind = None
 
-    @property
-    def gathers_nothing(self) -> bool:
-        """Whether its rows were gathered in no reading that the sizes allow."""
-        # Every layer asks it of the one before: a generator takes longer than all else.
-        for row_map in self.maps:  # noqa: SIM110
-            if row_map.samples is not None:
-                return False
-        return True
-
-    def gathered_samples(self, rows: int) -> Tensor | None:
-        """Return the sample of each of ``rows`` rows when they were routed here, for operations further on."""
-        samples = self.row_map.samples if self.maps else None
-        return None if samples is None or samples.numel() != rows else samples
+    def sample_axis(self) -> SampleAxis | None:
+        """Return where samples lie in its output; None where there is no evidence yet, or one sample has it all."""
+        site, maps = self.site, self.maps
+        if site.located is not None and site.located[0] is maps and site.located[1] == site.chosen:
+            return site.located[2]
+        if not maps or (site.chosen is None and len(maps) > 1 and maps[0].is_guessed):
+            return None
+        rows = self.row_map.sample_axis(self.batch_dim_sizes, self.forward.batch_size)
+        if rows is not None and self.order:
+            rows = rows._replace(axis=self.order[rows.axis])
+        if rows is None or rows.order is None:
+            site.located = maps, site.chosen, rows
+        return rows
 
     def parameter_factors(self, grad: Tensor) -> list[tuple[str, Factor]]:
         """Return (name, factor) of this use for every parameter behind it."""

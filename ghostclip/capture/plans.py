@@ -4,7 +4,7 @@ A plan holds what was decided and runs it; whatever it does to its forward is to
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -167,7 +167,7 @@ def _entered(
     wants_gradient: bool,
 ) -> Tensor:
     """Return an expanded parameter as a node of the graph, with a use of its own."""
-    maps = [RowMap(row_map.kind, expanded.row_axis, row_map.samples) for row_map in expanded.rows.maps]
+    maps = [replace(row_map, axis=expanded.row_axis) for row_map in expanded.rows.maps]
     site = site_of(forward, [tracked], name, "dense", maps[0].gathering)
 
     def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:

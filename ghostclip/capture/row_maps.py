@@ -8,7 +8,7 @@ Shape letters: B samples, T positions of a sample, L the leading (row) axes, F f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
+from ghostclip.capture.sample_axis import LOST, UNKNOWN_ORDER, SampleAxis, sample_axis_at
 from ghostclip.errors import BatchAxisError
 
 # Kinds of rows of which every sample has several along one axis, that of consecutive ones first.
@@ -34,15 +34,55 @@ class RowMap:
     axis: int = 0
     # for ``"gathered"`` and ``"one"``: the sample of every row, shape ``(n,)`` or ``(1,)``, int64
     samples: Tensor | None = None
+    # where rows were followed through the graph to those of another operation: their place there
+    followed: SampleAxis | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, rows: SampleAxis, batch_size: int) -> "RowMap":
+        """Return the map of rows that were followed."""
+        if rows.order is None and 1 in (rows.outer, rows.inner):
+            kind = "major" if rows.inner > 1 else "minor" if rows.outer > 1 else "axis"
+            return cls(kind, rows.axis, followed=rows)
+        samples = rows.samples()
+        if _in_order(samples, batch_size):
+            return cls("axis", rows.axis, followed=SampleAxis(rows.axis, 1, batch_size, 1))
+        return cls("gathered", rows.axis, samples, rows)
 
     @property
     def key(self) -> tuple[str, int]:
-        """The part of the map that a call site remembers."""
-        return self.kind, self.axis
+        """The part of the map that a call site remembers: that rows were followed, or how they lie."""
+        return "followed" if self.followed is not None else self.kind, self.axis
 
-    def unfolds(self, key: tuple[str, int]) -> bool:
-        """Return whether it is what a folded map has become in a batch with one row per sample."""
-        return self.kind == "axis" and key[0] in FOLDED and key[1] == self.axis
+    @property
+    def is_guessed(self) -> bool:
+        """Whether sizes alone suggest it."""
+        return self.samples is None and self.followed is None
+
+    def sample_axis(self, sizes: Sequence[int], batch_size: int) -> SampleAxis | None:
+        """Return where samples lie, in rows of some sizes; None where one sample has them all."""
+        if self.followed is not None or self.kind in ("whole", "one"):
+            return self.followed
+        if self.samples is not None:
+            return SampleAxis(self.axis, 1, len(self.samples), 1, self.samples)
+        if self.kind == "axis":
+            return SampleAxis(self.axis, 1, batch_size, 1)
+        if self.axis >= len(sizes) or not batch_size:
+            return None
+        several = sizes[self.axis] // batch_size
+        return (
+            SampleAxis(self.axis, 1, batch_size, several)
+            if self.kind == "major"
+            else SampleAxis(self.axis, several, batch_size, 1)
+        )
+
+    def fits(self, key: tuple[str, int]) -> bool:
+        """Return whether it is the map that a call site remembers, in a batch of other sizes."""
+        kind, axis = key
+        if axis != self.axis or self.kind == "whole":
+            return self.kind == "whole"
+        # A folded one becomes that of an axis where each sample has one row.
+        folded = self.kind == "axis" and kind in FOLDED
+        return kind == self.kind or folded or (kind == "followed" and self.followed is not None)
 
     @property
     def gathering(self) -> str:
@@ -139,6 +179,7 @@ class RowOrder(NamedTuple):
     samples: Tensor | None
     unknown: bool  # only the evidence can tell
     in_graph: bool
+    row_map: RowMap | None = None  # of rows that were followed through the graph
 
     def note(self, forward: ForwardContext) -> None:
         """Note in a forward what rows that reach a parameter went through."""
@@ -154,26 +195,28 @@ class RowOrder(NamedTuple):
 IN_ORDER: Final = RowOrder(None, unknown=False, in_graph=True)
 
 
-def order_of_rows(tensor: Tensor, axis: int, forward: ForwardContext) -> RowOrder:
+def order_of_rows(tensor: Tensor, axis: int | None, forward: ForwardContext) -> RowOrder:
     """Return how rows along an axis of a tensor were gathered or reordered on the way to it."""
+    # None: along the first one, or whichever has samples where they were followed.
     if tensor.requires_grad:
-        samples = origin_of_rows(tensor, axis, forward.batch_size, forward.batch_axis)
-        if samples is None:
-            return IN_ORDER
-        if samples is UNKNOWN_ORDER:
+        rows = sample_axis_at((tensor.grad_fn, tensor.output_nr))
+        if rows is LOST:
             return RowOrder(None, unknown=True, in_graph=True)
-        # Rows that were folded in a way that no layer on the way shows (``torch.cat([x, y])``) may lie in order the
-        # other way: the evidence told.
-        size, turned = forward.batch_size, 1 - forward.batch_axis
-        if _in_order(samples, size):
+        if rows is not None and rows.axis < 0:
+            # All of it is one sample's, whichever axis is asked for.
+            whole = rows.samples().to(tensor.device).expand(tensor.shape[axis or 0])
+            row_map = RowMap("gathered", axis or 0, whole, rows)
+        elif rows is None or axis not in (None, rows.axis) or rows.size != tensor.shape[rows.axis]:
             return IN_ORDER
-        if samples.is_cpu and samples.numel() == size and _in_order(origin_of_rows(tensor, axis, size, turned), size):
-            return IN_ORDER
-        return RowOrder(samples.to(tensor.device), unknown=False, in_graph=True)
+        else:
+            row_map = RowMap.of(rows, forward.batch_size)
+            if row_map.samples is not None:
+                row_map = replace(row_map, samples=row_map.samples.to(tensor.device))
+        return RowOrder(row_map.samples, unknown=False, in_graph=True, row_map=row_map)
     samples = forward.around.rows.samples_of(tensor)
     if samples is None:
         return IN_ORDER
-    known = samples is not UNKNOWN_ORDER and axis == 0 and samples.numel() == tensor.shape[0]
+    known = samples is not UNKNOWN_ORDER and not axis and samples.numel() == tensor.shape[0]
     return RowOrder(samples.to(tensor.device) if known else None, unknown=not known, in_graph=False)
 
 
@@ -220,21 +263,25 @@ def refuse_other_axis(model: nn.Module, outputs: Sequence[Tensor], forward: Forw
 
 def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardContext) -> tuple[list[RowMap], RowOrder]:
     """Return the row maps for a layer's input, the preferred one first, and the order of its rows."""
-    # Gathered rows go by their index, others by size; `known` is the axis of samples, `CONSTANT` or `UNKNOWN`.
+    # Followed rows go by the way they came, others by size; `known` is the axis of samples, `CONSTANT` or `UNKNOWN`.
     size, axis, order = forward.batch_size, forward.batch_axis, IN_ORDER
-    if size > 1 and known >= 0:
-        order = order_of_rows(rows, 0, forward) if known == 0 else IN_ORDER
+    maps = candidates(sizes, size, axis=axis)
+    if size < 2 or not sizes:
+        return maps, order
+    if known >= 0:
         maps = candidates_along(known, tuple(sizes), size, axis)
-        return maps if order.samples is None else [RowMap("gathered", 0, order.samples), *maps], order
-    if size > 1 and sizes and not (axis == 1 and len(sizes) > 1):
-        order = order_of_rows(rows, 0, forward)
-        if order.samples is not None:
-            # A selection along the first axis is one of samples only where that axis holds them: the evidence decides.
-            return [RowMap("gathered", 0, order.samples), *candidates(sizes, size, axis=axis)], order
-    if size > 1 and id(rows) in forward.inputs and axis < len(sizes) and sizes[axis] == size:
+    if rows.requires_grad or known == 0 or (known < 0 and not (axis == 1 and len(sizes) > 1)):
+        order = order_of_rows(rows, known if known >= 0 else None, forward)
+    first = order.row_map
+    if first is None and order.samples is not None:
+        first = RowMap("gathered", 0, order.samples)
+    if first is not None and first.axis < len(sizes):
+        # A selection along the first axis is one of samples only where that axis holds them: the evidence decides.
+        return [first, *(one for one in maps if one.key != (first.kind, first.axis))], order
+    if known < 0 and id(rows) in forward.inputs and axis < len(sizes) and sizes[axis] == size:
         # What the model was called with has its batch where that was declared, whatever other axis has that size.
         return [RowMap("axis", axis)], order
-    return candidates(sizes, size, axis=axis), order
+    return maps, order
 
 
 @lru_cache(maxsize=4096)

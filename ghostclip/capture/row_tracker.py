@@ -24,7 +24,15 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import positions, rows_of
 from ghostclip.capture.nodes import under_checkpoint
-from ghostclip.capture.row_origin import INDEX_KEY, ROWS_KEY, UNKNOWN_ORDER, columns_of, note, origin_of_rows
+from ghostclip.capture.sample_axis import (
+    INDEX_KEY,
+    ROWS_KEY,
+    UNKNOWN_ORDER,
+    SampleAxis,
+    columns_of,
+    note,
+    sample_axis_at,
+)
 from ghostclip.capture.sizes import Calls, Key, Resized
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import UnsupportedModelError
@@ -351,7 +359,7 @@ class RowTracker(TorchFunctionMode):
         padded, _, batch_first = args
         axis = 0 if batch_first else 1
         if padded.requires_grad:
-            order = columns_of(padded, axis, self._batch_size, self._axis)
+            order = columns_of(padded, axis, self._batch_size)
         else:
             order = self._rows.get(padded) if batch_first else self._columns.get(padded)
             if order is None and self._rows.get(padded) is None and padded.shape[axis] == self._batch_size:
@@ -362,7 +370,7 @@ class RowTracker(TorchFunctionMode):
     def _unpacked(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Note the rows of a packed batch that was padded again: the order in which it was packed."""
         data, padded, axis = args[0], result[0], 0 if args[2] else 1
-        rows = origin_of_rows(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
+        rows = self._samples_in(data)
         if rows is None or rows is UNKNOWN_ORDER:
             return
         order = rows[: padded.shape[axis]]
@@ -371,9 +379,16 @@ class RowTracker(TorchFunctionMode):
         else:
             self._columns[padded] = order
 
+    def _samples_in(self, tensor: Tensor) -> Tensor | None:
+        """Return the sample of every row of a tensor on its first axis, `UNKNOWN_ORDER` or None as it is known."""
+        if not tensor.requires_grad:
+            return self._rows.get(tensor)
+        rows = sample_axis_at((tensor.grad_fn, tensor.output_nr))
+        return rows.samples() if rows is not None and not rows.axis else None
+
     def lay_beside(self, data: Tensor, states: Any) -> None:
         """Note that constant states, those before the first step of a cell, have their rows where its input has."""
-        rows = origin_of_rows(data, 0, self._batch_size, self._axis) if data.requires_grad else self._rows.get(data)
+        rows = self._samples_in(data)
         constants = [state for state in _tree.tensors(states) if not state.requires_grad and state.dim()]
         for state in constants:
             if rows is not None and not self._is_as_it_came(state):
@@ -386,7 +401,7 @@ class RowTracker(TorchFunctionMode):
         if not tensor.requires_grad:
             self._rows[tensor] = rows
         elif node is not None and rows is not UNKNOWN_ORDER:
-            note(node, ROWS_KEY, (axis, rows))
+            note(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows))
 
     def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
         """Note the order of the sequences of a padded batch on axis 1, as the packing of a sequence sorts them."""

@@ -268,4 +268,4 @@ def _now(path: Path, row_map: RowMap, forward: ForwardContext) -> RowMap:
         # All rows are the one sample's, and nothing was followed.
         return RowMap("major")
     gathered = gathered_at(path.ends[0], forward)
-    return row_map if gathered is None else RowMap("gathered", 0, gathered)
+    return gathered or row_map

@@ -26,7 +26,7 @@ from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, ref
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, candidates
-from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.capture.sample_axis import METADATA_KEY
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import (
     BatchAxisError,

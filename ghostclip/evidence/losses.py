@@ -14,7 +14,7 @@ from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, shape_at
 from ghostclip.capture.row_maps import RowMap, candidates
-from ghostclip.capture.row_origin import only_sample, samples_at
+from ghostclip.capture.sample_axis import LOST, only_sample, sample_axis_at
 from ghostclip.errors import LossReductionError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.custom_backwards import is_linear, loss_has_custom_backwards
 from ghostclip.evidence.linear_paths import PICKED
@@ -179,7 +179,7 @@ def _maps_of(ends: Ends, forward: ForwardContext) -> list[RowMap]:
     maps = candidates(shape, size, axis=forward.batch_axis)
     gathered = gathered_at((node, number), forward)
     if gathered is not None:
-        maps = [RowMap("gathered", 0, gathered), *maps]
+        maps = [gathered, *maps]
     only = only_sample(node, number, size, is_output)
     if only is not None:
         # What may as well be one of as many positions as there are samples.
@@ -195,11 +195,11 @@ def is_picked(edge: Edge) -> bool:
     return len(names) >= MAX_NODES or not PICKED.isdisjoint(names)
 
 
-def gathered_at(edge: Edge, forward: ForwardContext) -> Tensor | None:
-    """Return the sample of every row of a value that was put together from picked rows."""
-    # Shape ``(n,)``, int64; None where rows lie as they come.
-    shape, size = shape_at(edge), forward.batch_size
-    return samples_at(*edge, shape[0], size, forward.batch_axis) if shape and shape[0] != size else None
+def gathered_at(edge: Edge, forward: ForwardContext) -> RowMap | None:
+    """Return the map of rows that were folded or picked; None where they lie as they come."""
+    shape = shape_at(edge)
+    rows = sample_axis_at(edge) if shape and shape[0] != forward.batch_size else None
+    return None if rows is None or rows is LOST or rows.axis else RowMap.of(rows, forward.batch_size)
 
 
 def in_words(name: str) -> str:

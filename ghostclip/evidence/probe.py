@@ -31,7 +31,7 @@ from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, RowMap
-from ghostclip.capture.row_origin import UNKNOWN_ORDER, origin_of_rows
+from ghostclip.capture.sample_axis import LOST, sample_axis_at
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN
 from ghostclip.errors import BatchAxisError, SampleMixingError
 
@@ -223,8 +223,7 @@ class Probe:
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
         known = self._known.setdefault(use.site, use.site.chosen)
-        able = [row_map for row_map in use.maps if known in (None, row_map.key) or row_map.kind == "whole"]
-        able = able or [row_map for row_map in use.maps if known is not None and row_map.unfolds(known)]
+        able = [row_map for row_map in use.maps if known is None or row_map.fits(known)]
         # All of them: one that comes into question later must explain this set, too.
         able = [row_map for row_map in able if not self._rejects(row_map, use, grad)]
         if able:
@@ -442,11 +441,10 @@ def _certain_map(source: GradientSource, forward: ForwardContext) -> RowMap | No
     for axis in () if source.axis == CONSTANT else expected:
         if axis < len(source.shape) and source.shape[axis] == forward.batch_size:
             return RowMap("axis", axis)
-    if source.tensor is None:
+    rows = None if source.tensor is None else sample_axis_at((source.tensor.grad_fn, source.tensor.output_nr))
+    if rows is None or rows is LOST or (rows.axis not in expected and source.axis != CONSTANT):
         return None
-    gathered = origin_of_rows(source.tensor, 0, forward.batch_size, forward.batch_axis)
-    known = gathered is not None and gathered is not UNKNOWN_ORDER
-    return RowMap("gathered", 0, gathered) if known else None
+    return RowMap.of(rows, forward.batch_size)
 
 
 def _is_folded(source: GradientSource, forward: ForwardContext) -> bool:

@@ -22,7 +22,7 @@ from ghostclip import _torch
 from ghostclip.capture.blocks import BLOCK_KEY
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
-from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.capture.sample_axis import METADATA_KEY
 from ghostclip.planning import timeline
 from ghostclip.planning.timeline import Timeline
 

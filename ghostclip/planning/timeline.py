@@ -23,7 +23,7 @@ from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.row_origin import METADATA_KEY
+from ghostclip.capture.sample_axis import METADATA_KEY
 from ghostclip.factors import convolution, planner
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU

@@ -53,7 +53,7 @@ LAYERS = (
 ORDERED = {
     "capture": [
         "sizes",
-        "row_origin",
+        "sample_axis",
         "roster",
         "hooks",
         "tracked",

@@ -1,0 +1,640 @@
+"""Row origins: the rows of a value followed back through the autograd graph to the samples they came from.
+
+How many rows arrive at a layer says nothing about whose they are: a model folds positions into the batch, turns axes,
+sorts, or hands each of its experts some rows (``x[token_idx]``). The operations between two layers say it, and autograd
+keeps them. The walk goes from a value up to the nearest captured layer, whose rows are known, and back down again.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import gcd, prod
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ghostclip import _torch
+
+_MAX_NODES = 256  # that are searched for a captured operation; for rows, of which there may be many parts, more
+_MAX_STEPS, _NEARBY = 2048, 6
+METADATA_KEY = "ghostclip_use"
+# On a node whose output's rows are known: a `SampleAxis`.
+ROWS_KEY = "ghostclip_rows"
+# The index by which a node picks rows, or one or none for each axis, as autograd saves it: activation checkpointing
+# drops what the node itself saved until the backward.
+INDEX_KEY = "ghostclip_index"
+_LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
+# Stands for an order that is not known.
+UNKNOWN_ORDER: Final = torch.empty(0, dtype=torch.int64)
+# Their entries are those of their operands' at the same place, whose axes are counted from the last one.
+_ENTRYWISE: Final = re.compile(
+    r"(Add|Sub|RSub|Mul|Div|Pow|Where|Maximum|Minimum|Fmax|Fmin|Lerp|Addcmul|Addcdiv|Atan2|Hypot|Copysign|Remainder|Fmod"
+    r"|Logaddexp2?|MaskedFill|Expand|Clamp|Xlogy)Backward\d*$"
+)
+# A node's name is made anew each time it is asked for; its class tells the same.
+_names: dict[type, str] = {}
+# Classes of nodes that `note` has left something on. A node makes its notes when they are first asked for, which takes
+# longer than going on to the next one.
+_noted_kinds: set[type] = set()
+
+
+class SampleAxis(NamedTuple):
+    """Where samples lie in a value: along one axis, whose entries are numbered by ``(outer, entries, inner)``."""
+
+    axis: int  # -1: the whole value belongs to one sample
+    outer: int
+    entries: int
+    inner: int
+    order: Tensor | None = None  # sample of each of the entries, int64; None: the samples in the batch's order
+
+    @property
+    def size(self) -> int:
+        """The size of the axis."""
+        return self.outer * self.entries * self.inner
+
+    def samples(self) -> Tensor:
+        """Return the sample of every entry of the axis, int64; `UNKNOWN_ORDER` of `LOST`."""
+        if self.order is UNKNOWN_ORDER:
+            return UNKNOWN_ORDER
+        order = torch.arange(self.entries) if self.order is None else self.order
+        return order[None, :, None].expand(self.outer, -1, self.inner).reshape(-1)
+
+    def picked(self, index: Tensor) -> "SampleAxis":
+        """Return the rows at some entries of the axis."""
+        samples = self.samples().to(index.device)[index]
+        return SampleAxis(self.axis, 1, len(samples), 1, samples)
+
+    def cut(self, start: int, size: int, step: int) -> "SampleAxis":
+        """Return the rows of a piece of the axis."""
+        block = self.entries * self.inner
+        if step == 1 and self.outer > 1 and block and not start % block and not size % block:
+            return self._replace(outer=size // block)
+        return self if size == self.size else self.picked(torch.arange(self.size)[start::step][:size])
+
+    def alone(self, entry: int) -> "SampleAxis":
+        """Return the rows of one entry of the axis."""
+        return SampleAxis(-1, 1, 1, 1, self.samples()[entry : entry + 1])
+
+
+# Rows of samples in an order that is not known.
+LOST: Final = SampleAxis(0, 1, 0, 1, UNKNOWN_ORDER)
+# (rows of a node's first parent, the node, number of its output) -> rows of that output, None where unknown.
+_Step: TypeAlias = Callable[[SampleAxis, Any, int], SampleAxis | None]
+# (the node, number of its output, how many nodes may still be visited) -> rows of that output, None where unknown.
+_Meeting: TypeAlias = Callable[[Any, int, list[int]], SampleAxis | None]
+# A value of the graph: the node that made it, and which of its outputs it is.
+_Edge: TypeAlias = tuple[Any, int]
+# What nodes do to rows, by their class.
+_kinds: dict[type, tuple[_Step | None, _Meeting | None]] = {}
+
+
+def note(node: Any, key: str, value: Any) -> None:
+    """Store a value in a node's metadata: under `METADATA_KEY` its use, under `ROWS_KEY` its rows."""
+    _noted_kinds.add(type(node))
+    node.metadata[key] = value
+
+
+def sample_axis_at(edge: _Edge, left: list[int] | None = None) -> SampleAxis | None:
+    """Return where samples lie in an output of a node; `LOST` where only evidence tells, None where sizes may."""
+    # `edge`: (the node, number of the output). `left`: how many nodes may still be visited.
+    left = left or [_MAX_STEPS]
+    way: list[tuple[_Step, Any, int]] = []
+    others: list[tuple[_Edge, int, Any, int]] = []
+    while left[0] > 0:
+        left[0] -= 1
+        rows, step, edges = _asked(*edge, left)
+        if rows is not None:
+            return _along_way(rows, way)
+        if len(edges) > 1 and step is None:
+            # Parents that are asked where the first one knows nothing.
+            others += [(other, len(way), *edge) for other in edges[1:]]
+            step = partial(_met, edges[0])
+        if edges:
+            if step is not _same:
+                way.append((step or partial(_passed, edges[0]), *edge))
+            edge = edges[0]
+        elif others:
+            edge, length, node, number = others.pop()
+            way[length:] = [(partial(_met, edge), node, number)]
+        else:
+            break
+    return None
+
+
+def _asked(node: Any, number: int, left: list[int]) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
+    """Return the rows of an output where its node knows them, else what it does to those of its parents."""
+    if node is None:
+        return None, None, ()
+    if type(node) in _noted_kinds:
+        notes = node.metadata
+        use = notes.get(METADATA_KEY)
+        if use is not None or ROWS_KEY in notes:
+            return notes[ROWS_KEY] if use is None else use.sample_axis(), _same, ()
+    step, meeting = _kinds.get(type(node)) or _kind_of(node)
+    if meeting is not None:
+        return meeting(node, number, left), _same, ()
+    edges = node.next_functions
+    if step is not None or len(edges) < 2:
+        return None, step, edges[:1]
+    return None, None, _likely_first(_parents(node))
+
+
+def _likely_first(parents: list[_Edge]) -> list[_Edge]:
+    """Return parents in the order in which they are asked for their rows."""
+    # The output of a layer before what was added up over many of them. What a constant went through has the batch's
+    # order whatever it meets: rows that were put into another one are looked for nearby.
+    if len(parents) > 1:
+        if type(parents[0][0]) not in _noted_kinds and type(parents[1][0]) in _noted_kinds:
+            parents[:2] = parents[1::-1]
+        for place, edge in enumerate(parents):
+            rows = sample_axis_at(edge, [_NEARBY])
+            if rows is not None and rows is not LOST and rows.order is not None and rows.axis >= 0:
+                return [edge, *parents[:place], *parents[place + 1 :]]
+    return parents
+
+
+def _along_way(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]]) -> SampleAxis | None:
+    """Follow rows back down to where they were asked for."""
+    while way and rows is not None and rows is not LOST:
+        step, node, number = way.pop()
+        if rows.axis < 0 and (type(step) is not partial or step.func is not _met):
+            continue
+        after = step(rows, node, number)
+        # Sizes say nothing of rows that were put into an order.
+        rows = LOST if after is None and rows.order is not None and rows.axis >= 0 else after
+    return rows
+
+
+def _name_of(node: Any) -> str:
+    kind = type(node)
+    name = _names.get(kind)
+    if name is None:
+        name = _names[kind] = node.name()
+    return name
+
+
+def _table(table: Mapping[str, Any], name: str) -> Any:
+    # Operations in place have numbers of their own.
+    return table.get(name) or table.get(re.sub(r"\d+$", "0", name))
+
+
+def _kind_of(node: Any) -> tuple[_Step | None, _Meeting | None]:
+    name = _name_of(node)
+    _kinds[type(node)] = kind = _table(_STEPS, name), _table(_MEETINGS, name)
+    return kind
+
+
+def _parents(node: Any) -> list[_Edge]:
+    """Return the edges to a node's parents in the graph, parameters and other leaves left out."""
+    parents = []
+    for edge in node.next_functions:
+        parent = edge[0]
+        if parent is not None and (_names.get(type(parent)) or _name_of(parent)) not in _LEAVES:
+            parents.append(edge)
+    return parents
+
+
+# -- what nodes do to rows: they keep their form, pass by it, or move them ------------------------------------------
+
+
+def _same(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    return rows
+
+
+def _met(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Return the rows of what was computed of several values, by those of one of them."""
+    # Of two samples' rows it may be.
+    return None if rows.axis < 0 else _passed(edge, rows, node, number)
+
+
+def _passed(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Return rows of a parent behind an operation that moves none."""
+    axis, before, after = rows.axis, _torch.shape_of(*edge), _torch.shape_of(node, number)
+    if axis < 0 or before == after:
+        return rows
+    more = len(after) - len(before)
+    if _ENTRYWISE.match(_name_of(node)):
+        moved = axis + more
+        return rows._replace(axis=moved) if 0 <= moved < len(after) and after[moved] == rows.size else None
+    over = _torch.saved_or(node, "dim", None) if more <= 0 else None
+    if over is not None:
+        axes = _axes(over if isinstance(over, Sequence) else [over], len(before))
+        return None if axis in axes else rows._replace(axis=axis - sum(one < axis for one in axes)) if more else rows
+    return rows if before[: axis + 1] == after[: axis + 1] else None
+
+
+def _along(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Follow rows through an operation among the entries of one axis."""
+    (axis,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
+    if axis != rows.axis:
+        return rows
+    return LOST if _name_of(node).startswith(("Sort", "Topk", "Cummax", "Cummin")) else None
+
+
+def _axes(axes: Iterable[int], dims: int) -> list[int]:
+    return [_torch.signed(axis) % dims for axis in axes]
+
+
+def _viewed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Follow rows into a view of other sizes on the same elements."""
+    before, after = _torch.sizes_before_view(node), list(_torch.shape_of(node, number))
+    if not after or 0 in after:
+        return SampleAxis(after.index(0), 1, 0, 1, rows.samples()[:0]) if after else rows.alone(0)
+    if rows.entries == 1:
+        return rows._replace(axis=0, outer=after[0], inner=1)
+    found = _unfolded(rows, before, after)
+    return _unfolded(_in_runs(rows), before, after) if found is None and rows.order is not None else found
+
+
+def _unfolded(rows: SampleAxis, before: Sequence[int], after: Sequence[int]) -> SampleAxis | None:
+    # How many elements lie between one sample and the next, and between one turn of them and the next.
+    near = rows.inner * prod(before[rows.axis + 1 :])
+    far, stride = near * rows.entries, 1
+    for axis in reversed(range(len(after))):
+        end = stride * after[axis]
+        if stride <= near and far <= end:
+            whole = not near % stride and not end % far
+            return rows._replace(axis=axis, outer=end // far, inner=near // stride) if whole else None
+        stride = end
+    return None
+
+
+def _in_runs(rows: SampleAxis) -> SampleAxis:
+    """Return rows in some order as turns of runs: those of several that each sample has."""
+    order = rows.samples().cpu()[rows.inner - 1 : rows.entries * rows.inner : rows.inner]
+    starts = (order[1:] != order[:-1]).nonzero()[:, 0] + 1
+    run = gcd(len(order), *starts.tolist())
+    order = order[::run]
+    turn = next(size for size in range(1, len(order) + 1) if not len(order) % size and _repeats(order, size))
+    return rows._replace(
+        outer=rows.outer * len(order) // turn, entries=turn, inner=rows.inner * run, order=order[:turn]
+    )
+
+
+def _repeats(order: Tensor, size: int) -> bool:
+    return torch.equal(order, order[:size].repeat(len(order) // size))
+
+
+def _turned(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    """Follow rows to another place among the axes."""
+    dims = len(_torch.shape_of(node, number))
+    order = list(range(dims))
+    if _torch.has_saved(node, "dims"):
+        order = _axes(_torch.saved(node, "dims"), dims)
+    else:
+        swapped = [_torch.saved(node, name) for name in ("dim0", "dim1")] if _torch.has_saved(node, "dim0") else [0, 1]
+        one, two = _axes(swapped, dims)
+        order[one], order[two] = two, one
+    return rows if rows.axis < 0 else rows._replace(axis=order.index(rows.axis))
+
+
+def _unsqueezed(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    (new,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
+    return rows._replace(axis=rows.axis + (new <= rows.axis))
+
+
+def _squeezed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    sizes = _torch.sizes_before_view(node)
+    dims = _torch.saved_or(node, "dim", range(len(sizes)))
+    axes = [axis for axis in _axes(dims if isinstance(dims, Sequence) else [dims], len(sizes)) if sizes[axis] == 1]
+    if rows.axis in axes:
+        return rows.alone(0)
+    return rows._replace(axis=rows.axis - sum(axis < rows.axis for axis in axes))
+
+
+def _selected(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    """Follow rows into one entry of an axis."""
+    unbound = not _torch.has_saved(node, "index")
+    dims = len(_torch.shape_of(node, number)) + 1
+    (axis,) = _axes([_torch.saved(node, "dim")], dims)
+    if axis == rows.axis:
+        return rows.alone(number if unbound else _torch.signed(_torch.saved(node, "index")) % rows.size)
+    return rows._replace(axis=rows.axis - (axis < rows.axis))
+
+
+def _cut(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    """Follow rows into a piece of an axis."""
+    shape = _torch.shape_of(node, number)
+    if _axes([_torch.saved(node, "dim")], len(shape))[0] != rows.axis:
+        return rows
+    name = _name_of(node)
+    if name == "SliceBackward0":
+        start, step = _torch.signed(_torch.saved(node, "start")), _torch.signed(_torch.saved(node, "step"))
+        return rows.cut(start + rows.size if start < 0 else start, shape[rows.axis], step)
+    if name == "SplitBackward0":
+        return rows.cut(number * _torch.saved(node, "split_size"), shape[rows.axis], 1)
+    return rows.cut(sum(_torch.saved(node, "split_sizes")[:number]), shape[rows.axis], 1)
+
+
+def _mirrored(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Follow rows that are flipped or rolled."""
+    axes = _axes(_torch.saved(node, "dims"), len(_torch.shape_of(node, number)))
+    if not axes:
+        return None
+    index = torch.arange(rows.size)
+    for place, axis in enumerate(axes):
+        if axis == rows.axis:
+            shifts = _torch.saved_or(node, "shifts", None)
+            index = index.flip(0) if shifts is None else index.roll(_torch.signed(shifts[place]))
+    return rows.picked(index) if rows.axis in axes else rows
+
+
+def _repeated(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    repeats = _torch.saved(node, "repeats")
+    axis = rows.axis + len(repeats) - len(_torch.sizes_before_view(node))
+    return rows if rows.axis < 0 else rows._replace(axis=axis, outer=rows.outer * repeats[axis])
+
+
+def _index_of(node: Any, name: str) -> Any:
+    """Return the index, or the indices, by which a node picks rows: as it was noted, or as the node saved it."""
+    return node.metadata[INDEX_KEY] if INDEX_KEY in node.metadata else _torch.saved(node, name)
+
+
+def _chosen(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Follow rows that an index picks along one axis: ``index_select``, ``gather``."""
+    index, after = _index_of(node, "index"), _torch.shape_of(node, number)
+    if _axes([_torch.saved(node, "dim")], len(after))[0] != rows.axis:
+        return rows if rows.axis < 0 or after[rows.axis] == rows.size else None
+    return _at(rows, index.movedim(rows.axis, 0) if index.dim() > 1 else index)
+
+
+def _at(rows: SampleAxis, index: Tensor) -> SampleAxis:
+    """Return the rows at an index whose first axis alone says which."""
+    index = index[:, None] if index.dim() == 1 else index.flatten(1)
+    first = index[:, :1]
+    if index.shape[1] > 1 and not bool((index == first).all()):
+        return LOST
+    return rows.picked(first[:, 0] % max(1, rows.size)) if index.shape[1] else LOST
+
+
+def _indexed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Follow rows that indices or masks pick: ``x[index]``, ``x[mask]``, ``x[:, index]``."""
+    spans: list[tuple[int, int, Tensor]] = []
+    axis, axes = rows.axis, 0
+    for index in _index_of(node, "indices"):
+        over = index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+        if index is not None:
+            spans.append((axes, over, index))
+        axes += over
+    after = _torch.shape_of(node, number)
+    if axis < 0 or not spans:
+        return rows
+    before = sum(over for begin, over, _ in spans if begin < axis)
+    adjoin = all(one[0] + one[1] == two[0] for one, two in pairwise(spans))
+    first = spans[0][0] if adjoin else 0
+    dims = max(1 if over > 1 or index.dtype in (torch.bool, torch.uint8) else index.dim() for _, over, index in spans)
+    for begin, over, index in spans:
+        if begin <= axis < begin + over:
+            entries = index.nonzero()[:, axis - begin] if index.dtype in (torch.bool, torch.uint8) else index
+            if not entries.dim():
+                return None
+            picked, place = _at(rows, entries), first + dims - entries.dim()
+            if picked is LOST or place >= len(after) or after[place] != picked.size:
+                return picked if picked is LOST else None
+            return picked._replace(axis=place)
+    place = axis - before + (dims if not adjoin or first < axis else 0)
+    return rows._replace(axis=place) if place < len(after) and after[place] == rows.size else None
+
+
+def _chosen_by_data(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    return LOST
+
+
+def _untold(rows: SampleAxis, node: Any, number: int) -> None:
+    return None
+
+
+_STEPS: Final[Mapping[str, _Step]] = {
+    "TBackward0": _turned, "TransposeBackward0": _turned, "PermuteBackward0": _turned,
+    "UnsqueezeBackward0": _unsqueezed, "SelectBackward0": _selected, "UnbindBackward0": _selected,
+    "SliceBackward0": _cut, "SplitBackward0": _cut, "SplitWithSizesBackward0": _cut,
+    "FlipBackward0": _mirrored, "RollBackward0": _mirrored, "RepeatBackward0": _repeated,
+    "IndexBackward0": _indexed, "IndexSelectBackward0": _chosen, "GatherBackward0": _chosen,
+    **dict.fromkeys(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"), _viewed),
+    **{f"SqueezeBackward{number}": _squeezed for number in range(3)},
+    "_OwnBackward": _same, "torch::autograd::NotImplemented": _untold,
+    **{f"{name}Backward0": _same for name in (
+        "Clone", "ToCopy", "Alias", "Relu", "Gelu", "Tanh", "Sigmoid", "Silu", "NativeDropout", "Exp", "Neg",
+    )},
+    **{f"{name}Backward0": _along for name in (
+        "Softmax", "LogSoftmax", "Sort", "Topk", "Cumsum", "Cumprod", "Cummax", "Cummin", "Logcumsumexp", "Glu",
+    )},
+    **{f"{name}Backward0": _untold for name in (
+        "AsStrided", "MaskedSelect", "Rot90", "ChannelShuffle", "DiagEmbed", "Diagonal",
+        "Cdist",
+    )},
+    **{f"{name}Backward0": _chosen_by_data for name in ("Take", "Put", "Embedding", "EmbeddingBag")},
+}  # fmt: skip
+
+
+# -- where several values meet --------------------------------------------------------------------------------------
+
+
+def _concatenated(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+    after = _torch.shape_of(node, number)
+    (axis,) = _axes([_torch.saved(node, "dim")], len(after))
+    # A constant may have no rows: what is left of a batch that is run to its longest sample's end.
+    known = [sample_axis_at(edge, left) for edge in node.next_functions if edge[0] is not None]
+    parts = [one for one in known if one is not None]
+    rows = _together(parts)
+    if rows is None or rows is LOST or rows.axis < 0 or rows.axis != axis:
+        return rows if rows is LOST or (rows is not None and rows.axis >= 0) else None
+    if len(parts) < len(known) or sum(part.size for part in parts) != after[axis]:
+        return None
+    if all(_alike(part, rows) and part.inner == 1 for part in parts):
+        return rows._replace(outer=sum(part.outer for part in parts))
+    samples = torch.cat([part.samples().cpu() for part in parts])
+    return SampleAxis(axis, 1, len(samples), 1, samples)
+
+
+def _stacked(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+    (axis,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
+    known = [sample_axis_at(edge, left) for edge in node.next_functions if edge[0] is not None]
+    parts = [one for one in known if one is not None]
+    if len(parts) == len(node.next_functions) and all(part.axis < 0 for part in parts):
+        samples = torch.cat([part.samples().cpu() for part in parts])
+        return SampleAxis(axis, 1, len(samples), 1, samples)
+    rows = _together(parts)
+    if rows is None or rows is LOST or rows.axis < 0:
+        return rows if rows is LOST else None
+    if not all(part[:4] == rows[:4] and _alike(part, rows) for part in parts):
+        return LOST
+    return rows._replace(axis=rows.axis + (axis <= rows.axis))
+
+
+def _together(parts: Sequence[SampleAxis]) -> SampleAxis | None:
+    """Return the rows of one of several values, those in an order first; None where they lie along different axes."""
+    if any(part is LOST for part in parts):
+        return LOST
+    rows = next((part for part in parts if part.order is not None), parts[0] if parts else None)
+    return rows if all(part.axis == rows.axis for part in parts if rows is not None) else None
+
+
+def _alike(part: SampleAxis, other: SampleAxis) -> bool:
+    """Return whether two values have rows of the same samples in the same order, one after the other."""
+    if part.entries != other.entries or part.order is other.order:
+        return part.entries == other.entries
+    return part.order is not None and other.order is not None and torch.equal(part.order.cpu(), other.order.cpu())
+
+
+def _multiplied(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+    """Return the rows of a product of matrices, or of batches of them."""
+    *_, one, two = node.next_functions
+    summed = len(_torch.shape_of(node, number)) - 1
+    rows = sample_axis_at(one, left)
+    if rows is not None:
+        return rows if rows is LOST or rows.axis < summed else None
+    rows = sample_axis_at(two, left)
+    if rows is not None and (rows is LOST or rows.axis != summed - 1):
+        return rows
+    # A left factor from outside the graph may give rows any place.
+    shape = () if two[0] is None else _torch.shape_of(*two)
+    places = one[0] is None and bool(shape) and shape[summed - 1] == _torch.shape_of(node, number)[summed - 1]
+    return LOST if places else None
+
+
+def _placed(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+    """Return the rows of a value into which others were written where an index says."""
+    base, written, after = node.next_functions[0], node.next_functions[-1], _torch.shape_of(node, number)
+    rows = sample_axis_at(base, left) if base[0] is not None else None
+    if base[0] is not None and (
+        rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)
+    ):
+        return rows if rows is None or rows is LOST else _passed(base, rows, node, number)
+    if rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1])):
+        return None
+    index, values = _index_of_places(node), sample_axis_at(written, left)
+    if index is None or values is None or values is LOST or values.axis or index.numel() != values.size:
+        return LOST
+    samples = values.samples().to(index.device)
+    if rows is not None:
+        # Each row where that sample has one.
+        alike = not rows.axis and torch.equal(rows.samples().to(index.device)[index], samples)
+        return rows if alike else LOST
+    # Each row once: where no other one is left.
+    once = torch.equal(index.sort().values, torch.arange(after[0], device=index.device))
+    return SampleAxis(0, 1, len(samples), 1, samples[index.argsort()]) if once else LOST
+
+
+def _writes_along(node: Any, axis: int) -> bool:
+    """Return whether a node writes into places of an axis that data says."""
+    if not _torch.has_saved(node, "indices"):
+        return _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, 0)))[0] == axis
+    first = 0
+    for index in _torch.saved(node, "indices") if _torch.saving_hooks() is None else ():
+        over = index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+        if index is not None and first <= axis < first + over:
+            return True
+        first += over
+    return _torch.saving_hooks() is not None
+
+
+def _index_of_places(node: Any) -> Tensor | None:
+    """Return the rows of its result into which a node writes, one after the other; None where that is not known."""
+    if _torch.saving_hooks() is not None:
+        # Whoever asks for it would have a checkpoint run its part again, in the middle of the forward.
+        return None
+    indices = _torch.saved_or(node, "indices", None)
+    index = _torch.saved_or(node, "index", None) if indices is None else indices[0] if len(indices) == 1 else None
+    if index is None or (indices is None and _torch.signed(_torch.saved(node, "dim"))):
+        return None
+    index = index.nonzero()[:, 0] if index.dtype in (torch.bool, torch.uint8) and index.dim() == 1 else index
+    return index if index.dim() == 1 else None
+
+
+def _recurred(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+    """Return the rows of a recurrent layer's outputs, or of its last states: those of its first step."""
+    gates = node.next_functions[0]
+    rows = None if gates[0] is None else sample_axis_at(gates, left)
+    if rows is None or rows is LOST or not number:
+        return rows
+    return rows.cut(0, _torch.shape_of(node, number)[0], 1)
+
+
+def _packed(node: Any, number: int, left: list[int]) -> SampleAxis:
+    # Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
+    return LOST
+
+
+_MEETINGS: Final[Mapping[str, _Meeting]] = {
+    "CatBackward0": _concatenated, "StackBackward0": _stacked, "_RecurrenceBackward": _recurred,
+    "PackPaddedSequenceBackward0": _packed,
+    **dict.fromkeys(("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0"), _multiplied),
+    **{f"{name}Backward0": _placed for name in (
+        "IndexPut", "IndexCopy", "IndexAdd", "IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce",
+    )},
+}  # fmt: skip
+
+
+# -- other questions of the graph --------------------------------------------------------------------------------------
+
+
+def columns_of(x: Tensor, axis: int, batch_size: int) -> Tensor | None:
+    """Return the sample of every sequence of a padded batch in the graph that is about to be packed."""
+    # None where they are not as many as samples, and nothing is known of them.
+    rows, node = sample_axis_at((x.grad_fn, x.output_nr)), x.grad_fn
+    if rows is None and x.shape[axis] == batch_size:
+        rows = SampleAxis(axis, 1, batch_size, 1)
+        if (_kinds.get(type(node)) or _kind_of(node))[0] is _chosen:
+            # Packing sorts them by their lengths first.
+            rows = _chosen(rows, node, x.output_nr)
+    return None if rows is None or (rows.axis != axis and rows is not LOST) else rows.samples()
+
+
+def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:
+    """Return the one sample that a value was computed from, where each path to the model's outputs picks its rows."""
+    # None where there are several, or where that cannot be told.
+    samples: set[int] = set()
+    pending, seen = [(node, output_nr)], 0
+    while pending and seen < _MAX_NODES:
+        edge = pending.pop()
+        if edge[0] is None or _name_of(edge[0]) in _LEAVES:
+            continue
+        seen += 1
+        picked = _picked(*edge, batch_size)
+        if picked is not None:
+            samples.add(picked)
+        elif is_output(edge):
+            return None
+        else:
+            pending += edge[0].next_functions
+    return samples.pop() if len(samples) == 1 and not pending else None
+
+
+def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
+    """Return the entry of an axis of B entries that a node picks: of any axis, or of a piece of the first one."""
+    step, _ = _kinds.get(type(node)) or _kind_of(node)
+    if step not in (_selected, _cut, _indexed, _chosen) or node.next_functions[0][0] is None:
+        return None
+    sizes = _torch.shape_of(*node.next_functions[0])
+    axis = _axes([_torch.saved(node, "dim")], len(sizes))[0] if step is _selected else 0
+    if sizes[axis] != batch_size:
+        return None
+    rows = step(SampleAxis(axis, 1, batch_size, 1), node, output_nr)
+    return int(rows.order[0]) if rows is not None and rows.order is not None and rows.order.numel() == 1 else None
+
+
+def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
+    """Return whether a captured operation, and with it the anchor, is near a layer's input in the graph behind it."""
+    # False also where the search was given up: then an edge too many does no harm.
+    node: Any = tensor.grad_fn
+    # Nearly always it is found by way of the first parents.
+    for _ in range(_MAX_NODES):
+        if node is None:
+            break
+        if METADATA_KEY in node.metadata:
+            return True
+        edges = node.next_functions
+        node = edges[0][0] if edges else None
+    pending, seen = [tensor.grad_fn], 0
+    while pending and seen < _MAX_NODES:
+        node = pending.pop()
+        if node is None:
+            continue
+        if METADATA_KEY in node.metadata or _torch.leaf_of(node) is anchor:
+            return True
+        seen += 1
+        pending += [following for following, _ in reversed(node.next_functions)]
+    return False
