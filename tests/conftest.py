@@ -44,6 +44,7 @@ QUICK = {
     "benchmarks": 0,
     "benchmarks/test_mutations.py": 1,
     "capture/test_compiled.py": 2,
+    "capture/test_sizes_that_mislead.py::test_random_layouts": 3,
     "cli/test_epsilon_and_calibrate.py": 3,
     "cli/test_inspect.py": 3,
     "cli/test_ranks.py": 0,

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.architectures.table import OURS, SAMPLES, Architecture, architecture, pixels
+from tests.architectures.table import SAMPLES, Architecture, architecture, pixels
 
 _dense = partial(architecture, "detection and segmentation", inputs=pixels(32))
 _RESNET = {
@@ -311,7 +311,5 @@ ARCHITECTURES: list[Architecture] = [
             "prompt_masks": torch.randn(SAMPLES, 3, 16, 16),
         },
         outputs=("pred_masks",),
-        refused="cannot be assigned",
-        reason=f"{OURS}: images and prompts are joined along the batch axis, and heads folded in between",
     ),
 ]

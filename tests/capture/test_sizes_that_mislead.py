@@ -4,7 +4,10 @@ How such an operation is read is shown by evidence once; a later batch whose siz
 are in another order, must not change that.
 """
 
+import random
+from collections.abc import Callable
 from copy import deepcopy
+from math import prod
 
 import pytest
 import torch
@@ -164,15 +167,8 @@ def test_selected_along_another_axis(kind, sizes, strategy):
     _check(kind().double(), [torch.randn(size, 8, 4, dtype=F64) for size in sizes], strategy)
 
 
-class _Parts(_Two):
-    """Each sample has parts (sentences, frames, channels), which are folded into the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.leave(self.enter(x).flatten(0, 1)) * self.scale).view(len(x), -1, 4).sum(1)
-
-
 class _PartsTurned(_Two):
-    """The same, with the positions of each part before samples and parts."""
+    """Each sample has parts (sentences, frames, channels), which are folded into the batch behind their positions."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.leave(self.enter(x).flatten(0, 1).transpose(0, 1).flatten(0, 1)) * self.scale
@@ -197,17 +193,93 @@ class _PartsAttended(_Two):
     [((5, 2, 4), (5, 4, 2), (5, 2, 4), (3, 3, 5), (4, 1, 4), (1, 3, 2), (3, 4, 2)), ((3, 3, 2), (2, 3, 6), (6, 2, 3))],
     ids=["many", "few"],
 )
-@pytest.mark.parametrize("kind", [_Parts, _PartsTurned, _PartsAttended])
+@pytest.mark.parametrize("kind", [_PartsTurned, _PartsAttended])
 def test_other_numbers_of_parts_of_each_sample(kind, shapes, strategy):
     torch.manual_seed(6)
     _check(kind().double(), [torch.randn(*shape, 4, dtype=F64) for shape in shapes], strategy)
 
 
-def test_one_part_of_each_sample_at_first(strategy):
-    """Rows that alternate in the first batch alternate in runs later."""
-    torch.manual_seed(7)
-    shapes = [(5, 1, 3), (3, 4, 2), (5, 2, 4), (4, 1, 3), (2, 3, 5)]
-    _check(_PartsTurned().double(), [torch.randn(*shape, 4, dtype=F64) for shape in shapes], strategy)
+class _Layout(nn.Module):
+    """Layers between random folds, turns and flips of samples, parts and positions, undone at the end."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.axes, self.flips, self.ways = [["B"], ["S"], ["T"]], list[str](), list[Callable[..., Tensor]]()
+        self.enter, self.leave = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.layers = nn.ModuleList()
+        for _ in range(rng.randint(4, 9)):
+            rng.choice([self._turn, self._fold, self._fold, self._part, self._layer, self._layer, self._flip])(rng)
+        self._layer(rng)
+
+    def _turn(self, rng: random.Random) -> None:
+        order = rng.sample(range(len(self.axes)), len(self.axes))
+        self.axes = [self.axes[place] for place in order]
+        self.ways.append(lambda _, h, __: h.permute(*order, -1))
+
+    def _fold(self, rng: random.Random) -> None:
+        if len(self.axes) > 1:
+            first = rng.randrange(len(self.axes) - 1)
+            self.axes[first : first + 2] = [self.axes[first] + self.axes[first + 1]]
+            self.ways.append(lambda _, h, __: h.flatten(first, first + 1))
+
+    def _part(self, rng: random.Random) -> None:
+        axis = rng.randrange(len(self.axes))
+        names = self.axes[axis]
+        cut = rng.randrange(len(names))
+        if cut:
+            self.axes[axis : axis + 1] = [names[:cut], names[cut:]]
+            self.ways.append(lambda _, h, sizes: h.unflatten(axis, (-1, prod(sizes[name] for name in names[cut:]))))
+
+    def _flip(self, rng: random.Random) -> None:
+        axis = rng.randrange(len(self.axes))
+        if len(self.axes[axis]) == 1:
+            self.flips += self.axes[axis]
+            self.ways.append(lambda _, h, __: h.flip(axis))
+
+    def _layer(self, rng: random.Random) -> None:
+        kinds = [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4), _Scale]
+        if len(self.axes) == 2 and "B" in self.axes[0]:
+            kinds.append(lambda: nn.MultiheadAttention(4, 2, batch_first=True))
+        number = len(self.layers)
+        self.layers.append(rng.choice(kinds)())
+        # A copy of the model has layers of its own.
+        self.ways.append(lambda model, h, _: model.run(model.layers[number], h))
+
+    @staticmethod
+    def run(layer: nn.Module, h: Tensor) -> Tensor:
+        return layer(h, h, h)[0] if isinstance(layer, nn.MultiheadAttention) else layer(h).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = dict(zip("BST", x.shape, strict=False))
+        h = self.enter(x)
+        for way in self.ways:
+            h = way(self, h, sizes)
+        names = [name for axis in self.axes for name in axis]
+        h = h.reshape(*[sizes[name] for name in names], 4)
+        for name in self.flips:
+            h = h.flip(names.index(name))
+        weights = torch.linspace(0.5, 1.5, sizes["S"] * sizes["T"], dtype=h.dtype).view(sizes["S"], sizes["T"], 1)
+        return self.leave((h.permute(*map(names.index, "BST"), 3) * weights).mean((1, 2)))
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.scale
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layouts(seed):
+    """The first batch may have as many parts or positions as samples, or one of them; later ones have other numbers."""
+    rng, strategy = random.Random(seed), ("bookkeeping", "ghost")[seed % 2]
+    torch.manual_seed(seed)
+    fewest = rng.choice([1, 1, 2])
+    shapes = [(rng.randint(2, 6), rng.randint(fewest, 5), rng.randint(fewest, 5))]
+    shapes += [(rng.randint(1, 6), rng.randint(1, 5), rng.randint(1, 5)) for _ in range(4)]
+    _check(_Layout(rng).double(), [torch.randn(*shape, 3, dtype=F64) for shape in shapes], strategy)
 
 
 @pytest.mark.parametrize("pick", list(_PICKS))

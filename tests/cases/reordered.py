@@ -178,6 +178,34 @@ class _ViewsInSequences(nn.Module):
         return self.head(one * other)
 
 
+class _ByThemselves(nn.Module):
+    """Each sample goes through the layers by itself, as long as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        h = self.first(x)
+        parts = [self.norm(h[place, :length]) * self.scale for place, length in enumerate(lengths.tolist())]
+        return self.head(torch.stack([part.tanh().mean(0) for part in parts]))
+
+
+class _Windows(nn.Module):
+    """Halves of each sequence are folded into the batch before the samples, and parted again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.mix = nn.Linear(4, 6), nn.Parameter(torch.randn(6)), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.first(x).view(len(x), 2, -1, 6).transpose(0, 1).flatten(0, 1)
+        halves = (self.mix(halves) * self.scale).tanh()
+        return self.head(halves.view(2, len(x), -1, 6).transpose(0, 1).flatten(1, 2).cumsum(1)[:, -1])
+
+
 class _Cells(nn.Module):
     """A batch sorted by length, of which each step runs the sequences that are not over, from a state of zeros."""
 
@@ -216,6 +244,14 @@ def _cells(name: str, first: Callable[[], nn.Module], cell: type[nn.RNNCellBase]
 
 
 CASES = [
+    Case(
+        "samples_by_themselves",
+        _ByThemselves,
+        lambda: {"x": torch.randn(5, 4, 4), "lengths": torch.tensor([2, 4, 1, 4, 3])},
+        lambda model, batch: probe_loss(model(batch["x"], batch["lengths"])),
+    ),
+    Case("windows_before_samples", _Windows, lambda: {"x": torch.randn(5, 4, 4)}, on_x),
+    Case("windows_before_two_samples", _Windows, lambda: {"x": torch.randn(2, 4, 4)}, on_x),
     _cells("ids", lambda: nn.Embedding(11, 6), nn.GRUCell),
     _cells("ids", lambda: nn.Embedding(11, 6), nn.LSTMCell),
     _cells("features", lambda: nn.Linear(4, 6), nn.GRUCell),
