@@ -106,7 +106,7 @@ def sample_axis_at(edge: _Edge, left: list[int] | None = None) -> SampleAxis | N
         left[0] -= 1
         rows, step, edges = _asked(*edge, left)
         if rows is not None:
-            return _along_way(rows, way)
+            return _along_way(rows, way) if way else rows
         if len(edges) > 1 and step is None:
             # Parents that are asked where the first one knows nothing.
             others += [(other, len(way), *edge) for other in edges[1:]]
