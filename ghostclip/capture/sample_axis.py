@@ -138,17 +138,17 @@ def _asked(node: Any, number: int, left: list[int]) -> tuple[SampleAxis | None, 
     edges = node.next_functions
     if step is not None or len(edges) < 2:
         return None, step, edges[:1]
-    return None, None, _likely_first(_parents(node))
+    return None, None, _likely_first(_parents(node), left)
 
 
-def _likely_first(parents: list[_Edge]) -> list[_Edge]:
+def _likely_first(parents: list[_Edge], left: list[int]) -> list[_Edge]:
     """Return parents in the order in which they are asked for their rows."""
     # The output of a layer before what was added up over many of them. What a constant went through has the batch's
     # order whatever it meets: rows that were put into another one are looked for nearby.
     if len(parents) > 1:
         if type(parents[0][0]) not in _noted_kinds and type(parents[1][0]) in _noted_kinds:
             parents[:2] = parents[1::-1]
-        for place, edge in enumerate(parents):
+        for place, edge in enumerate(parents if left[0] > _NEARBY else ()):
             rows = sample_axis_at(edge, [_NEARBY])
             if rows is not None and rows is not LOST and rows.order is not None and rows.axis >= 0:
                 return [edge, *parents[:place], *parents[place + 1 :]]
