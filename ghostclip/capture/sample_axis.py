@@ -245,7 +245,9 @@ def _viewed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
     if rows.entries == 1:
         return rows._replace(axis=0, outer=after[0], inner=1)
     found = _unfolded(rows, before, after)
-    return _unfolded(_in_runs(rows), before, after) if found is None and rows.order is not None else found
+    if found is not None or rows.order is None:
+        return found
+    return _unfolded(_in_runs(rows, rows.order.cpu()), before, after)
 
 
 def _unfolded(rows: SampleAxis, before: Sequence[int], after: Sequence[int]) -> SampleAxis | None:
@@ -261,9 +263,8 @@ def _unfolded(rows: SampleAxis, before: Sequence[int], after: Sequence[int]) -> 
     return None
 
 
-def _in_runs(rows: SampleAxis) -> SampleAxis:
+def _in_runs(rows: SampleAxis, order: Tensor) -> SampleAxis:
     """Return rows in some order as turns of runs: those of several that each sample has."""
-    order = rows.samples().cpu()[rows.inner - 1 : rows.entries * rows.inner : rows.inner]
     starts = (order[1:] != order[:-1]).nonzero()[:, 0] + 1
     run = gcd(len(order), *starts.tolist())
     order = order[::run]
