@@ -66,7 +66,7 @@ from ghostclip.evidence.padding import Padding
 from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
 from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
-from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, REPLACED, ROWS, SCALARS, Unchecked
+from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, ORDER, REPLACED, ROWS, SCALARS, Unchecked
 
 _SINGLE_ROWS: Final = (
     "{model}: its layers met single rows of the batch without an axis for them (x[i], for row in x), so that nothing "
@@ -406,6 +406,7 @@ class Evidence:
                     self._state = state
                     return self._weigh(capture, again(), read_again, again=again, writes=writes, aside=aside)
             self._refuse_custom_backwards(capture, seen, has_custom=backs)
+            self._refuse_other_rows(capture, seen)
             self.unchecked.tell()
         self._refuse_padding(capture, seen)
         if self.asks(capture):
@@ -599,6 +600,29 @@ class Evidence:
         batch = self._batch(capture, seen)
         with capture.substitution.unwatched():
             refuse_backwards_of_the_batch(capture, seen.rerun(capture), batch, self.unchecked, alone=has_custom)
+
+    def _refuse_other_rows(self, capture: CaptureContext, seen: "_ReadForward") -> None:
+        """Refuse a model whose layers have other samples' rows than it seemed when the batch comes in reverse."""
+        # Samples that the model sorts may lie in order in one batch by chance: then its first half comes last in this.
+        batch, states = self._batch(capture, seen), capture.sites.states()
+        if not capture.forward.proves or batch.again or capture.gathering is not None or _has_packed(seen.call.inputs):
+            return
+        _restore_state(seen.state)
+        with capture.aside():
+            try:
+                inputs = batch.with_lists(range(batch.size)[::-1])
+                output = capture.rehearse(ModuleCall(seen.call.module, *_copied(inputs)))
+                probe = _probe_outputs(capture, self._shown(capture, output), half=True)
+            except Exception as error:  # noqa: BLE001 - it may take its samples in their order alone
+                self.unchecked.missed(f"the model raised {type(error).__name__}", ORDER)
+                return
+            finally:
+                capture.sites.restore(states)
+            # Of inputs that hold something by the samples' places, others came with each of them.
+            if probe is not None and not batch.has_places:
+                capture.forward.reordered = True
+                self._refuse_mixing(capture, seen.call, probe)
+        self.unchecked.ran(ORDER)
 
     def _refuse_padding(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
@@ -819,14 +843,16 @@ def _has_packed(inputs: Any) -> bool:
     return next(iter(packed_inputs(inputs)), None) is not None
 
 
-def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | None:
-    """Probe the latest forward from the model's outputs."""
+def _probe_outputs(capture: CaptureContext, outputs: list[Tensor], *, half: bool = False) -> Probe | None:
+    """Probe the latest forward from the model's outputs: each sample without each other, or the first `half` alone."""
     # None where there was no output to start from. Outputs of which none has an axis that could hold the samples are
     # refused.
     forward, sites = capture.forward, capture.sites
     first: Probe | None = None
     states = sites.states()
     linear = is_linear([output for output in outputs if output.requires_grad], capture, forward)
+    first_half = dict.fromkeys(range(forward.batch_size // 2), 1.0)
+    weights = [first_half] if half else weightings(forward.batch_size, linear=linear)
     for begun in starts(outputs, forward=forward, known=sites.outputs):
         probe = Probe({}, capture.describe_module, linear, begun=begun)
         if first is not None:
@@ -838,7 +864,7 @@ def _probe_outputs(capture: CaptureContext, outputs: list[Tensor]) -> Probe | No
                 begun,
                 batch_size=forward.batch_size,
                 run=capture.run_backward,
-                weights=weightings(forward.batch_size, linear=linear),
+                weights=weights,
                 on_any=partial(on_any, capture.gathering),
             )
         if not probe.failed:

@@ -11,6 +11,7 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 ROWS: Final = "which rows belong to which sample"
+ORDER: Final = "which rows belong to which sample (samples in reverse)"
 REPLACED: Final = "batch independence (samples replaced)"
 FEWER: Final = "batch independence (samples left out)"
 BEHIND: Final = "batch independence (behind closed gates)"
