@@ -104,6 +104,7 @@ class Account:
             if self.ledger is not None:
                 self.ledger.require_alone()
             return
+        require_agreement("accountant", [type(one).__qualname__ for one in (self.accountant, self.own)])
         require_agreement("ledger", None if self.ledger is None else self.ledger.given)
         if self.ledger is not None and self.ledger.share(fresh=self.fresh):
             self.runs.clear()

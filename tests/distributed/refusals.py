@@ -81,11 +81,12 @@ def private(
     noise_multiplier: float = 1.0,
     max_grad_norm: float = 0.5,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
 ) -> None:
     """Make a training private on this rank, and make two steps."""
     run = PrivateRun(
         data(), model=net, inner=kind, sigma=noise_multiplier, max_grad_norm=max_grad_norm,
-        data_loader=DataLoader(data(), batch_size=4) if loader is None else loader,
+        data_loader=DataLoader(data(), batch_size=4) if loader is None else loader, **options,
     )  # fmt: skip
     trained, optimizer, loader = run.model, run.optimizer, run.loader
     called = trained if wrap is None else wrap(trained)
@@ -193,6 +194,7 @@ def _models(rank: int) -> dict[str, Callable[[], Any]]:
     tries["model: tried twice"] = tried_twice
     tries["optimizer: on one"] = lambda: private(model(), kind=torch.optim.LBFGS if rank else torch.optim.SGD)
     tries["mechanism: sigma"] = lambda: private(model(), noise_multiplier=1.0 + rank)
+    tries["account: accountant"] = lambda: private(model(), accountant="prv" if rank else "rdp")
     tries["mechanism: reduction"] = lambda: private(model(), loss_reduction="sum" if rank else "mean")
     return tries
 

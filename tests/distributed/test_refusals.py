@@ -46,6 +46,7 @@ REFUSED = {
     "model: evaluation": "evaluation mode",
     "optimizer: on one": "LBFGS",
     "mechanism: sigma": "mechanism (σ, C, clipping) of rank 1 is (2.0, 0.5, ",
+    "account: accountant": "accountant of rank 1 is ",
     "mechanism: reduction": "loss_reduction of rank 1 is ",
     "step: another noise multiplier": "adds noise of 1, rank 0 clips to 0.5 and adds 0.5",
     "step: another bound": "rank 1 clips to 0.6",
