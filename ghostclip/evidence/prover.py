@@ -604,9 +604,12 @@ class Evidence:
     def _refuse_other_rows(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose layers have other samples' rows than it seemed when the batch comes in reverse."""
         # Samples that the model sorts may lie in order in one batch by chance: then its first half comes last in this.
-        batch, states = self._batch(capture, seen), capture.sites.states()
-        if not capture.forward.proves or batch.again or capture.gathering is not None or _has_packed(seen.call.inputs):
+        if not capture.forward.proves or self._asks_again(capture):
             return
+        if capture.gathering is not None or _has_packed(seen.call.inputs):
+            self.unchecked.missed("samples cannot be exchanged", ORDER)
+            return
+        batch, states = self._batch(capture, seen), capture.sites.states()
         _restore_state(seen.state)
         with capture.aside():
             try:
@@ -618,8 +621,10 @@ class Evidence:
                 return
             finally:
                 capture.sites.restore(states)
-            # Of inputs that hold something by the samples' places, others came with each of them.
-            if probe is not None and not batch.has_places:
+            if probe is not None and probe.failed and batch.has_places:
+                self.unchecked.missed("an input may hold values by the samples' places", ORDER)
+                return
+            if probe is not None:
                 capture.forward.reordered = True
                 self._refuse_mixing(capture, seen.call, probe)
         self.unchecked.ran(ORDER)
