@@ -138,19 +138,22 @@ def _asked(node: Any, number: int, left: list[int]) -> tuple[SampleAxis | None, 
     edges = node.next_functions
     if step is not None or len(edges) < 2:
         return None, step, edges[:1]
-    return None, None, _likely_first(_parents(node), left)
+    return None, None, _likely_first(node, left)
 
 
-def _likely_first(parents: list[_Edge], left: list[int]) -> list[_Edge]:
-    """Return parents in the order in which they are asked for their rows."""
+def _likely_first(node: Any, left: list[int]) -> list[_Edge]:
+    """Return a node's parents in the order in which they are asked for their rows."""
     # The output of a layer before what was added up over many of them. What a constant went through has the batch's
-    # order whatever it meets: rows that were put into another one are looked for nearby.
+    # order whatever it meets: rows that were put into another one are looked for nearby, but for one that meets all.
+    parents = _parents(node)
     if len(parents) > 1:
         if type(parents[0][0]) not in _noted_kinds and type(parents[1][0]) in _noted_kinds:
             parents[:2] = parents[1::-1]
         for place, edge in enumerate(parents if left[0] > _NEARBY else ()):
             rows = sample_axis_at(edge, [_NEARBY])
-            if rows is not None and rows is not LOST and rows.order is not None and rows.axis >= 0:
+            if rows is None or rows is LOST or rows.order is None or rows.axis < 0:
+                continue
+            if not _ENTRYWISE.match(_name_of(node)) or _passed(edge, rows, node, 0) is not None:
                 return [edge, *parents[:place], *parents[place + 1 :]]
     return parents
 

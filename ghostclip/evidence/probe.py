@@ -442,7 +442,7 @@ def _certain_map(source: GradientSource, forward: ForwardContext) -> RowMap | No
         if axis < len(source.shape) and source.shape[axis] == forward.batch_size:
             return RowMap("axis", axis)
     rows = None if source.tensor is None else sample_axis_at((source.tensor.grad_fn, source.tensor.output_nr))
-    if rows is None or rows is LOST or (rows.axis not in expected and source.axis != CONSTANT):
+    if rows is None or rows is LOST or rows.axis < 0 or (rows.axis not in expected and source.axis != CONSTANT):
         return None
     return RowMap.of(rows, forward.batch_size)
 
