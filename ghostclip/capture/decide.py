@@ -318,6 +318,9 @@ class _CachedDecision:
             reading, samples = call.reading, (forward.batch_size, forward.batch_axis)
             followed = sample_axis_at((rows.grad_fn, rows.output_nr)) if samples[0] > 1 else None
             anchored = followed is not None
+            if followed is None and samples[0] > 1 and call.site.chosen == ("followed", known):
+                # Evidence on data that was followed says nothing of other data.
+                return None
             if followed is not None and (followed.order is not None or followed.axis != known):
                 return None
             if reading is None or reading.shape != shape or reading.samples != samples or reading.followed != followed:

@@ -63,7 +63,7 @@ class RowMap:
         if self.followed is not None or self.kind in ("whole", "one"):
             return self.followed
         if self.samples is not None:
-            return SampleAxis(self.axis, 1, len(self.samples), 1, self.samples)
+            return SampleAxis(self.axis, 1, len(self.samples), 1, self.samples, batch_size)
         if self.kind == "axis":
             return SampleAxis(self.axis, 1, batch_size, 1)
         if self.axis >= len(sizes) or not batch_size:
@@ -86,9 +86,9 @@ class RowMap:
 
     @property
     def gathering(self) -> str:
-        """How rows were gathered: not at all, in the batch's order, or in another; each is proved for itself."""
+        """How rows came: by sizes, followed, gathered in the batch's order or in another; each is proved for itself."""
         if self.samples is None or self.kind != "gathered":
-            return ""
+            return "" if self.followed is None else "followed"
         in_order = torch.equal(self.samples, self.samples.sort().values)
         return "in order" if in_order else "in another order"
 

@@ -26,10 +26,12 @@ from ghostclip.capture.inputs import positions, rows_of
 from ghostclip.capture.nodes import under_checkpoint
 from ghostclip.capture.sample_axis import (
     INDEX_KEY,
+    LOST,
     ROWS_KEY,
     UNKNOWN_ORDER,
     SampleAxis,
     columns_of,
+    is_written,
     note,
     sample_axis_at,
 )
@@ -231,7 +233,8 @@ class RowTracker(TorchFunctionMode):
         if self.resized is not None:
             self.key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
-        if (func not in _SEEN and not self._rows.told) or self._depth:
+        # Inside of vmap no tensor has the samples' axis.
+        if (func not in _SEEN and not self._rows.told) or self._depth or _torch.transform() is not None:
             if ours and TrackedTensor in types and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)
@@ -256,6 +259,11 @@ class RowTracker(TorchFunctionMode):
             # Whoever asks the node would have the checkpoint run its part again, in the middle of the forward.
             note(node, INDEX_KEY, _index(func, base, args, kwargs))
             self._changed = True
+        written = base if func is torch.Tensor.__setitem__ else result
+        into = written.grad_fn if isinstance(base, Tensor) and isinstance(written, Tensor) else None
+        if into is not None and self._rows.get(base) is not None and is_written(into):
+            # Rows in the graph, written among others in an order that the graph does not have.
+            note(into, ROWS_KEY, LOST)
         if func is torch.Tensor.__setitem__:
             if _scatters(args[1], args[2]) and self._known(base) is not None:
                 self._rows[base] = UNKNOWN_ORDER
@@ -401,7 +409,7 @@ class RowTracker(TorchFunctionMode):
         if not tensor.requires_grad:
             self._rows[tensor] = rows
         elif node is not None and rows is not UNKNOWN_ORDER:
-            note(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows))
+            note(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows, self._batch_size))
 
     def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
         """Note the order of the sequences of a padded batch on axis 1, as the packing of a sequence sorts them."""

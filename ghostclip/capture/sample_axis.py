@@ -48,11 +48,17 @@ class SampleAxis(NamedTuple):
     entries: int
     inner: int
     order: Tensor | None = None  # sample of each of the entries, int64; None: the samples in the batch's order
+    of: int = 0  # how many samples the batch has, where it is known of rows in some order
 
     @property
     def size(self) -> int:
         """The size of the axis."""
         return self.outer * self.entries * self.inner
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the batch has; 0 where that is not known."""
+        return self.entries if self.order is None else self.of
 
     def samples(self) -> Tensor:
         """Return the sample of every entry of the axis, int64; `UNKNOWN_ORDER` of `LOST`."""
@@ -64,7 +70,7 @@ class SampleAxis(NamedTuple):
     def picked(self, index: Tensor) -> "SampleAxis":
         """Return the rows at some entries of the axis."""
         samples = self.samples().to(index.device)[index]
-        return SampleAxis(self.axis, 1, len(samples), 1, samples)
+        return SampleAxis(self.axis, 1, len(samples), 1, samples, self.num_samples)
 
     def cut(self, start: int, size: int, step: int) -> "SampleAxis":
         """Return the rows of a piece of the axis."""
@@ -75,7 +81,7 @@ class SampleAxis(NamedTuple):
 
     def alone(self, entry: int) -> "SampleAxis":
         """Return the rows of one entry of the axis."""
-        return SampleAxis(-1, 1, 1, 1, self.samples()[entry : entry + 1])
+        return SampleAxis(-1, 1, 1, 1, self.samples()[entry : entry + 1], self.num_samples)
 
 
 # Rows of samples in an order that is not known.
@@ -450,7 +456,7 @@ def _concatenated(node: Any, number: int, left: list[int]) -> SampleAxis | None:
     if all(_alike(part, rows) and part.inner == 1 for part in parts):
         return rows._replace(outer=sum(part.outer for part in parts))
     samples = torch.cat([part.samples().cpu() for part in parts])
-    return SampleAxis(axis, 1, len(samples), 1, samples)
+    return SampleAxis(axis, 1, len(samples), 1, samples, parts[0].num_samples)
 
 
 def _stacked(node: Any, number: int, left: list[int]) -> SampleAxis | None:
@@ -459,7 +465,7 @@ def _stacked(node: Any, number: int, left: list[int]) -> SampleAxis | None:
     parts = [one for one in known if one is not None]
     if len(parts) == len(node.next_functions) and all(part.axis < 0 for part in parts):
         samples = torch.cat([part.samples().cpu() for part in parts])
-        return SampleAxis(axis, 1, len(samples), 1, samples)
+        return SampleAxis(axis, 1, len(samples), 1, samples, parts[0].num_samples)
     rows = _together(parts)
     if rows is None or rows is LOST or rows.axis < 0:
         return rows if rows is LOST else None
@@ -507,19 +513,33 @@ def _placed(node: Any, number: int, left: list[int]) -> SampleAxis | None:
         rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)
     ):
         return rows if rows is None or rows is LOST else _passed(base, rows, node, number)
-    if rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1])):
+    if rows is None and written[0] is None:
         return None
     index, values = _index_of_places(node), sample_axis_at(written, left)
-    if index is None or values is None or values is LOST or values.axis or index.numel() != values.size:
-        return LOST
+    # Beside constants, of as many rows as samples, a few rows in an unknown order are left to sizes.
+    lost = None if rows is None and list(_torch.shape_of(*written)[:1]) != list(after[:1]) else LOST
+    if index is None or values is None or values is LOST:
+        return lost
     samples = values.samples().to(index.device)
+    if values.entries == 1:
+        samples = samples[:1].expand(index.numel())
+    elif values.axis or index.numel() != values.size:
+        return lost
     if rows is not None:
         # Each row where that sample has one.
         alike = not rows.axis and torch.equal(rows.samples().to(index.device)[index], samples)
         return rows if alike else LOST
+    if after[0] == values.num_samples and torch.equal(index, samples):
+        # Each row where the batch has that sample, beside what is in the batch's order or in none.
+        return SampleAxis(0, 1, after[0], 1)
     # Each row once: where no other one is left.
     once = torch.equal(index.sort().values, torch.arange(after[0], device=index.device))
-    return SampleAxis(0, 1, len(samples), 1, samples[index.argsort()]) if once else LOST
+    return SampleAxis(0, 1, len(samples), 1, samples[index.argsort()], values.num_samples) if once else lost
+
+
+def is_written(node: Any) -> bool:
+    """Return whether a node writes values into others where an index says."""
+    return (_kinds.get(type(node)) or _kind_of(node))[1] is _placed
 
 
 def _writes_along(node: Any, axis: int) -> bool:

@@ -135,6 +135,47 @@ def _check_rows(clipper, model, x):
     assert torch.allclose(clipper.per_sample_norms, norms_B, rtol=1e-9)
 
 
+# Which steps freeze the first layer, and in which the input wants a gradient.
+_GRAPHS = {
+    "frozen later": ("  ffff", ""), "unfrozen": ("ff", ""), "in turns": (" f f f", ""),
+    "attacked first": ("", "x"), "attacked later": ("", "  xx"), "both": ("  ff", " x x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", _GRAPHS)
+def test_data_that_enters_or_leaves_the_graph_is_followed(steps, strategy):
+    """Layers below are frozen and unfrozen, or inputs are to be attacked: the rows' way through the graph changes."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    clipper = engine(strategy)(model, 0.1)
+    frozen, attacked = (text.ljust(6) for text in _GRAPHS[steps])
+    for step in range(6):
+        model[0].requires_grad_(frozen[step] == " ")
+        x = torch.randn(5 - step % 3, 4, dtype=torch.float64, requires_grad=attacked[step] == "x")
+        _check_rows(clipper, model, x)
+
+
+_MAPPED = {
+    "sliced": lambda row, x: row[:4] * x, "indexed": lambda row, x: row[torch.tensor([3, 0, 2, 1])] * x.flip(0),
+    "sorted": lambda row, x: row.sort().values[:4] * x.cumsum(0), "rolled": lambda row, x: row.roll(1, 0)[:4] * x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", _MAPPED)
+def test_rows_that_move_inside_of_vmap_are_each_samples_own(change):
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(torch.vmap(_MAPPED[change])(self.first(x), x))
+
+    model = Mapped().double()
+    clipper = GhostClipper(model, max_grad_norm=0.1)
+    for size in (4, 3, 1, 5, 2, 6, 10, 8):
+        _check_rows(clipper, model, torch.randn(size, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("size", [3, 5])
 def test_constants_stay_constants(size):
     """A norm of a table without samples, beside the same norm of data."""

@@ -206,6 +206,50 @@ class _Windows(nn.Module):
         return self.head(halves.view(2, len(x), -1, 6).transpose(0, 1).flatten(1, 2).cumsum(1)[:, -1])
 
 
+def _in_place(x: Tensor, mask: Tensor, layer: nn.Module) -> Tensor:
+    x = x.clone()
+    x[mask] = x[mask] + layer(x[mask]).tanh()
+    return x
+
+
+def _into_zeros(x: Tensor, mask: Tensor, layer: nn.Module) -> Tensor:
+    shift = torch.zeros_like(x)
+    shift[mask] = layer(x[mask]).tanh()
+    return x + shift
+
+
+def _added(x: Tensor, mask: Tensor, layer: nn.Module) -> Tensor:
+    index = mask.nonzero().squeeze(1)
+    return x.index_add(0, index, layer(x[index]).tanh())
+
+
+_WRITTEN = {"in_place": _in_place, "into_zeros": _into_zeros, "added": _added}
+
+
+class _Gated(nn.Module):
+    """Layers in a row, each on the samples that a mask of its own selects, from the raw input on."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)
+        self.write = write
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        for layer, mask in zip(self.layers, gates.unbind(1), strict=True):
+            x = self.write(x, mask, layer)
+        return self.head(x)
+
+
+def _gated(name: str, write: Callable[[Tensor, Tensor, nn.Module], Tensor]) -> Case:
+    gates = torch.tensor([[0, 0, 1], [1, 1, 0], [0, 1, 1], [0, 1, 0], [0, 0, 1]]).bool()
+    return Case(
+        f"gated_samples_{name}",
+        partial(_Gated, write),
+        lambda: {"x": torch.randn(5, 4), "gates": gates},
+        lambda model, batch: probe_loss(model(batch["x"], batch["gates"])),
+    )
+
+
 class _Cells(nn.Module):
     """A batch sorted by length, of which each step runs the sequences that are not over, from a state of zeros."""
 
@@ -252,6 +296,7 @@ CASES = [
     ),
     Case("windows_before_samples", _Windows, lambda: {"x": torch.randn(5, 4, 4)}, on_x),
     Case("windows_before_two_samples", _Windows, lambda: {"x": torch.randn(2, 4, 4)}, on_x),
+    *(_gated(name, write) for name, write in _WRITTEN.items()),
     _cells("ids", lambda: nn.Embedding(11, 6), nn.GRUCell),
     _cells("ids", lambda: nn.Embedding(11, 6), nn.LSTMCell),
     _cells("features", lambda: nn.Linear(4, 6), nn.GRUCell),
