@@ -33,6 +33,7 @@ _ENTRYWISE: Final = re.compile(
     r"(Add|Sub|RSub|Mul|Div|Pow|Where|Maximum|Minimum|Fmax|Fmin|Lerp|Addcmul|Addcdiv|Atan2|Hypot|Copysign|Remainder|Fmod"
     r"|Logaddexp2?|MaskedFill|Expand|Clamp|Xlogy)Backward\d*$"
 )
+_BATCHES_OF_PRODUCTS: Final = frozenset({"BmmBackward0", "BaddbmmBackward0", "CdistBackward0"})
 # A node's name is made anew each time it is asked for; its class tells the same.
 _names: dict[type, str] = {}
 # Classes of nodes that `note` has left something on. A node makes its notes when they are first asked for, which takes
@@ -605,6 +606,19 @@ def columns_of(x: Tensor, axis: int, batch_size: int) -> Tensor | None:
             # Packing sorts them by their lengths first.
             rows = _chosen(rows, node, x.output_nr)
     return None if rows is None or (rows.axis != axis and rows is not LOST) else rows.samples()
+
+
+def has_one_axis(node: Any) -> bool:
+    """Return whether all of what a node brings together is in the graph, with samples along one axis of the result."""
+    edges, dims = node.next_functions, len(_torch.shape_of(node, 0))
+    # A product sums over one of the last two axes of each factor, of which it makes two.
+    last = dims if _ENTRYWISE.match(_name_of(node)) else dims - 2 if _name_of(node) in _BATCHES_OF_PRODUCTS else 0
+    axes = set[int | None]()
+    for edge in edges if last and len(edges) > 1 else ():
+        rows = None if edge[0] is None else sample_axis_at(edge)
+        after = None if rows is None or rows is LOST or rows.axis < 0 else _passed(edge, rows, node, 0)
+        axes.add(None if after is None or after.axis >= last else after.axis)
+    return len(axes) == 1 and None not in axes
 
 
 def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:

@@ -208,7 +208,8 @@ def remedy(reduction: str) -> str:
         "Give one loss per sample: losses = F.cross_entropy(logits, labels, reduction='none') for logits of shape "
         "(B, classes); ghostclip.losses.token_losses(logits, labels) for a language model's (B, positions, classes), "
         "which averages each sample over its own positions, with shift=False where each position has its own label; "
-        "losses of other kinds times each sample's own weights, (each * mask / mask.sum(1, keepdim=True)).sum(1); then "
+        "losses of other kinds times each sample's own weights, (each * mask / mask.sum(1, keepdim=True)).sum(1); of a "
+        "loop over samples by all counts together, torch.stack(sums) / torch.tensor(counts); then "
         f"clipper.backward(losses), or losses.{reduction}().backward() in a plain loop."
     )
 

@@ -141,7 +141,8 @@ class LossExaminer:
                 raise LossReductionError(
                     f"every sample's loss was multiplied by {before:g} in earlier steps and is multiplied by "
                     f"{constant:g} now. A factor that follows the batch makes each sample's gradient depend on the "
-                    f"others: divide each sample's loss by its own count instead. {SCHEDULES}"
+                    "others: divide each sample's loss by its own count instead, those of a loop over samples by all "
+                    f"counts together, torch.stack(sums) / torch.tensor(counts). {SCHEDULES}"
                 )
         self._refuse_changed_factors(path_groups, forward)
         if size > 1:

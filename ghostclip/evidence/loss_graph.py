@@ -26,7 +26,7 @@ from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, ref
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, candidates
-from ghostclip.capture.sample_axis import METADATA_KEY
+from ghostclip.capture.sample_axis import METADATA_KEY, has_one_axis
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import (
     BatchAxisError,
@@ -258,7 +258,8 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
         seen.setdefault((number, node.name()), size)
         return ""
     shapes = list(_kept(node))
-    if met <= max(_axes_of_samples(shape, size) for shape in shapes) or _NO_PAIRING.fullmatch(node.name()):
+    longest = max(_axes_of_samples(shape, size) for shape in shapes)
+    if met <= longest or _NO_PAIRING.fullmatch(node.name()) or has_one_axis(node):
         return ""
     # A view has as many values as what it shows.
     is_view = any(prod(after) == prod(shape) for shape in shapes)

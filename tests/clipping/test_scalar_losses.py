@@ -396,6 +396,57 @@ def test_positions_that_a_loss_picks_are_no_other_samples(picked):
     assert all(grad.isfinite().all() for grad in found.values())
 
 
+# Of one sample's own positions with each other, of which there are as many as samples.
+WITHIN = {
+    "broadcast": lambda o: (o[:, :, None] * o[:, None]).sum(-1),
+    "differences": lambda o: (o.unsqueeze(2) - o.unsqueeze(1).tanh()).square().sum(-1),
+    "product": lambda o: o @ o.mT,
+    "einsum": lambda o: torch.einsum("bid,bjd->bij", o, o),
+    "distances": lambda o: torch.cdist(o, o + 0.1),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_positions_that_a_loss_pairs_within_each_sample_may_be_as_many_as_samples(name):
+    model, clipper = _attached("bookkeeping", 1.0)
+    batch = take(_tokens(), [0, 1, 2], {})
+    found = _back(model, clipper, lambda o, b: WITHIN[name](o).sin().sum((1, 2)).mean(), batch)
+    assert all(grad.isfinite().all() for grad in found.values())
+
+
+# All targets, brought into the graph first.
+IN_THE_GRAPH = {
+    "beside outputs": lambda o, t: o[:, :1] - (o[:, 0] * 0 + t),
+    "beside detached ones": lambda o, t: o[:, :1] - (o[:, 0].detach() * o[:, 1].exp() * 0 + t),
+    "chosen": lambda o, t: o[:, :1] - torch.where(t > -1, t, o[:, 0] * 0),
+    "expanded": lambda o, t: o[:, :1].expand(-1, len(t)) * (o[:, 1] * 0 + t),
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("name", IN_THE_GRAPH)
+def test_targets_that_enter_the_graph_before_they_are_paired_are_found(name, size):
+    model, clipper = _attached("bookkeeping", 1.0)
+    batch = take(_rows(), list(range(size)), {})
+    with pytest.raises(SampleMixingError):
+        _back(model, clipper, lambda o, b: IN_THE_GRAPH[name](o, b["z"][:, 0]).square().mean(1), batch)
+
+
+def test_losses_of_a_loop_over_samples_are_divided_by_their_own_counts_as_the_refusal_says():
+    model, clipper = _attached("bookkeeping", 1.0)
+
+    def sums(x, counts):
+        return torch.stack([row[:count].sin().sum() for row, count in zip(model(x), counts, strict=True)])
+
+    for counts in ([1, 2, 3, 2, 1], [3, 3, 3], [2, 3, 1], [3]):
+        clipper.backward((sums(_rows()["x"][: len(counts)], counts) / torch.tensor(counts)).mean())
+    apart = [total / count for count, total in enumerate(sums(_rows()["x"], [1, 2, 3, 4, 5]), 1)]
+    clipper.backward(torch.stack(apart).mean())
+    thirds = torch.stack([total / 3 for total in sums(_rows()["x"], [3] * B)]).mean()
+    with pytest.raises(LossReductionError, match=r"torch.stack\(sums\) / torch.tensor\(counts\)"):
+        clipper.backward(thirds)
+
+
 FOREIGN = {
     "temperature": lambda own: lambda o, y: functional.cross_entropy(o * own, y),
     "criterion_with_weights": lambda own: lambda o, y: functional.cross_entropy(o + own, y) + own,
