@@ -261,9 +261,9 @@ class RowTracker(TorchFunctionMode):
             self._changed = True
         written = base if func is torch.Tensor.__setitem__ else result
         into = written.grad_fn if isinstance(base, Tensor) and isinstance(written, Tensor) else None
-        if into is not None and self._rows.get(base) is not None and is_written(into):
-            # Rows in the graph, written among others in an order that the graph does not have.
-            note(into, ROWS_KEY, LOST)
+        if into is not None and is_written(into) and not under_checkpoint():
+            # Rows in the graph, written among others, which may have an order that the graph does not have.
+            note(into, *((INDEX_KEY, None) if self._rows.get(base) is None else (ROWS_KEY, LOST)))
         if func is torch.Tensor.__setitem__:
             if _scatters(args[1], args[2]) and self._known(base) is not None:
                 self._rows[base] = UNKNOWN_ORDER

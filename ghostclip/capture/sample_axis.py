@@ -514,11 +514,12 @@ def _placed(node: Any, number: int, left: list[int]) -> SampleAxis | None:
         rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)
     ):
         return rows if rows is None or rows is LOST else _passed(base, rows, node, number)
-    if rows is None and written[0] is None:
+    few = rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1]))
+    if few and (written[0] is None or INDEX_KEY not in node.metadata):
         return None
     index, values = _index_of_places(node), sample_axis_at(written, left)
-    # Beside constants, of as many rows as samples, a few rows in an unknown order are left to sizes.
-    lost = None if rows is None and list(_torch.shape_of(*written)[:1]) != list(after[:1]) else LOST
+    # Among constants a few rows in an unknown order are left to sizes.
+    lost = None if few else LOST
     if index is None or values is None or values is LOST:
         return lost
     samples = values.samples().to(index.device)

@@ -406,9 +406,12 @@ class Evidence:
                     self._state = state
                     return self._weigh(capture, again(), read_again, again=again, writes=writes, aside=aside)
             self._refuse_custom_backwards(capture, seen, has_custom=backs)
+        self._refuse_padding(capture, seen)
+        if asks:
+            # Without the outputs, which may be as large as all that a budget of memory leaves.
+            seen = replace(seen, parts=[])
             self._refuse_other_rows(capture, seen)
             self.unchecked.tell()
-        self._refuse_padding(capture, seen)
         if self.asks(capture):
             capture.forward.prove()
         if writes and self._watch is not None:
@@ -609,12 +612,13 @@ class Evidence:
         if capture.gathering is not None or _has_packed(seen.call.inputs):
             self.unchecked.missed("samples cannot be exchanged", ORDER)
             return
-        batch, states = self._batch(capture, seen), capture.sites.states()
+        forward, states = capture.forward, capture.sites.states()
+        batch = Batch(seen.call.inputs, forward.batch_size, forward.batch_axis)
         _restore_state(seen.state)
         with capture.aside():
             try:
                 inputs = batch.with_lists(range(batch.size)[::-1])
-                output = capture.rehearse(ModuleCall(seen.call.module, *_copied(inputs)))
+                output = capture.rehearse(ModuleCall(seen.call.module, *_copied(inputs, of=seen.call.inputs)))
                 probe = _probe_outputs(capture, self._shown(capture, output), half=True)
             except Exception as error:  # noqa: BLE001 - it may take its samples in their order alone
                 self.unchecked.missed(f"the model raised {type(error).__name__}", ORDER)
