@@ -1,4 +1,4 @@
-"""Row origins: the rows of a value followed back through the autograd graph to the samples they came from.
+"""Sample axes: where samples lie in a value, followed back through the autograd graph to the nearest captured layer.
 
 How many rows arrive at a layer says nothing about whose they are: a model folds positions into the batch, turns axes,
 sorts, or hands each of its experts some rows (``x[token_idx]``). The operations between two layers say it, and autograd
@@ -23,7 +23,7 @@ METADATA_KEY = "ghostclip_use"
 # On a node whose output's rows are known: a `SampleAxis`.
 ROWS_KEY = "ghostclip_rows"
 # The index by which a node picks rows, or one or none for each axis, as autograd saves it: activation checkpointing
-# drops what the node itself saved until the backward.
+# drops what the node itself saved until the backward. On a node that writes rows: that it may be asked for its index.
 INDEX_KEY = "ghostclip_index"
 _LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
 # Stands for an order that is not known.
