@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -389,32 +388,6 @@ def _error(got: list[Tensor], want: list[Tensor]) -> float:
     return float(apart / torch.stack([two.norm() for two in want]).norm().clamp(min=1e-30))
 
 
-class _Counted:
-    """Counts a model's forwards and torch's backwards."""
-
-    def __init__(self, model: Model) -> None:
-        self.forwards = self.backwards = 0
-        self._model, self._forward = model, model.forward
-        self._original = torch.autograd.backward
-
-    def __enter__(self) -> _Counted:
-        def forward(*args: Tensor) -> Tensor:
-            self.forwards += 1
-            return self._forward(*args)
-
-        def backward(*args: object, **kwargs: object) -> None:
-            self.backwards += 1
-            self._original(*args, **kwargs)  # type: ignore[arg-type]
-
-        self._model.forward = forward  # type: ignore[method-assign]
-        torch.autograd.backward = backward
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._model.forward
-        torch.autograd.backward = self._original
-
-
 def measure(seed: int, *, steps: int = 3) -> dict[str, object]:
     """Run the model of a seed for a few steps."""
     torch.manual_seed(seed)
@@ -423,14 +396,12 @@ def measure(seed: int, *, steps: int = 3) -> dict[str, object]:
     row |= {"takes": model.takes, "sizes": list(vars(model.sizes).values()), "outcome": "exact", "error": 0.0}
     batches = [model.batch(generator) for _ in range(steps)]
     wanted = [_expected(model, x) for x in batches]
-    with _Counted(model) as counted, ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
+    with ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
         for number, (x, want) in enumerate(zip(batches, wanted, strict=True)):
             try:
                 clipper.backward(model.losses(x))
             except GhostClipError as error:
                 return row | {"outcome": "refused", "step": number, "why": f"{type(error).__name__}: {error}"}
-            if not number:
-                row |= {"forwards": counted.forwards, "backwards": counted.backwards}
             got = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
             row["error"] = max(float(str(row["error"])), _error(got, want))
             if float(str(row["error"])) > EXACT:
@@ -444,15 +415,12 @@ def summary(rows: list[dict[str, object]]) -> str:
     right = [row for row in rows if not row["mixes"]]
     mixing = [row for row in rows if row["mixes"]]
     refused = [row for row in right if row["outcome"] == "refused"]
-    first = Counter((row["forwards"], row["backwards"]) for row in right if "forwards" in row)
-    mean = [sum(pair[place] * n for pair, n in first.items()) / max(1, sum(first.values())) for place in (0, 1)]
     lines = [
         f"{len(right)} correct models: {sum(row['outcome'] == 'exact' for row in right)} exact, "
         f"{len(refused)} refused, {sum(row['outcome'] == 'wrong' for row in right)} accepted with wrong gradients.",
         f"{len(mixing)} models that mix samples: {sum(row['outcome'] == 'refused' for row in mixing)} refused, "
         f"{sum(row['outcome'] == 'wrong' for row in mixing)} accepted with wrong gradients, "
         f"{sum(row['outcome'] == 'exact' for row in mixing)} whose samples did not meet in these batches.",
-        f"First step of an accepted one: {mean[0]:.2f} forwards and {mean[1]:.2f} backwards on average.",
         "",
     ]
     bad = [row for row in rows if (row["outcome"] == "exact") == bool(row["mixes"]) or row["outcome"] == "wrong"]

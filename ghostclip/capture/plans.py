@@ -18,6 +18,7 @@ from ghostclip.capture.layouts import ArgumentLayout
 from ghostclip.capture.nodes import source
 from ghostclip.capture.param_use import ParamUse, attached, delivery, register, run_and_save, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, wants_gradient
+from ghostclip.capture.sample_axis import ROWS_KEY, note
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Factor
@@ -178,5 +179,9 @@ def _entered(
     use.wants_input_gradient = wants_gradient
     entered = source(expanded.tensor, forward.around.anchor)
     register(use, entered.grad_fn, behind)
+    rows = None if maps[0].is_guessed and len(maps) > 1 else maps[0].sample_axis(entered.shape, forward.batch_size)
+    if rows is not None:
+        # What data outside the graph that it meets cannot say.
+        note(entered.grad_fn, ROWS_KEY, rows if rows.axis < 0 else rows._replace(axis=expanded.row_axis))
     entered.register_hook(use.arrive)
     return entered

@@ -281,6 +281,9 @@ def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardCon
     if known < 0 and id(rows) in forward.inputs and axis < len(sizes) and sizes[axis] == size:
         # What the model was called with has its batch where that was declared, whatever other axis has that size.
         return [RowMap("axis", axis)], order
+    fold = "" if rows.requires_grad else forward.around.rows.fold_of(rows)
+    if fold:
+        return [one for one in maps if one.kind not in FOLDED or one.kind == fold], order
     return maps, order
 
 

@@ -66,6 +66,7 @@ _TURNS = {
     torch.swapaxes, torch.Tensor.swapaxes, torch.movedim, torch.Tensor.movedim,
     torch.Tensor.T.__get__, torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
+_FOLDS = {torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten}
 _JOINS = {torch.cat, torch.concat, torch.concatenate}
 _PACKING = {_torch.PACK, _torch.PAD}
 _PRODUCTS = {
@@ -73,7 +74,13 @@ _PRODUCTS = {
     torch.bmm, torch.Tensor.bmm, torch.einsum, torch.tensordot, torch.addmm, torch.Tensor.addmm,
 }  # fmt: skip
 _PLACES = _PRODUCTS | {torch.stack}
-_SEEN = _PICKS | _PIECES.keys() | _SORTS | _PACKING | _PLACES | {torch.Tensor.__setitem__}
+# They write rows into others where an index says.
+_WRITES = {
+    torch.index_add, torch.Tensor.index_add, torch.Tensor.index_add_, torch.index_put, torch.Tensor.index_put,
+    torch.Tensor.index_put_, torch.index_copy, torch.Tensor.index_copy, torch.Tensor.index_copy_,
+    torch.Tensor.__setitem__,
+}  # fmt: skip
+_SEEN = _PICKS | _PIECES.keys() | _SORTS | _PACKING | _PLACES | _WRITES | _FOLDS
 # Whatever may put rows into another order.
 _MOVING = frozenset(_SEEN | _TURNS | _JOINS | {torch.where})
 _OURS = frozenset({TrackedTensor, Tensor, torch.nn.Parameter})
@@ -121,6 +128,8 @@ class RowTracker(TorchFunctionMode):
         self._columns: Any = _torch.weak_table()
         # Those whose rows were taken for the samples' because there are as many; positions may be, or a constant table.
         self._guessed: Any = _torch.weak_table()
+        # Inputs whose samples were put behind their positions, and then folded with these.
+        self._alternating: Any = _torch.weak_table()
         self._dummy = False
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
@@ -302,6 +311,8 @@ class RowTracker(TorchFunctionMode):
         elif func in _SORTS:
             if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
                 self._rows[outputs[0]] = UNKNOWN_ORDER
+        elif func in _FOLDS:
+            return self._note_fold(base, outputs[0])
         else:
             return func in _PIECES and self._note_pieces(func, args, kwargs, outputs)
         return True
@@ -412,9 +423,14 @@ class RowTracker(TorchFunctionMode):
             note(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows, self._batch_size))
 
     def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
-        """Note the order of the sequences of a padded batch on axis 1, as the packing of a sequence sorts them."""
+        """Note the samples of sequences on axis 1: as the packing of a batch sorts them, or of ``x[None, index]``."""
         if func is torch.Tensor.index_select and args[1:2] == (1,) and args[0].shape[1] == self._batch_size:
             self._columns[output] = args[2].cpu()
+        index = args[1] if func is torch.Tensor.__getitem__ and not self._axis else ()
+        if isinstance(index, tuple) and index[:1] == (None,):
+            rows, picked = self._known(args[0]), index[1] if len(index) > 1 else None
+            if rows is not None and rows is not UNKNOWN_ORDER and isinstance(picked, Tensor) and picked.dim() == 1:
+                self._columns[output] = rows[picked.to(rows.device)]
 
     def _known(self, base: Tensor) -> Tensor | None:
         """Return the sample of each row of a tensor that is about to be reordered; None where it has no such rows."""
@@ -426,7 +442,9 @@ class RowTracker(TorchFunctionMode):
         return rows if rows is not None else self._folded(base)
 
     def _folded(self, base: Tensor) -> Tensor | None:
-        """Return the sample of each row of ``x.reshape(-1, d)``; None where the memory is not that of ``(B, T, d)``."""
+        """Return the sample of each row of ``x.reshape(-1, d)``; None where ``x`` is no input, or one turned around."""
+        if base in self._alternating:
+            return torch.arange(base.shape[0], device=base.device) % self._batch_size
         if self._axis or base.shape[0] % self._batch_size or not base.is_contiguous():
             return None
         wholes = [
@@ -437,6 +455,25 @@ class RowTracker(TorchFunctionMode):
             if same and self._arranged(whole) is not None:
                 return torch.arange(base.shape[0], device=base.device) // (base.shape[0] // self._batch_size)
         return None
+
+    def fold_of(self, tensor: Tensor) -> str:
+        """Return how positions and samples of an input were folded into rows outside the graph; empty if unknown."""
+        if not tensor.dim() or self._rows.get(tensor) is not None:
+            return ""
+        return "minor" if tensor in self._alternating else "major" if self._folded(tensor) is not None else ""
+
+    def _note_fold(self, base: Tensor, folded: Tensor) -> bool:
+        """Note how axes of an input were folded; False where that is not known."""
+        whole, size = _torch.base_of(base), self._batch_size
+        if base in self._columns and list(base.shape[:2]) == [1, *folded.shape[:1]]:
+            self._rows[folded] = self._columns[base]
+            return True
+        if whole is None or id(whole) not in self._came_in or self._axis or not folded.dim():
+            return False
+        turned = base.shape[1:2] == whole.shape[:1] == (size,) and base.stride(1) == whole.stride(0) != base.stride(0)
+        if turned and folded.shape[0] == base.shape[0] * size and whole.numel() == base.numel():
+            self._alternating[folded] = True
+        return False
 
     def _may_be_folded(self, base: Tensor) -> bool:
         """Return whether rows outside the graph may be several of each sample, in an order that is not known."""

@@ -517,26 +517,40 @@ def _placed(node: Any, number: int, left: list[int]) -> SampleAxis | None:
     few = rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1]))
     if few and (written[0] is None or INDEX_KEY not in node.metadata):
         return None
-    index, values = _index_of_places(node), sample_axis_at(written, left)
+    values = sample_axis_at(written, left)
+    if rows is None and values is not None and values is not LOST and not _writes_along(node, values.axis):
+        return _passed(written, values, node, number)
+    placed = _at_places(node, values, rows, after[0])
     # Among constants a few rows in an unknown order are left to sizes.
-    lost = None if few else LOST
+    return LOST if placed is None and not few else placed
+
+
+def _at_places(node: Any, values: SampleAxis | None, rows: SampleAxis | None, size: int) -> SampleAxis | None:
+    """Return the rows of a value with some written among ``rows``, those of constants if None; None if unknown."""
+    index = _index_of_places(node)
     if index is None or values is None or values is LOST:
-        return lost
+        return None
     samples = values.samples().to(index.device)
     if values.entries == 1:
         samples = samples[:1].expand(index.numel())
     elif values.axis or index.numel() != values.size:
-        return lost
+        return None
     if rows is not None:
         # Each row where that sample has one.
         alike = not rows.axis and torch.equal(rows.samples().to(index.device)[index], samples)
-        return rows if alike else LOST
-    if after[0] == values.num_samples and torch.equal(index, samples):
+        return rows if alike else None
+    batch_size = values.num_samples
+    several = 0 if not batch_size or size % batch_size else size // batch_size
+    if several:
         # Each row where the batch has that sample, beside what is in the batch's order or in none.
-        return SampleAxis(0, 1, after[0], 1)
+        together, alternating = torch.equal(index // several, samples), torch.equal(index % batch_size, samples)
+        if together and (several == 1 or not alternating):
+            return SampleAxis(0, 1, batch_size, several)
+        if alternating and not together:
+            return SampleAxis(0, several, batch_size, 1)
     # Each row once: where no other one is left.
-    once = torch.equal(index.sort().values, torch.arange(after[0], device=index.device))
-    return SampleAxis(0, 1, len(samples), 1, samples[index.argsort()], values.num_samples) if once else lost
+    once = torch.equal(index.sort().values, torch.arange(size, device=index.device))
+    return SampleAxis(0, 1, len(samples), 1, samples[index.argsort()], batch_size) if once else None
 
 
 def is_written(node: Any) -> bool:

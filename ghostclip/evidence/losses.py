@@ -36,6 +36,11 @@ _NO_SUM: Final = (
     "the loss is no sum over samples: several samples enter '{}' together, so removing one changes every other's "
     "gradient and no bound holds. {}"
 )
+_VIEWS: Final = (
+    " The model was called on {} rows, and values of {} rows were made of its outputs: if it was given several rows of "
+    "each record together (views, or an anchor, a positive and a negative, put into one batch by torch.cat), call it "
+    "once for each of them, za, zp, zn = model(a), model(p), model(n)."
+)
 _OUTSIDE: Final = (
     "the loss multiplies what was averaged over the samples by a trainable parameter of shape {} (a learned variance, "
     "a weight of tasks, a temperature), outside of the model's forward: its gradient could not be clipped per sample. "
@@ -128,7 +133,9 @@ class LossRows:
                 raise UncoveredParameterError(_OUTSIDE.format(tuple(leaf.shape)))
         if not tried:
             raise LossReductionError(_NO_SUM.format(in_words(end.name), self._advice))
-        raise SampleMixingError(f"{MIXED.format(self._where(end))} {self._advice}")
+        rows, size = (*(shape_at(end.edges[0]) or ()), 0)[0], self._forward.batch_size
+        views = _VIEWS.format(size, rows) if 0 < rows < size and size % rows == 0 else ""
+        raise SampleMixingError(f"{MIXED.format(self._where(end))}{views} {self._advice}")
 
     def _where(self, ends: Ends) -> str:
         """Name the operation that brings samples together, as far as the graph tells."""

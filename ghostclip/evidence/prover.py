@@ -422,16 +422,19 @@ class Evidence:
     def _read(
         self, capture: CaptureContext, call: ModuleCall, output: Any, read_again: Callable[[], Any]
     ) -> tuple[Any, int, list[Tensor], frozenset[int], Probe | None]:
-        """Probe a forward; where what sizes suggested of it is wrong, ask shapes, and read it once more."""
+        """Probe a forward; where sizes suggested what is wrong, read it once more: by shapes, or by what was shown."""
         # Returns its output, the number of the first node of the graph behind it, and what `_looked_at` does.
         forward, begun = capture.forward, _torch.next_order()
         parts, tracked, probe = self._looked_at(capture, output)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
+        # What was shown of folded data may say how layers behind it are to be read.
+        again = any(site.chosen is not None and site.chosen[0] in FOLDED for site, _ in forward.uses)
         if failed and forward.guessed and forward.resized is None:
             forward.resized = self._resized(capture, call)
-            if forward.resized is not None:
-                output, begun = read_again(), _torch.next_order()
-                parts, tracked, probe = self._looked_at(capture, output)
+            again = forward.resized is not None
+        if failed and again:
+            output, begun = read_again(), _torch.next_order()
+            parts, tracked, probe = self._looked_at(capture, output)
         return output, begun, parts, tracked, probe
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:

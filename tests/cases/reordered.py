@@ -250,6 +250,55 @@ def _gated(name: str, write: Callable[[Tensor, Tensor, nn.Module], Tensor]) -> C
     )
 
 
+class _OnData(nn.Module):
+    """What a parameter makes of data alone is taken apart, put into another order and put back."""
+
+    def __init__(self, first: Callable[["_OnData", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.p, self.inner = first, nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+        self.parts, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self, x)
+        x = x + torch.cat([self.parts(part) for part in x.chunk(2)]).tanh()
+        order = x.flatten(1).sum(1).argsort()
+        return self.head(x[order])[order.argsort()]
+
+    def positions(self, x: Tensor) -> Tensor:
+        return x + self.p
+
+    def token(self, x: Tensor) -> Tensor:
+        return torch.cat([self.p[None, :1].expand(len(x), -1, -1), x], 1)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.p[:1].repeat(len(x), 1)[:, None]
+
+    def scattered(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        return x + torch.zeros_like(h).scatter_add(1, h.sum(-1, keepdim=True).argsort(1).expand_as(h), h.tanh())
+
+    def folded(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.reshape(-1, 4)).view(x.shape)
+
+    def folded_turned(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.transpose(0, 1).reshape(-1, 4)).view(-1, len(x), 4).transpose(0, 1)
+
+    def routed(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 4)
+        hit = self.inner(flat).sum(1) > 0
+        out = torch.zeros_like(flat)
+        for layer, mask in ((self.parts, hit), (self.inner, ~hit)):
+            index = mask.nonzero().squeeze(-1)
+            out = out.index_add(0, index, layer(flat[index]) * self.p[:1])
+        return x + out.view(x.shape)
+
+
+_ON_DATA = {
+    name: getattr(_OnData, name)
+    for name in ("positions", "token", "scaled", "scattered", "folded", "folded_turned", "routed")
+}
+
+
 class _Cells(nn.Module):
     """A batch sorted by length, of which each step runs the sequences that are not over, from a state of zeros."""
 
@@ -297,6 +346,10 @@ CASES = [
     Case("windows_before_samples", _Windows, lambda: {"x": torch.randn(5, 4, 4)}, on_x),
     Case("windows_before_two_samples", _Windows, lambda: {"x": torch.randn(2, 4, 4)}, on_x),
     *(_gated(name, write) for name, write in _WRITTEN.items()),
+    *(
+        Case(f"picked_of_data_{name}", partial(_OnData, first), lambda: {"x": torch.randn(5, 3, 4)}, on_x)
+        for name, first in _ON_DATA.items()
+    ),
     _cells("ids", lambda: nn.Embedding(11, 6), nn.GRUCell),
     _cells("ids", lambda: nn.Embedding(11, 6), nn.LSTMCell),
     _cells("features", lambda: nn.Linear(4, 6), nn.GRUCell),

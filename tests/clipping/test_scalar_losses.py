@@ -279,6 +279,11 @@ REFUSALS = {
         lambda o, b: functional.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0), margin=9.0),
         "loss of one sample depends",
     ),
+    "views_put_together": (
+        lambda: {key: value.repeat_interleave(6, 0)[:6] for key, value in _rows().items()},
+        lambda o, b: functional.triplet_margin_loss(*o.chunk(3), margin=9.0),
+        "of 2 rows were made of its outputs.* call it once for each",
+    ),
     "pairs": (_rows, lambda o, b: _pairwise(o).sum() / len(o), "loss of one sample depends"),
     "pairs_in_a_loop": (
         _rows,
