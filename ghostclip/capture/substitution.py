@@ -27,6 +27,11 @@ from ghostclip.errors import SampleMixingError, UncoveredParameterError, Unsuppo
 # The table of a module, a key in it, the parameter that it holds there, and what stands for it in a forward.
 _Place: TypeAlias = tuple[dict[str, Any], str, nn.Parameter, TrackedTensor]
 _is_trained: Final = attrgetter("requires_grad")
+_COMPILED: Final = (
+    "the loss goes through a function that torch.compile has compiled so that its backward can run once alone, as it "
+    "gives the memory of what it saved away: whether it takes samples together cannot be looked at. Compile the model "
+    "alone, or set torch._functorch.config.donated_buffer = False before the function is called for the first time."
+)
 
 
 @dataclass(eq=False)
@@ -362,6 +367,8 @@ def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Se
     try:
         return list(torch.autograd.grad(roots, ends, list(grads), retain_graph=True, allow_unused=True))
     except RuntimeError as error:
+        if "donated" in str(error):
+            raise UnsupportedModelError(_COMPILED) from error
         if "use_reentrant=True" not in str(error):
             raise
     # Reentrant checkpointing accepts a full backward only.

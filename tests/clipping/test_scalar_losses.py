@@ -3,13 +3,22 @@
 Every accepted loss is compared with one sample at a time in float64.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config
 from torch.nn import functional
 
 import ghostclip
-from ghostclip.errors import BatchAxisError, LossReductionError, SampleMixingError, UncoveredParameterError
+from ghostclip.errors import (
+    BatchAxisError,
+    LossReductionError,
+    SampleMixingError,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
 from tests.reference import clip_and_sum, per_sample_gradients, take, whole_norm
 
 B, T, V, F = 5, 3, 4, 6
@@ -324,6 +333,25 @@ def test_refused_loss(name, strategy):
     with pytest.raises(REFUSED, match=says):
         _back(model, clipper, loss, data())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("donates", [True, False])
+def test_a_compiled_loss_is_refused_where_its_backward_runs_once_alone(donates):
+    batch = _rows()
+    torch.compiler.reset()
+    each = torch.compile(lambda o, y: functional.cross_entropy(o, y, reduction="none"), backend="aot_eager")
+    per_sample = per_sample_gradients(_model(), batch, lambda m, b: _each(m(b["x"]), b), axes={})
+    wanted = clip_and_sum(per_sample)
+    model, clipper = _attached("auto", wanted.max_grad_norm)
+    refused = pytest.raises(UnsupportedModelError, match="donated_buffer = False") if donates else nullcontext()
+    with config.patch(donated_buffer=donates), refused:
+        # By a plain step, whose graph does not stay.
+        each(_model()(batch["x"]), batch["y"]).sum().backward()
+        clipper.backward(each(model(batch["x"]), batch["y"]))
+    if not donates:
+        sums = {name: p.grad for name, p in model.named_parameters()}
+        torch.testing.assert_close(sums, wanted.clipped, rtol=1e-9, atol=1e-12)
 
 
 def _thresholds(o, b):
