@@ -10,11 +10,11 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ghostclip._files import BLACK, BLUE, PALE, picture, reason_of
+from ghostclip._files import BLACK, BLUE, PALE, picture
 from ghostclip._validate import refuse_any
 from ghostclip.commands.options import DELTA, FILE, Options, require_files, write_json
 from ghostclip.errors import DataError, InvalidOptionError
@@ -202,7 +202,6 @@ EPSILON: Final[Options] = {
     **_MECHANISM,
     "--segment": {"nargs": 3, "type": float, "action": "append", "metavar": ("S", "Q", "T"), "default": [], "help":
                   "noise multiplier, sample rate and steps of one part of the training; may be given several times"},
-    "--schedule": {**FILE, "help": "segments from a file, one in each line, or JSON"},
 }  # fmt: skip
 
 
@@ -219,7 +218,7 @@ def run_epsilon(args: dict[str, Any]) -> int:
     """
     require_files(args)
     sigma, rate, steps = _mechanism(args)
-    segments = [*([] if args["schedule"] is None else _read(args["schedule"])), *map(_segment, args["segment"])]
+    segments = [*map(_segment, args["segment"])]
     for number, (noise, share, _) in enumerate(segments, start=1):
         _require_noise(f"segment {number}: noise multiplier", noise)
         _require_rate(f"segment {number}: sample rate {share:g}", share)
@@ -233,39 +232,18 @@ def run_epsilon(args: dict[str, Any]) -> int:
             "--steps or --epochs": steps,
         }  # fmt: skip
         missing = "; ".join(name for name, value in wanted.items() if value is None)
-        raise InvalidOptionError(f"{missing}: needed (or --segment, or --schedule).")
+        raise InvalidOptionError(f"{missing}: needed (or --segment).")
     else:
         segments.insert(0, (sigma, rate, steps))
     return _release(args, segments)
 
 
-def _segment(row: Iterable[Any]) -> Segment:
+def _segment(row: Sequence[float]) -> Segment:
     """Return σ, q and steps; a part of a step is none, and cutting it off would count too few."""
-    sigma, rate, steps = map(float, row)
+    sigma, rate, steps = row
     if not steps.is_integer():
         raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
     return sigma, rate, int(steps)
-
-
-def _read(path: Path) -> list[Segment]:
-    """Return segments of a file: JSON [[sigma, q, steps], ...], or lines "sigma q steps", commas and # comments."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--schedule {path}: cannot be read ({reason_of(error)}).") from error
-    except UnicodeDecodeError:
-        raise DataError(f"--schedule {path}: is no text in UTF-8.") from None
-    try:
-        if text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            rows = [line.split("#")[0].replace(",", " ").split() for line in text.splitlines()]
-        segments = [_segment(row) for row in filter(None, rows)]
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
-    if not segments:
-        raise DataError(f"{path}: holds no segment.")
-    return segments
 
 
 CALIBRATE: Final[Options] = {

@@ -65,14 +65,6 @@ def test_the_ending_says_the_format(command, scores, tmp_path, ending, start):
     assert path.read_bytes().startswith(start)
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
-def test_a_schedule_that_cannot_be_read(command, tmp_path, content):
-    path = tmp_path / "schedule.txt"
-    if content is not None:
-        path.write_bytes(content)
-    assert_one_line(command("epsilon", "--schedule", path), str(path))
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_checkpoint_on_a_full_disk_leaves_the_one_before(tmp_path):
     path = tmp_path / "state.pt"
@@ -182,8 +174,7 @@ def test_a_script_that_ends_the_program_is_one_line(command, tmp_path, monkeypat
     ("words", "part"),
     [
         (["gpt22"], "did you mean 'gpt2'?"),
-        (["gpt2", "--batch", "x"], "go with a factory"),
-        (["gpt2", "--input-shape", "3"], "go with a factory"),
+        (["gpt2", "--batch-axis", "1"], "goes with a factory"),
         ([""], "MODEL is empty"),
     ],
 )
