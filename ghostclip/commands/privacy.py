@@ -6,7 +6,6 @@ scores of an attack prove.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import warnings
@@ -317,7 +316,8 @@ def run_ledger(args: dict[str, Any]) -> int:
         raise DataError(f"{path}: no such file; expected the ledger of a training.")
     require_files(args)
     # Its chain is verified when it is read. A training may write on meanwhile: ε is then of more lines, never of fewer.
-    parts = _by_mechanism(path, lines=LedgerFile(path).place()["lines"])
+    ledger = LedgerFile(path)
+    parts = [{**said, "releases": count} for said, count in zip(ledger.mechanisms, ledger.counts, strict=True) if count]
     bounds = PrivacyEngine(ledger=path).epsilon_bounds(delta)
     releases = sum(part["releases"] for part in parts)
     if str(args["json"]) != "-":
@@ -332,18 +332,6 @@ def run_ledger(args: dict[str, Any]) -> int:
     values = {"epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta}
     write_json(args["json"], {"ledger": str(path), "releases": releases, **values, "mechanisms": parts})
     return 0
-
-
-def _by_mechanism(path: Path, lines: int) -> list[dict[str, Any]]:
-    """Return the mechanisms of so many verified lines in order, each with the number of releases under it."""
-    parts: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines()[:lines]:
-        entry = json.loads(line.rpartition("\t")[0])
-        if "mechanism" in entry:
-            parts.append({**entry["mechanism"], "releases": 0})
-        elif "run" in entry:
-            parts[-1]["releases"] += 1
-    return [part for part in parts if part["releases"]]
 
 
 EXIT_CONTRADICTED = 3
