@@ -9,6 +9,7 @@ Shape letters: B samples, ``*P`` a parameter's own shape.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -170,13 +171,13 @@ def per_sample_gradient_report(  # noqa: PLR0913 - as above
     largest = max((float(grad.abs().max()) for grad in wanted.values() if grad.numel()), default=0.0)
     dtype = next(iter(wanted.values())).dtype
     relative = RTOL.get(dtype, 1e-4) if rtol is None else rtol
-    allowed = _Allowed(relative, relative * largest if atol is None else atol)
+    absolute = relative * largest if atol is None else atol
     rows: list[Comparison] = []
     for name in strategies:
         for reduction in reductions:
             run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
             with uncompared():
-                rows += run.compared(x, wanted, allowed)
+                rows += run.compared(x, wanted, relative, absolute)
     return LayerReport(tuple(rows))
 
 
@@ -253,17 +254,6 @@ def compute_grad_sample(
     return run.grad_samples
 
 
-@dataclass(frozen=True)
-class _Allowed:
-    """The difference that rounding explains."""
-
-    relative: float
-    absolute: float
-
-    def of(self, wanted: Tensor) -> float:
-        return self.absolute + self.relative * (float(wanted.abs().max()) if wanted.numel() else 0.0)
-
-
 class _Run:
     """One strategy on a copy of the module."""
 
@@ -288,35 +278,31 @@ class _Run:
                 self.grad_samples[name] = parameter.grad_sample  # type: ignore[attr-defined]
         return clipper
 
-    def compared(self, x: Inputs, wanted: Mapping[str, Tensor], allowed: _Allowed) -> list[Comparison]:
+    def compared(self, x: Inputs, wanted: Mapping[str, Tensor], relative: float, absolute: float) -> list[Comparison]:
+        def difference(what: str, actual: Tensor | None, wanted: Tensor) -> Comparison:
+            actual = torch.zeros_like(wanted) if actual is None else actual.detach()
+            if actual.shape != wanted.shape:
+                return self._row(f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}", math.inf, 0.0)
+            off, size = actual.double() - wanted.double(), float(wanted.abs().max()) if wanted.numel() else 0.0
+            return self._row(what, float(off.abs().max()) if off.numel() else 0.0, absolute + relative * size)
+
         flat = torch.cat([grad.flatten(1).double() for grad in wanted.values()], 1)
         norms_B = flat.norm(dim=1)
         bound = max(float(norms_B.median()), 1e-12)
         try:
             clipper = self.backward(x, bound)
         except GhostClipError as error:
-            return [self._row(f"refused: {error}", float("inf"), 0.0)]
-        rows = [self._difference("norms", clipper.per_sample_norms, norms_B, allowed)]
+            return [self._row(f"refused: {error}", math.inf, 0.0)]
+        rows = [difference("norms", clipper.per_sample_norms, norms_B)]
         coef_B = (bound / norms_B.clamp(min=1e-300)).clamp(max=1.0)
         parameters = dict(self.module.named_parameters())
         for name, grads in wanted.items():
             clipped = torch.einsum("b,b...->...", coef_B, grads.double())
-            actual = parameters[name].grad
-            rows.append(self._difference(f"clipped sum of {name}", actual, clipped, allowed))
+            rows.append(difference(f"clipped sum of {name}", parameters[name].grad, clipped))
             if self.strategy == "hooks":
-                title = f"per-sample gradient of {name}"
-                rows.append(self._difference(title, self.grad_samples.get(name), grads, allowed))
+                rows.append(difference(f"per-sample gradient of {name}", self.grad_samples.get(name), grads))
         clipper.remove()
         return rows
-
-    def _difference(self, what: str, actual: Tensor | None, wanted: Tensor, allowed: _Allowed) -> Comparison:
-        if actual is None:
-            actual = torch.zeros_like(wanted)
-        if actual.shape != wanted.shape:
-            text = f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}"
-            return self._row(text, float("inf"), 0.0)
-        difference = (actual.detach().double() - wanted.detach().double()).abs()
-        return self._row(what, float(difference.max()) if difference.numel() else 0.0, allowed.of(wanted))
 
     def _row(self, what: str, error: float, allowed: float) -> Comparison:
         return Comparison(self.strategy, self.loss_reduction, what, error, allowed)
