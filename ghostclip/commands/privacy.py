@@ -352,7 +352,6 @@ AUDIT: Final[Options] = {
     "--claimed-epsilon": {"type": float, "metavar": "E",
                           "help": "a claim; exit status 3 if the scores contradict it"},
     "--lower-is-member": {"action": "store_true", "help": "lower scores mean included, as for losses"},
-    "--plot": {**FILE, "help": "picture of scores and ROC curve (.png, .pdf, .svg)"},
     "--json": {**FILE, "help": "write the finding as JSON; - for standard output"},
 }  # fmt: skip
 
@@ -363,8 +362,8 @@ def run_audit(args: dict[str, Any]) -> int:
     examples:
       ghostclip audit scores.csv --claimed-epsilon 3 --delta 1e-6
           canaries of one training: what their scores prove, and whether it contradicts a claim
-      ghostclip audit losses.json --lower-is-member --plot audit.png
-          losses instead of scores, and a picture
+      ghostclip audit losses.json --lower-is-member
+          losses instead of scores
       ghostclip audit runs.npz --method clopper-pearson --guesses 100
           one score of each of many independent trainings
 
@@ -373,11 +372,10 @@ def run_audit(args: dict[str, Any]) -> int:
       1.7,1
       0.2,0
     """
-    from ghostclip.audit import audit_scores, load_scores, plot_audit
+    from ghostclip.audit import audit_scores, load_scores
 
-    for name in ("plot", "json"):
-        if args[name] is not None and args[name].resolve() == args["scores"].resolve():
-            raise DataError(f"--{name} {args[name]}: would replace the scores.")
+    if args["json"] is not None and args["json"].resolve() == args["scores"].resolve():
+        raise DataError(f"--json {args['json']}: would replace the scores.")
     require_files(args)
     scores = load_scores(args["scores"])
     if args["lower_is_member"]:
@@ -386,7 +384,5 @@ def run_audit(args: dict[str, Any]) -> int:
     finding = audit_scores(scores, **{name: args[name] for name in names})
     print(finding.sentence())
     print(finding.basis())
-    if args["plot"] is not None:
-        plot_audit(scores, finding, args["plot"])
     write_json(args["json"], finding.as_dict())
     return EXIT_CONTRADICTED if finding.contradicts else 0

@@ -49,7 +49,7 @@ class JoinedOptimizer(Optimizer):
         "state: load it into",
         lambda joined: {p: state for member in joined.members for p, state in member.state.items()},
     )
-    defaults: Any = _of_members("defaults: set them on", lambda joined: joined.members[0].defaults)
+    defaults: Any = _of_members("defaults: set them on", lambda own: own.members[0].defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let all members update their parameters; return the closure's result."""

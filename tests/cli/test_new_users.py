@@ -43,7 +43,7 @@ def assert_one_line(result, *parts, status=2):
     [
         ("epsilon", "--plot", "x.docx", "the ending '.docx'; a picture ends in .png, .pdf, .svg"),
         ("calibrate", "--plot", "picture", "no ending"),
-        ("audit", "--plot", "nowhere/x.png", "there is no folder"),
+        ("epsilon", "--plot", "nowhere/x.png", "there is no folder"),
         ("epsilon", "--json", "nowhere/x.json", "there is no folder"),
         ("calibrate", "--json", "", "is a folder"),
         ("audit", "--json", "scores.csv/x", "a file, not a folder, is"),
@@ -59,9 +59,9 @@ def test_a_file_that_cannot_be_written_is_refused_first(command, scores, name, o
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".pdf", b"%PDF"), (".svg", b"<?xml"), (".PNG", b"\x89PNG")])
-def test_the_ending_says_the_format(command, scores, tmp_path, ending, start):
-    path = tmp_path / f"audit{ending}"
-    assert command("audit", scores, "--plot", path)[0] == 0
+def test_the_ending_says_the_format(command, tmp_path, ending, start):
+    path = tmp_path / f"epsilon{ending}"
+    assert command(*EPSILON, "--plot", path)[0] == 0
     assert path.read_bytes().startswith(start)
 
 
