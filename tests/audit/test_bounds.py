@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from ghostclip.audit import (
     audit_scores,
     gaussian_delta,
     gaussian_epsilon,
-    methods,
 )
 from ghostclip.audit.methods import THRESHOLDS, OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.errors import DataError, InvalidOptionError
