@@ -20,8 +20,6 @@ from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from ghostclip.accounting import Bounds
 
 
@@ -43,7 +41,7 @@ _MECHANISM: Final[Options] = {
     "--neighbours": {"choices": tuple(_RELATIONS), "default": "zero_out",
                      "help": "what two neighbouring data sets are (default: %(default)s)"},
     "--json": {**FILE, "help": "write the result as JSON; - for standard output"},
-    "--plot": {**FILE, "help": "picture of epsilon over steps and noise (.png, .pdf)"},
+    "--plot": {**FILE, "help": "picture of epsilon over steps (.png, .pdf, .svg)"},
 }  # fmt: skip
 # Its square is computed with; more noise than this has no epsilon to speak of.
 _MOST_NOISE: Final = 1e100
@@ -151,40 +149,21 @@ def _rounded(value: float, towards: Callable[[float], int]) -> str:
 
 
 def _plot(segments: list[Segment], args: dict[str, Any], path: Path) -> None:
-    """Draw ε against the steps of a training, and against the noise it might have had, each with the lower bound."""
+    """Draw ε against the steps of a training, with the lower bound."""
     total = sum(steps for _, _, steps in segments)
     at = sorted({max(1, round(total * point / _POINTS)) for point in range(1, _POINTS + 1)})
-    scales = [2.0 ** (point / 5) for point in range(-5, 6)]
-    noisier = [[(sigma * scale, rate, steps) for sigma, rate, steps in segments] for scale in scales]
-    one = len(segments) == 1
-    noise, middle = [changed[0][0] for changed in noisier] if one else scales, len(scales) // 2
-    by_steps = [_bounds(_until(segments, steps), args) for steps in at]
-    by_noise = [_bounds(changed, args) for changed in noisier]
-    here = by_steps[-1].upper
+    curve = [_bounds(_until(segments, steps), args) for steps in at]
+    here = curve[-1].upper
     this = f"this training: ε ≤ {math.ceil(here * 1e3) / 1e3:g}" if math.isfinite(here) else "this training"
-    with picture(path, size=(9, 4.0)) as figure:
-        left, right = figure.subplots(1, 2)
-        for axes, xs, curve, x in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
-            _draw_bounds(axes, xs, curve)
-            axes.plot([x], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
-            axes.set_ylabel(f"ε at δ = {args['delta']:g}")
-        left.set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
-        varied = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
-        right.set(xlabel=varied, xscale="log", yscale="log")
-        ends = (0, middle, -1)
-        right.set_xticks([noise[k] for k in ends], [f"{noise[k]:.3g}" for k in ends])
-        heights = [by_noise[k].upper for k in ends if 0 < by_noise[k].upper < math.inf]
-        right.set_yticks(heights, [f"{height:.3g}" for height in heights])
-        right.minorticks_off()
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-
-
-def _draw_bounds(axes: Axes, xs: Sequence[float], curve: Sequence[Bounds]) -> None:
-    # The bounds nearly coincide: a thin dashed line on a broad one shows both.
-    axes.plot(xs, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
-    lows = [one.lower for one in curve]
-    axes.plot(xs, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
-    axes.grid(alpha=0.3)
+    with picture(path, size=(6.0, 4.0)) as figure:
+        axes = figure.subplots()
+        # The bounds nearly coincide: a thin dashed line on a broad one shows both.
+        axes.plot(at, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
+        axes.plot(at, [one.lower for one in curve], color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
+        axes.plot([total], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
+        axes.set(xlabel="optimizer steps", ylabel=f"ε at δ = {args['delta']:g}", xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
 
 
 def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:
