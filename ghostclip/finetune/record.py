@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import textwrap
 from collections.abc import Sequence
@@ -81,20 +80,11 @@ def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality) -> dic
     }  # fmt: skip
     return {
         "schema": SCHEMA, "versions": versions,
-        "machine": {**machine(str(run.device)), "processes": run.ranks.count},
+        "machine": {"device": str(run.device), "processes": run.ranks.count},
         "options": options.recorded(), "seed": state.seed, "sessions": state.sessions, "data": run.data,
         "model": run.model_text, "strategy": used if used == options.strategy else f"{used} ({options.strategy})",
         "physical_batch": run.physical_batch, "privacy": privacy, **quality,
         "not_private": {"losses": state.losses, "samples": state.samples},
-    }  # fmt: skip
-
-
-def machine(device: str) -> dict[str, object]:
-    """Return what a run computed on, by the device's name for torch."""
-    gpu = {"gpu": torch.cuda.get_device_name(torch.device(device))} if device.startswith("cuda") else {}
-    return {
-        "device": device, "platform": platform.platform(), "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(), **gpu,
     }  # fmt: skip
 
 
