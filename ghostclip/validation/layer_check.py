@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from ghostclip import _tree
+from ghostclip._validate import options_of, takes
 from ghostclip.capture.opaque_modules import uncompared
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
@@ -89,59 +90,7 @@ def is_batch_empty(batch: Inputs) -> bool:
     return first is None or first.numel() == 0
 
 
-def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public function names every choice
-    x: Inputs,
-    module: nn.Module,
-    *,
-    batch_first: bool = True,
-    strategy: str | Sequence[str] | None = None,
-    loss_reduction: str | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    raise_if_wrong: bool = False,
-    grad_sample_mode: str | None = None,
-) -> bool:
-    """Return whether a module's per-sample gradients, their norms and clipped sums are right in every strategy.
-
-    The loss of a sample is a fixed smooth function of all the module's floating outputs. The module itself is left as
-    it is: copies are run.
-
-    Example:
-        >>> check_per_sample_gradients_are_correct(torch.randn(4, 7, 5), nn.Linear(5, 3))
-        True
-
-    Args:
-        x: A batch: a tensor, a packed sequence, or a tuple of the module's positional inputs.
-        module: The module.
-        batch_first: Whether the samples lie along axis 0 of inputs and outputs, as against axis 1.
-        strategy: One strategy or several; None for all.
-        loss_reduction: ``"mean"`` or ``"sum"``; None for both.
-        rtol: Allowed difference relative to each tensor's largest entry; None for the dtype's.
-        atol: Allowed difference whatever the size of the entries; None for ``rtol`` of the largest gradient of all.
-        raise_if_wrong: Raise instead of returning False.
-        grad_sample_mode: Opacus's name for one strategy, in place of ``strategy``.
-
-    Returns:
-        Whether all comparisons hold.
-
-    Raises:
-        InvalidOptionError: An option is unknown, or both names of the strategy are given.
-        UnsupportedModelError: Something is wrong and ``raise_if_wrong`` is set; the message is the report.
-    """
-    if grad_sample_mode is not None:
-        if strategy is not None:
-            message = f"strategy={strategy!r} and grad_sample_mode={grad_sample_mode!r} are the same; give one."
-            raise InvalidOptionError(message)
-        strategy = strategy_of(grad_sample_mode)
-    report = per_sample_gradient_report(
-        x, module, batch_first=batch_first, strategy=strategy, loss_reduction=loss_reduction, rtol=rtol, atol=atol
-    )
-    if raise_if_wrong and not report.correct:
-        raise UnsupportedModelError(f"{type(module).__name__}: {report}")
-    return report.correct
-
-
-def per_sample_gradient_report(  # noqa: PLR0913 - as above
+def per_sample_gradient_report(  # noqa: PLR0913 - the public function names every choice
     x: Inputs,
     module: nn.Module,
     *,
@@ -154,13 +103,13 @@ def per_sample_gradient_report(  # noqa: PLR0913 - as above
     """Compare and say by how much everything differs; see ``check_per_sample_gradients_are_correct``.
 
     Args:
-        x: A batch.
+        x: A batch: a tensor, a packed sequence, or a tuple of the module's positional inputs.
         module: The module.
-        batch_first: Whether the samples lie along axis 0.
+        batch_first: Whether the samples lie along axis 0 of inputs and outputs, as against axis 1.
         strategy: One strategy or several; None for all.
         loss_reduction: ``"mean"`` or ``"sum"``; None for both.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
+        rtol: Allowed difference relative to each tensor's largest entry; None for the dtype's.
+        atol: Allowed difference whatever the size of the entries; None for ``rtol`` of the largest gradient of all.
 
     Returns:
         The report. A strategy in which the engine refuses the module has a row that says why.
@@ -179,6 +128,50 @@ def per_sample_gradient_report(  # noqa: PLR0913 - as above
             with uncompared():
                 rows += run.compared(x, wanted, relative, absolute)
     return LayerReport(tuple(rows))
+
+
+@takes(*options_of(per_sample_gradient_report, "batch_first", "strategy", "loss_reduction", "rtol", "atol"))
+def check_per_sample_gradients_are_correct(
+    x: Inputs,
+    module: nn.Module,
+    *,
+    raise_if_wrong: bool = False,
+    grad_sample_mode: str | None = None,
+    options: dict[str, Any],
+) -> bool:
+    """Return whether a module's per-sample gradients, their norms and clipped sums are right in every strategy.
+
+    The loss of a sample is a fixed smooth function of all the module's floating outputs. The module itself is left as
+    it is: copies are run.
+
+    Example:
+        >>> check_per_sample_gradients_are_correct(torch.randn(4, 7, 5), nn.Linear(5, 3))
+        True
+
+    Args:
+        x: A batch: a tensor, a packed sequence, or a tuple of the module's positional inputs.
+        module: The module.
+        options: As for ``per_sample_gradient_report``: ``batch_first``, ``strategy``, ``loss_reduction``, ``rtol``,
+            ``atol``.
+        raise_if_wrong: Raise instead of returning False.
+        grad_sample_mode: Opacus's name for one strategy, in place of ``strategy``.
+
+    Returns:
+        Whether all comparisons hold.
+
+    Raises:
+        InvalidOptionError: An option is unknown, or both names of the strategy are given.
+        UnsupportedModelError: Something is wrong and ``raise_if_wrong`` is set; the message is the report.
+    """
+    if grad_sample_mode is not None:
+        if (strategy := options["strategy"]) is not None:
+            message = f"strategy={strategy!r} and grad_sample_mode={grad_sample_mode!r} are the same; give one."
+            raise InvalidOptionError(message)
+        options["strategy"] = strategy_of(grad_sample_mode)
+    report = per_sample_gradient_report(x, module, **options)
+    if raise_if_wrong and not report.correct:
+        raise UnsupportedModelError(f"{type(module).__name__}: {report}")
+    return report.correct
 
 
 def compute_microbatch_grad_sample(
