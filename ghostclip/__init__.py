@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from ghostclip.graph import GraphOptions, GraphStep
     from ghostclip.optim import DPOptimizer
     from ghostclip.rules import register_rule
-    from ghostclip.validation.check import check
+    from ghostclip.validation.check import check, find_physical_batch
     from ghostclip.validation.fixers import ModuleValidator
     from ghostclip.validation.inspection import inspect_model
-    from ghostclip.validation.physical_batch import find_physical_batch
     from ghostclip.validation.validate import validate
 
 __version__ = "0.1.0"
@@ -62,7 +61,7 @@ _HOME_OF = {
     "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
     "check": "ghostclip.validation.check",
-    "find_physical_batch": "ghostclip.validation.physical_batch",
+    "find_physical_batch": "ghostclip.validation.check",
     "get_noise_multiplier": "ghostclip.accounting",
     "inspect_model": "ghostclip.validation.inspection",
     "register_rule": "ghostclip.rules",

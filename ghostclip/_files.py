@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".pdf", ".svg")
 # Colours of Okabe and Ito, which readers who do not tell red from green tell apart; lines differ in their dashes too.
-BLUE, ORANGE, GREEN, BLACK, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#9BCBEA"
+BLUE, ORANGE, BLACK, PALE = "#0072B2", "#D55E00", "#222222", "#9BCBEA"
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

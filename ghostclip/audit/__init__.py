@@ -14,7 +14,6 @@ from ghostclip.audit.methods import (
     audit_scores,
     gaussian_delta,
     gaussian_epsilon,
-    plot_audit,
 )
 from ghostclip.audit.scores import CanaryRecorder, Scores, load_scores
 
@@ -33,5 +32,4 @@ __all__ = [
     "gaussian_epsilon",
     "load_scores",
     "mislabelled",
-    "plot_audit",
 ]

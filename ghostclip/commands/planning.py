@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from dataclasses import fields, replace
@@ -33,16 +32,6 @@ if TYPE_CHECKING:
 EXIT_REFUSED = 3
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 3,32,32") from None
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: every size must be at least 1")
-    return sizes
-
-
 INSPECT: Final[Options] = {
     "model": {"metavar": "MODEL", "help": "an architecture of transformers (gpt2, bert, vit, ...; nothing is "
               "downloaded), a local Hugging Face folder, or a Python function that returns a model or (model, batch): "
@@ -55,10 +44,6 @@ INSPECT: Final[Options] = {
     "--strategy": {"choices": ("auto", "bookkeeping", "ghost", "fast", "hooks"), "default": "auto",
                    "help": "how gradients are clipped (default: %(default)s)"},
     **TRAINABLE,
-    "--batch": {"metavar": "NAME", "default": "",
-                "help": "function beside the factory that makes a batch (default: example_batch)"},
-    "--input-shape": {"type": _shape, "metavar": "D,D,...", "default": (),
-                      "help": "shape of one sample of a factory's model, as 3,32,32"},
     "--batch-axis": {"type": int, "choices": (0, 1), "default": 0,
                      "help": "where samples lie in the inputs (default: %(default)s)"},
     **OPTIMIZER,
@@ -79,9 +64,9 @@ def run_inspect(args: dict[str, Any]) -> int:
       ghostclip inspect train.py:make_model --batch-size 16
           your own model: a function that returns it
 
-    A function in the file may make the batch: example_batch, or the one that --batch names. It may take batch_size and
-    sequence_length, and returns what the model is called with: a tensor, a tuple or list of positional arguments, or a
-    dict of keyword arguments; samples lie along axis 0 (--batch-axis):
+    A function in the file may make the batch: example_batch. It may take batch_size and sequence_length, and returns
+    what the model is called with: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments;
+    samples lie along axis 0 (--batch-axis):
 
       def make_model():
           return Classifier()

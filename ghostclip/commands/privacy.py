@@ -6,23 +6,20 @@ scores of an attack prove.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ghostclip._files import BLACK, BLUE, PALE, picture, reason_of
+from ghostclip._files import BLACK, BLUE, PALE, picture
 from ghostclip._validate import refuse_any
 from ghostclip.commands.options import DELTA, FILE, Options, require_files, write_json
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from ghostclip.accounting import Bounds
 
 
@@ -44,7 +41,7 @@ _MECHANISM: Final[Options] = {
     "--neighbours": {"choices": tuple(_RELATIONS), "default": "zero_out",
                      "help": "what two neighbouring data sets are (default: %(default)s)"},
     "--json": {**FILE, "help": "write the result as JSON; - for standard output"},
-    "--plot": {**FILE, "help": "picture of epsilon over steps and noise (.png, .pdf)"},
+    "--plot": {**FILE, "help": "picture of epsilon over steps (.png, .pdf, .svg)"},
 }  # fmt: skip
 # Its square is computed with; more noise than this has no epsilon to speak of.
 _MOST_NOISE: Final = 1e100
@@ -152,40 +149,21 @@ def _rounded(value: float, towards: Callable[[float], int]) -> str:
 
 
 def _plot(segments: list[Segment], args: dict[str, Any], path: Path) -> None:
-    """Draw ε against the steps of a training, and against the noise it might have had, each with the lower bound."""
+    """Draw ε against the steps of a training, with the lower bound."""
     total = sum(steps for _, _, steps in segments)
     at = sorted({max(1, round(total * point / _POINTS)) for point in range(1, _POINTS + 1)})
-    scales = [2.0 ** (point / 5) for point in range(-5, 6)]
-    noisier = [[(sigma * scale, rate, steps) for sigma, rate, steps in segments] for scale in scales]
-    one = len(segments) == 1
-    noise, middle = [changed[0][0] for changed in noisier] if one else scales, len(scales) // 2
-    by_steps = [_bounds(_until(segments, steps), args) for steps in at]
-    by_noise = [_bounds(changed, args) for changed in noisier]
-    here = by_steps[-1].upper
+    curve = [_bounds(_until(segments, steps), args) for steps in at]
+    here = curve[-1].upper
     this = f"this training: ε ≤ {math.ceil(here * 1e3) / 1e3:g}" if math.isfinite(here) else "this training"
-    with picture(path, size=(9, 4.0)) as figure:
-        left, right = figure.subplots(1, 2)
-        for axes, xs, curve, x in ((left, at, by_steps, at[-1]), (right, noise, by_noise, noise[middle])):
-            _draw_bounds(axes, xs, curve)
-            axes.plot([x], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
-            axes.set_ylabel(f"ε at δ = {args['delta']:g}")
-        left.set(xlabel="optimizer steps", xlim=(0, None), ylim=(0, None))
-        varied = "noise multiplier σ" if one else "factor on the noise multipliers (1: this training)"
-        right.set(xlabel=varied, xscale="log", yscale="log")
-        ends = (0, middle, -1)
-        right.set_xticks([noise[k] for k in ends], [f"{noise[k]:.3g}" for k in ends])
-        heights = [by_noise[k].upper for k in ends if 0 < by_noise[k].upper < math.inf]
-        right.set_yticks(heights, [f"{height:.3g}" for height in heights])
-        right.minorticks_off()
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-
-
-def _draw_bounds(axes: Axes, xs: Sequence[float], curve: Sequence[Bounds]) -> None:
-    # The bounds nearly coincide: a thin dashed line on a broad one shows both.
-    axes.plot(xs, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
-    lows = [one.lower for one in curve]
-    axes.plot(xs, lows, color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
-    axes.grid(alpha=0.3)
+    with picture(path, size=(6.0, 4.0)) as figure:
+        axes = figure.subplots()
+        # The bounds nearly coincide: a thin dashed line on a broad one shows both.
+        axes.plot(at, [one.upper for one in curve], color=PALE, lw=5, label="ε, upper bound")
+        axes.plot(at, [one.lower for one in curve], color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
+        axes.plot([total], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
+        axes.set(xlabel="optimizer steps", ylabel=f"ε at δ = {args['delta']:g}", xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
 
 
 def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:
@@ -202,7 +180,6 @@ EPSILON: Final[Options] = {
     **_MECHANISM,
     "--segment": {"nargs": 3, "type": float, "action": "append", "metavar": ("S", "Q", "T"), "default": [], "help":
                   "noise multiplier, sample rate and steps of one part of the training; may be given several times"},
-    "--schedule": {**FILE, "help": "segments from a file, one in each line, or JSON"},
 }  # fmt: skip
 
 
@@ -219,7 +196,7 @@ def run_epsilon(args: dict[str, Any]) -> int:
     """
     require_files(args)
     sigma, rate, steps = _mechanism(args)
-    segments = [*([] if args["schedule"] is None else _read(args["schedule"])), *map(_segment, args["segment"])]
+    segments = [*map(_segment, args["segment"])]
     for number, (noise, share, _) in enumerate(segments, start=1):
         _require_noise(f"segment {number}: noise multiplier", noise)
         _require_rate(f"segment {number}: sample rate {share:g}", share)
@@ -233,39 +210,18 @@ def run_epsilon(args: dict[str, Any]) -> int:
             "--steps or --epochs": steps,
         }  # fmt: skip
         missing = "; ".join(name for name, value in wanted.items() if value is None)
-        raise InvalidOptionError(f"{missing}: needed (or --segment, or --schedule).")
+        raise InvalidOptionError(f"{missing}: needed (or --segment).")
     else:
         segments.insert(0, (sigma, rate, steps))
     return _release(args, segments)
 
 
-def _segment(row: Iterable[Any]) -> Segment:
+def _segment(row: Sequence[float]) -> Segment:
     """Return σ, q and steps; a part of a step is none, and cutting it off would count too few."""
-    sigma, rate, steps = map(float, row)
+    sigma, rate, steps = row
     if not steps.is_integer():
         raise InvalidOptionError(f"--segment: {steps} steps; expected a whole number.")
     return sigma, rate, int(steps)
-
-
-def _read(path: Path) -> list[Segment]:
-    """Return segments of a file: JSON [[sigma, q, steps], ...], or lines "sigma q steps", commas and # comments."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--schedule {path}: cannot be read ({reason_of(error)}).") from error
-    except UnicodeDecodeError:
-        raise DataError(f"--schedule {path}: is no text in UTF-8.") from None
-    try:
-        if text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            rows = [line.split("#")[0].replace(",", " ").split() for line in text.splitlines()]
-        segments = [_segment(row) for row in filter(None, rows)]
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: expected noise multiplier, sample rate and steps in each line ({error}).") from error
-    if not segments:
-        raise DataError(f"{path}: holds no segment.")
-    return segments
 
 
 CALIBRATE: Final[Options] = {
@@ -339,7 +295,8 @@ def run_ledger(args: dict[str, Any]) -> int:
         raise DataError(f"{path}: no such file; expected the ledger of a training.")
     require_files(args)
     # Its chain is verified when it is read. A training may write on meanwhile: ε is then of more lines, never of fewer.
-    parts = _by_mechanism(path, lines=LedgerFile(path).place()["lines"])
+    ledger = LedgerFile(path)
+    parts = [{**said, "releases": count} for said, count in zip(ledger.mechanisms, ledger.counts, strict=True) if count]
     bounds = PrivacyEngine(ledger=path).epsilon_bounds(delta)
     releases = sum(part["releases"] for part in parts)
     if str(args["json"]) != "-":
@@ -354,18 +311,6 @@ def run_ledger(args: dict[str, Any]) -> int:
     values = {"epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta}
     write_json(args["json"], {"ledger": str(path), "releases": releases, **values, "mechanisms": parts})
     return 0
-
-
-def _by_mechanism(path: Path, lines: int) -> list[dict[str, Any]]:
-    """Return the mechanisms of so many verified lines in order, each with the number of releases under it."""
-    parts: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines()[:lines]:
-        entry = json.loads(line.rpartition("\t")[0])
-        if "mechanism" in entry:
-            parts.append({**entry["mechanism"], "releases": 0})
-        elif "run" in entry:
-            parts[-1]["releases"] += 1
-    return [part for part in parts if part["releases"]]
 
 
 EXIT_CONTRADICTED = 3
@@ -386,7 +331,6 @@ AUDIT: Final[Options] = {
     "--claimed-epsilon": {"type": float, "metavar": "E",
                           "help": "a claim; exit status 3 if the scores contradict it"},
     "--lower-is-member": {"action": "store_true", "help": "lower scores mean included, as for losses"},
-    "--plot": {**FILE, "help": "picture of scores and ROC curve (.png, .pdf, .svg)"},
     "--json": {**FILE, "help": "write the finding as JSON; - for standard output"},
 }  # fmt: skip
 
@@ -397,8 +341,8 @@ def run_audit(args: dict[str, Any]) -> int:
     examples:
       ghostclip audit scores.csv --claimed-epsilon 3 --delta 1e-6
           canaries of one training: what their scores prove, and whether it contradicts a claim
-      ghostclip audit losses.json --lower-is-member --plot audit.png
-          losses instead of scores, and a picture
+      ghostclip audit losses.json --lower-is-member
+          losses instead of scores
       ghostclip audit runs.npz --method clopper-pearson --guesses 100
           one score of each of many independent trainings
 
@@ -407,11 +351,10 @@ def run_audit(args: dict[str, Any]) -> int:
       1.7,1
       0.2,0
     """
-    from ghostclip.audit import audit_scores, load_scores, plot_audit
+    from ghostclip.audit import audit_scores, load_scores
 
-    for name in ("plot", "json"):
-        if args[name] is not None and args[name].resolve() == args["scores"].resolve():
-            raise DataError(f"--{name} {args[name]}: would replace the scores.")
+    if args["json"] is not None and args["json"].resolve() == args["scores"].resolve():
+        raise DataError(f"--json {args['json']}: would replace the scores.")
     require_files(args)
     scores = load_scores(args["scores"])
     if args["lower_is_member"]:
@@ -420,7 +363,5 @@ def run_audit(args: dict[str, Any]) -> int:
     finding = audit_scores(scores, **{name: args[name] for name in names})
     print(finding.sentence())
     print(finding.basis())
-    if args["plot"] is not None:
-        plot_audit(scores, finding, args["plot"])
     write_json(args["json"], finding.as_dict())
     return EXIT_CONTRADICTED if finding.contradicts else 0

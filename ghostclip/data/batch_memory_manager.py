@@ -8,7 +8,6 @@ beside it that could outlive an aborted loop or run ahead of prefetching workers
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -204,7 +203,6 @@ class BatchMemoryManager:
         data_loader: The loader of logical batches, as `PrivacyEngine.make_private` returns it.
         max_physical_batch_size: The largest physical batch, or "auto".
         optimizer: The private optimizer.
-        trial_step: Of no effect, and warns: real batches are measured.
         memory_budget: Bytes that "auto" may fill on top of what is in use; None for half of what is available.
 
     Raises:
@@ -231,7 +229,6 @@ class BatchMemoryManager:
         data_loader: DataLoader[Any],
         max_physical_batch_size: int | str,
         optimizer: DPOptimizer,
-        trial_step: Callable[[int], object] | None = None,
         memory_budget: int | None = None,
     ) -> None:
         optimizer = private_optimizer(optimizer)
@@ -249,9 +246,6 @@ class BatchMemoryManager:
                 "max_physical_batch_size='auto' with a model that several ranks hold in parts: each would find its own "
                 "size, and they must run the model equally often. Give a number, the same on every rank."
             )
-        if trial_step is not None:
-            message = "trial_step: of no effect, as max_physical_batch_size='auto' measures the first real batches."
-            warnings.warn(message, DeprecationWarning, stacklevel=3)
         self._memory_budget = memory_budget
 
     @property

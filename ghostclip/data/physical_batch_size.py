@@ -48,14 +48,14 @@ class BatchSizeSearch:
     # then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
     # comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
     # counts.
-    def __init__(self, *, upper: int, limit: int | None, start: int = 1) -> None:
+    def __init__(self, *, upper: int, limit: int | None) -> None:
         self._upper = _validate.positive_int(upper, "upper")
         self._limit = limit
         self._largest = 0
         self._peak = 0
         self._too_large = self._upper + 1
         self._bytes_per_sample = 0.0
-        self.size = min(start, self._upper)
+        self.size = 1
 
     @property
     def settled(self) -> bool:

@@ -1,4 +1,4 @@
-"""The main job, in order: check, plan, train privately, compare, write the results.
+"""The main job, in order: check, plan, train privately, write the results.
 
 Everything that can be refused is refused before the output folder is touched.
 """
@@ -21,7 +21,7 @@ from ghostclip.finetune import run as files
 from ghostclip.finetune.models import require_known_model
 from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
 from ghostclip.finetune.ranks import Ranks, joined, require_same
-from ghostclip.finetune.record import compared_costs, plan_text, record_of, result_text, write_all
+from ghostclip.finetune.record import plan_text, record_of, result_text, write_all
 from ghostclip.finetune.run import FinetuneRun, RunState
 from ghostclip.finetune.samples import stay_local
 from ghostclip.terminal import Working
@@ -74,10 +74,6 @@ def _options(args: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunSt
     options = FinetuneOptions(**args)
     if not options.resume:
         require_together(args)
-    if ranks.count > 1 and args.get("comparison_steps"):
-        raise InvalidOptionError(
-            "--comparison-steps: a run of several processes is compared with nothing; leave it out"
-        )
     choose = partial(files.choose_folder, args.get("output"), resume=options.resume)
     args = {**args, "output": from_first("output folder", choose)}
     if options.resume:
@@ -155,12 +151,11 @@ def _train(run: FinetuneRun, trainer: FinetuneTrainer) -> None:
 
 
 def _write(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
-    """Evaluate, compare, write checkpoint, plot and record; then the run cannot be resumed any more."""
+    """Evaluate, write checkpoint, plot and record; then the run cannot be resumed any more."""
     with Working("evaluating"), trainer.averaged():
         after = run.evaluate()
         files.save_model(run)
-        costs = compared_costs(run, trainer)
-    record = record_of(run, trainer, after, costs)
+    record = record_of(run, trainer, after)
     if run.ranks.is_first:
         write_all(run, record, after)
         files.forget_resume(run.output)

@@ -1,22 +1,19 @@
 """The model of a run, and what is measured of it beside the private training.
 
-A small one is built with random weights, or a pretrained one is loaded by name or folder, adapters added. Tried and
-measured are that it can be private, held-out quality, and costs.
+A small one is built with random weights, or a pretrained one is loaded by name or folder, adapters added. That it can
+be private is tried, and held-out quality is measured.
 
 Privacy:
-    Dummy samples stand for private ones; ordinary steps are taken of them alone, after the model was written. What is
-    measured on held-out samples is not protected.
+    Dummy samples stand for private ones. What is measured on held-out samples is not protected.
 
 Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -25,7 +22,6 @@ from torch.utils.data import DataLoader, Subset
 
 import ghostclip
 from ghostclip._files import reason_of
-from ghostclip._memory import peak_bytes
 from ghostclip.clipper import Strategy
 from ghostclip.clipping.options import factor_dtype_of
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size, largest_batch
@@ -256,45 +252,3 @@ def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
         )
     model.zero_grad(set_to_none=True)
     return physical
-
-
-def ordinary_cost(model: PreTrainedModel, width: int, options: FinetuneOptions, physical: int) -> dict[str, Any]:
-    """Take ordinary, non-private steps on dummy samples, in parts as large as those of private steps."""
-    device, size, timed, peak = next(model.parameters()).device, options.batch_size, list[tuple[int, float]](), None
-    optimizer = adamw(model.train(), options.rate)
-    samples = dummy_samples(size, width, model, options)
-    parts = [{name: value[at : at + physical] for name, value in samples.items()} for at in range(0, size, physical)]
-
-    def compute() -> None:
-        for part in parts:
-            loss = sample_losses(model, part, options.dtype)[0].sum() / size
-            loss.backward()
-            float(loss.detach())  # the private loop reads its loss too, which waits for the device
-
-    for number in range(-2, options.comparison_steps):
-        began = time.perf_counter()
-        # The first step warms up; the second is slowed by the memory profiler.
-        if number == -1:
-            peak = peak_bytes(compute, device)
-        else:
-            compute()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        timed.append((size, time.perf_counter() - began))
-    return cost_of(timed[2:], peak, size, physical)
-
-
-def cost_of(timed: list[tuple[int, float]], peak: int | None, batch_size: int, physical: int) -> dict[str, Any]:
-    """Return the median time of a step, of (samples, seconds) scaled to an expected batch, and its memory."""
-    rates = [seconds / samples for samples, seconds in timed if samples > 0]
-    return {
-        "seconds_per_step": batch_size * median(rates) if rates else None,
-        "timed_steps": len(timed),
-        "peak_bytes_above_weights_and_optimizer": peak,
-        "physical_batch": physical,
-    }
-
-
-def adamw(model: nn.Module, rate: float) -> torch.optim.AdamW:
-    """Return the optimizer of compared steps, as private ones have it: weight decay would pull against the noise."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)

@@ -42,7 +42,7 @@ TOY_CONTEXT, DEFAULT_CONTEXT = 64, 128
 # Peaks of AdamW under noise: random weights have far to go, adapters move little, pretrained weights are soon lost.
 TOY_RATE, LORA_RATE, FULL_RATE = 6e-3, 1e-3, 2e-4
 # What these decide does not enter the mechanism or the model, so an interrupted run may go on with other values.
-CHANGEABLE_ON_RESUME: Final = {"device", "mesh", "physical_batch_size", "comparison_steps", "checkpoint_seconds"}
+CHANGEABLE_ON_RESUME: Final = {"device", "mesh", "physical_batch_size", "checkpoint_seconds"}
 # These say where and how to start, not what the run is.
 NOT_RECORDED: Final = {"output", "overwrite", "resume"}
 
@@ -164,9 +164,6 @@ class FinetuneOptions:
     output: Path = _option(Path("ghostclip-run"), "where checkpoint, plot and record go", "DIR")  # noqa: RUF009
     overwrite: bool = _option(False, "replace the run in an output folder that is not empty")
     resume: bool = _option(False, "continue the interrupted run in the output folder, to the same epsilon")
-    comparison_steps: int = _option(
-        0, "non-private steps on random tokens, measured after the private ones: a rough comparison", "N", _least(0)
-    )
     checkpoint_seconds: float = _option(60.0, "time between two resume points", "S", _POSITIVE)
 
     @property

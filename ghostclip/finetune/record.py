@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
@@ -22,8 +21,7 @@ import torch
 
 import ghostclip
 from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, write_text
-from ghostclip._memory import is_out_of_memory
-from ghostclip.finetune.models import Quality, cost_of, ordinary_cost
+from ghostclip.finetune.models import Quality
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, assumptions
 from ghostclip.finetune.samples import labels_of
@@ -32,7 +30,7 @@ from ghostclip.privacy.summary import rounded_down, rounded_up
 if TYPE_CHECKING:
     from ghostclip.finetune.training import FinetuneTrainer
 
-SCHEMA = 2
+SCHEMA = 3
 # The curve of ε has at most so many points, as each takes time.
 _POINTS = 40
 _CARD = """---
@@ -63,28 +61,8 @@ Written by ghostclip {version}. What must not be shared lies in the folder `priv
 """
 
 
-def compared_costs(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
-    """Return what private steps took and ordinary ones take; they spoil the model, which was written before."""
-    options, physical, ordinary, missing = run.options, trainer.physical_batch, None, None
-    if run.ranks.count > 1:
-        missing = "not measured (several processes)"
-    elif not options.comparison_steps:
-        missing = "not measured (--comparison-steps 0)"
-    elif not physical:
-        missing = "not measured (this session took no private step)"
-    else:
-        try:
-            ordinary = ordinary_cost(run.model, run.width, options, physical)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            missing = "not measured (out of memory)"
-    private = cost_of(trainer.timed, trainer.peak, options.batch_size, physical)
-    return {"private": private, "ordinary": ordinary, "ordinary_missing": missing}
-
-
-def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality, costs: dict[str, Any]) -> dict[str, Any]:
-    """Return what was asked, what was done, what it cost, and what the numbers hold under, as plain values."""
+def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality) -> dict[str, Any]:
+    """Return what was asked, what was done, and what the numbers hold under, as plain values."""
     options, mechanism, state, engine = run.options, run.mechanism, run.state, trainer.privacy_engine
     # The engine's own account, not the plan: it counted what was released.
     bounds, used = engine.epsilon_bounds(mechanism.delta), trainer.clipper.resolve_strategy()
@@ -102,20 +80,11 @@ def record_of(run: FinetuneRun, trainer: FinetuneTrainer, after: Quality, costs:
     }  # fmt: skip
     return {
         "schema": SCHEMA, "versions": versions,
-        "machine": {**machine(str(run.device)), "processes": run.ranks.count},
+        "machine": {"device": str(run.device), "processes": run.ranks.count},
         "options": options.recorded(), "seed": state.seed, "sessions": state.sessions, "data": run.data,
         "model": run.model_text, "strategy": used if used == options.strategy else f"{used} ({options.strategy})",
-        "privacy": privacy, **quality, "cost": costs,
+        "physical_batch": run.physical_batch, "privacy": privacy, **quality,
         "not_private": {"losses": state.losses, "samples": state.samples},
-    }  # fmt: skip
-
-
-def machine(device: str) -> dict[str, object]:
-    """Return what a run computed on, by the device's name for torch."""
-    gpu = {"gpu": torch.cuda.get_device_name(torch.device(device))} if device.startswith("cuda") else {}
-    return {
-        "device": device, "platform": platform.platform(), "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(), **gpu,
     }  # fmt: skip
 
 
@@ -238,6 +207,7 @@ def result_text(run: FinetuneRun, record: dict[str, Any], unchecked: str | None)
     else:
         scores = record["held_out_accuracy"]
         quality = ("accuracy", f"{scores['before']:.1%} → {scores['after']:.1%} {held_out}")
+    where = str(run.device) if run.ranks.count == 1 else f"{run.device.type} in {run.ranks.count} processes"
     guarantee = "NONE: the noise was fixed with --unsafe-noise-seed"
     if privacy["private"]:
         guarantee = (
@@ -251,39 +221,10 @@ def result_text(run: FinetuneRun, record: dict[str, Any], unchecked: str | None)
         ("privacy", guarantee),
         *(("", f"- {line}") for line in (*privacy["assumptions"], unchecked) if line),
         *(("warning", line) for line in privacy["warnings"]),
-        *_costs(run, record),
+        ("computed", f"at most {record['physical_batch']} samples at once, clipped by {record['strategy']} on {where}"),
         ("checkpoint", f"{folder} ({adapters}{loader_of(run.options)}.from_pretrained loads it, as {CARD} shows)"),
         ("keep secret", f"{folder / PLOT}, {folder / RECORD} (exact losses: as private as the data)"),
     )
-
-
-def _costs(run: FinetuneRun, record: dict[str, Any]) -> list[tuple[str, str]]:
-    private, ordinary = record["cost"]["private"], record["cost"]["ordinary"]
-    count, kind = run.ranks.count, run.device.type
-    where = str(run.device) if count == 1 else f"{kind} in {count} processes"
-    beside = ""
-    if run.options.comparison_steps:
-        beside = "; ordinary: " + (
-            record["cost"]["ordinary_missing"]
-            or f"{ordinary['timed_steps']} non-private steps on random tokens afterwards (medians)"
-        )
-
-    def both(name: str, unit: Callable[[float], str]) -> str:
-        ours, theirs = private[name], (ordinary or {}).get(name)
-        if ours is None:
-            return "not measured (too few steps since the start or --resume)"
-        if not run.options.comparison_steps:
-            return unit(ours)
-        beside = "ordinary not measured" if theirs is None else f"{unit(theirs)} ordinary: {ours / theirs:.2f} ×"
-        return f"{unit(ours)} private, {beside}"
-
-    peak = both("peak_bytes_above_weights_and_optimizer", lambda value: f"{value / 2**20:.4g} MiB")
-    return [
-        ("step time", both("seconds_per_step", lambda s: f"{s:.3g} s" if s >= 1.0 else f"{1e3 * s:.3g} ms")),
-        ("step memory", f"{peak}, peak above weights and optimizer state"),
-        ("", f"for {run.mechanism.batch_size} samples, at most {private['physical_batch']} at once, clipped by "
-         f"{record['strategy']} on {where}{beside}"),
-    ]  # fmt: skip
 
 
 def _page(*items: tuple[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The private training: `DPTrainer` with the run's schedule, resume points, measures and stops.
+"""The private training: `DPTrainer` with the run's schedule, resume points and stops.
 
 Privacy:
     The engine writes each step into the ledger before anything can see its result, and keeps the budget. The folder
@@ -23,11 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ghostclip._memory import peak_bytes
 from ghostclip.distributed import gathered, refused_together
 from ghostclip.distributed.agreement import digest_of
 from ghostclip.errors import FixedSeedWarning
-from ghostclip.finetune.models import adamw
 from ghostclip.finetune.ranks import is_in_parts
 from ghostclip.finetune.run import FinetuneRun
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
@@ -35,8 +33,6 @@ from ghostclip.mechanisms import AveragedWeights
 
 _WARM_UP = 0.05
 _AVERAGES = "finetune_averages"
-# The first step of a session fills caches; the second is slowed by the memory profiler.
-_UNTIMED_STEPS = 2
 # How often loss and ε are said in a run: working out ε takes time.
 _LOGS = 40
 
@@ -73,17 +69,16 @@ def training_arguments(run: FinetuneRun) -> DPTrainingArguments:
 class FinetuneTrainer(DPTrainer):
     """`DPTrainer` of a run, which goes on from a resume point if there is one, as `begun` says."""
 
-    # `timed`: samples and seconds of the steps of this session, without the first ones. `peak`: bytes that a step held
-    # above weights and optimizer state. `stop_requested`: whether to stop after the current step.
+    # `stop_requested`: whether to stop after the current step.
     private_run: Any = None
 
     def __init__(self, run: FinetuneRun, arguments: DPTrainingArguments) -> None:
         self.run, self.begun, self.stop_requested = run, run.state.lost is not None, False
-        self.timed: list[tuple[int, float]] = []
-        self.peak: int | None = None
-        self._taken, self._saved, self._began, self._step = 0, 0.0, 0.0, (0.0, 0)
+        self._saved, self._step = 0.0, (0.0, 0)
         run.ledger.parent.mkdir(parents=True, exist_ok=True)
-        optimizer, self._averages = adamw(run.model, run.options.rate), None
+        trained = [p for p in run.model.parameters() if p.requires_grad]
+        # Weight decay would pull against the noise.
+        optimizer, self._averages = torch.optim.AdamW(trained, lr=run.options.rate, weight_decay=0.0), None
         if run.options.average is not None:
             kind = "exponential" if run.options.average == "ema" else "tail"
             self._averages = AveragedWeights(run.model, optimizer, kind=kind, start=run.mechanism.steps // 2)
@@ -157,27 +152,13 @@ class FinetuneTrainer(DPTrainer):
         return nullcontext() if self._averages is None else self._averages.applied()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute the clipped sum of a logical batch, and measure memory once."""
+        """Compute the clipped sum of a logical batch."""
         # Dropout follows from seed, step and share of the samples, so that it is the same in a resumed run.
         seed_text = f"{self.run.state.seed} {self.run.ranks.rank // self.run.mesh.tp} {self.run.state.step}"
         torch.manual_seed(digest_of(seed_text))
-        if not self._taken:
-            for bar in self._bars():
-                # No estimate of the time that is left: it would follow from checks and measurements.
-                bar.bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-                bar.smoothing = 0.0
-            self._say("measuring and checking the first steps …")
-        self._began, losses = time.perf_counter(), list[Tensor]()
-
-        def work() -> None:
-            losses.append(super(FinetuneTrainer, self).training_step(model, inputs, num_items_in_batch))
-
-        if self._taken == _UNTIMED_STEPS - 1:
-            self.peak = peak_bytes(work, self.run.device)
-        else:
-            work()
-        self._step = float(losses[0]) * inputs.records, inputs.records
-        return losses[0]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step = float(loss) * inputs.records, inputs.records
+        return loss
 
     def finish_step(self) -> bool:
         """Note what the step was, over all processes, and save where that is due; return whether to stop."""
@@ -189,13 +170,6 @@ class FinetuneTrainer(DPTrainer):
         loss = losses / samples if samples else math.nan
         state.losses.append(loss if math.isfinite(loss) else None)
         state.samples.append(samples)
-        self._taken += 1
-        if self._taken == _UNTIMED_STEPS:
-            for bar in self._bars():
-                # An estimate of what is left counts from here.
-                bar.bar_format, bar.initial, bar.start_t = None, bar.n + 1, time.time()
-        if self._taken > _UNTIMED_STEPS:
-            self.timed.append((samples, time.perf_counter() - self._began))
         stopping = any(asked for _, _, asked, _ in by_rank)
         if by_rank[0][3] and not stopping:
             self.save()
@@ -208,29 +182,18 @@ class FinetuneTrainer(DPTrainer):
         recent = [loss for loss in self.run.state.losses[-int(self.args.logging_steps) :] if loss is not None]
         loss = sum(recent) / len(recent) if recent else math.nan
         done, epsilon = f"step {self.state.global_step} of {self.state.max_steps}", self.private_run.epsilon()
-        self._say(f"{done}: loss {loss:.3f}, ε {epsilon:.2f}")
-
-    def _say(self, text: str) -> None:
-        """Show a text on the bar, or in a line."""
-        for bar in self._bars():
-            bar.set_postfix_str(text)
+        text = f"{done}: loss {loss:.3f}, ε {epsilon:.2f}"
+        for callback in self.callback_handler.callbacks:
+            bar = getattr(callback, "training_bar", None)
+            if bar is not None:
+                bar.set_postfix_str(text)
         if self.args.disable_tqdm:
             print(text, file=sys.stderr)
-
-    def _bars(self) -> list[Any]:
-        """Return the progress bars that Trainer shows."""
-        bars = [getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks]
-        return [bar for bar in bars if bar is not None]
 
     @property
     def clipper(self) -> Any:
         """What clips, once the training has begun."""
         return self.private_run.optimizer.clipper
-
-    @property
-    def physical_batch(self) -> int:
-        """The most samples that are computed at once; 0 in a session that took no step."""
-        return self.private_run.physical_batch_size if self._taken else 0
 
     def close(self) -> None:
         """Detach the clipper and give the ledger back; the model is an ordinary one again."""

@@ -183,16 +183,6 @@ def part_of(tree: Any, part: Part, whole: int, axis_of: Callable[[Any], int | No
     return _tree.mapped(taken, tree)
 
 
-def repeated(tree: Any, axis_of: Callable[[Any], int | None]) -> Any:
-    """Return a batch with its last sample once more."""
-
-    def more(leaf: Any) -> Any:
-        axis = axis_of(leaf) if isinstance(leaf, Tensor) else None
-        return leaf if axis is None else torch.cat([leaf, leaf.narrow(axis, leaf.shape[axis] - 1, 1)], axis)
-
-    return _tree.mapped(more, tree)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Results of a graph for one physical batch, without padding."""
@@ -231,7 +221,8 @@ class CompiledStep:
         self.size = next(
             x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None
         )
-        more, axes_of_more = repeated(tree, axis_of), iter(inputs.in_batch)
+        more = part_of(tree, Part(0, self.size, self.size + 1), self.size, axis_of, padded=True)
+        axes_of_more = iter(inputs.in_batch)
         # the graph of forward, loss and backward that it was made of
         self.joint = trace(model, loss, inputs, branches, reads)
         self.branches = self.joint.branches

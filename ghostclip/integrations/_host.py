@@ -202,6 +202,20 @@ def suggests_fields(kind: type[_A]) -> type[_A]:
     return kind
 
 
+Contradiction = tuple[str, Callable[[Any], bool], str, str]
+"""Name of a host's option, whether a value contradicts a private training, why, and what to do."""
+
+
+def refuse_options(table: Sequence[Contradiction], value_of: Callable[[str], Any], said: str) -> None:
+    """Refuse values that contradict a private training, said as ``said`` with their name and text in its braces."""
+    for name, contradicts, why, remedy in table:
+        value = value_of(name)
+        if value is not None and contradicts(value):
+            text = repr(getattr(value, "value", value))
+            shown = said.format(f"{name}={text if len(text) < 60 else type(value).__name__}")
+            raise InvalidOptionError(f"{shown}: {why}. {remedy}.")
+
+
 _GREATEST_SEED = 2**63
 _WHOLE = 2**40
 

@@ -33,7 +33,7 @@ from ghostclip.errors import (
     UnsupportedModelError,
 )
 from ghostclip.facade import GradSampleModule
-from ghostclip.integrations._host import HostTraining, PrivacyArguments
+from ghostclip.integrations._host import Contradiction, HostTraining, PrivacyArguments, refuse_options
 from ghostclip.language.tasks import without_trace
 from ghostclip.language.vocabulary_head import OWN
 from ghostclip.optim import DPOptimizer
@@ -107,78 +107,35 @@ _OVERRIDES: Final = ("get_train_dataloader", "_get_train_sampler")
 _OF_PAIRS: Final = {"DPOTrainer": "DPDPOTrainer", "RewardTrainer": "DPRewardTrainer"}
 
 
-def _is_given(value: object) -> bool:
-    return value is not None
-
-
-# Name of the option, whether a value contradicts, why, and what to do.
-_OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
-    (
-        "train_sampling_strategy",
-        lambda value: value != "random",
-        "records are drawn independently of each other and of their order and length",
-        "Leave it out",
-    ),
+_OPTIONS: Final[tuple[Contradiction, ...]] = (
+    ("train_sampling_strategy", lambda value: value != "random",
+     "records are drawn independently of each other and of their order and length", "Leave it out"),
     ("group_by_length", bool, "records are drawn independently of each other and of their length", "Leave it out"),
-    (
-        "neftune_noise_alpha",
-        _is_given,
-        "its noise is scaled by the batch's longest record, which so changes the other records' gradients",
-        "Leave it out",
-    ),
-    (
-        "auto_find_batch_size",
-        bool,
-        "it starts anew with another batch, which is another mechanism",
-        "Leave it out: what does not fit in memory is halved in any case, and physical_batch='auto' finds a size",
-    ),
+    ("neftune_noise_alpha", lambda _: True,
+     "its noise is scaled by the batch's longest record, which so changes the other records' gradients",
+     "Leave it out"),
+    ("auto_find_batch_size", bool, "it starts anew with another batch, which is another mechanism",
+     "Leave it out: what does not fit in memory is halved in any case, and physical_batch='auto' finds a size"),
     ("fp16", bool, "its loss scale adapts to the data", "Use bf16=True"),
-    (
-        "use_liger_kernel",
-        bool,
-        "its fused layers are autograd functions that hide each record's gradient",
-        "Leave it out; vocabulary_head='fused' saves what its fused loss would",
-    ),
+    ("use_liger_kernel", bool, "its fused layers are autograd functions that hide each record's gradient",
+     "Leave it out; vocabulary_head='fused' saves what its fused loss would"),
     ("deepspeed", bool, "it sums gradients by itself", "Start processes with torchrun instead"),
-    (
-        "fsdp",
-        bool,
-        "it shards parameters below the clipping",
-        "Start processes with torchrun, and give a model that fully_shard has divided among them",
-    ),
-    (
-        "parallelism_config",
-        _is_given,
-        "it splits records or parameters over processes",
-        "Leave it out and start processes with torchrun",
-    ),
-    (
-        "n_gpu",
-        lambda value: value > 1,
-        "nn.DataParallel runs copies of the model that nobody clips",
-        "Start a process for each device with torchrun, or show it one device (CUDA_VISIBLE_DEVICES)",
-    ),
-    (
-        "ignore_data_skip",
-        bool,
-        "a resumed training goes on with its draws, and nothing has to be skipped",
-        "Leave it out",
-    ),
+    ("fsdp", bool, "it shards parameters below the clipping",
+     "Start processes with torchrun, and give a model that fully_shard has divided among them"),
+    ("parallelism_config", lambda _: True, "it splits records or parameters over processes",
+     "Leave it out and start processes with torchrun"),
+    ("n_gpu", lambda value: value > 1, "nn.DataParallel runs copies of the model that nobody clips",
+     "Start a process for each device with torchrun, or show it one device (CUDA_VISIBLE_DEVICES)"),
+    ("ignore_data_skip", bool, "a resumed training goes on with its draws, and nothing has to be skipped",
+     "Leave it out"),
     ("dataloader_in_order", lambda value: value is False, "parts of a batch must come in order", "Leave it out"),
-    (
-        "optim",
-        lambda value: "layerwise" in str(value).lower() or str(value).lower().endswith("lomo"),
-        "it updates parameters during the backward, before there is a release",
-        "Use another optimizer (adamw_torch)",
-    ),
-    (
-        "padding_free",
-        bool,
-        "it puts the records of a batch into one row, so that the row would count as one record",
-        "Use padding_free=False",
-    ),
+    ("optim", lambda value: "layerwise" in str(value).lower() or str(value).lower().endswith("lomo"),
+     "it updates parameters during the backward, before there is a release", "Use another optimizer (adamw_torch)"),
+    ("padding_free", bool,
+     "it puts the records of a batch into one row, so that the row would count as one record",
+     "Use padding_free=False"),
     ("activation_offloading", bool, "it moves what the clipping keeps", "Use gradient_checkpointing=True"),
-)
+)  # fmt: skip
 
 
 def refuse(trainer: Any) -> None:
@@ -205,10 +162,7 @@ def refuse(trainer: Any) -> None:
                 f"{type(trainer).__name__}: a record of trl's {theirs} is a pair of answers, in two rows of a batch. "
                 f"Inherit from ghostclip.integrations.trl.{ours}, which clips both together, in the place of {theirs}."
             )
-    for name, contradicts, why, remedy in _OPTIONS:
-        value = getattr(arguments, name, None)
-        if value is not None and contradicts(value):
-            raise InvalidOptionError(f"{name}={_shown(value)}: {why}. {remedy}.")
+    refuse_options(_OPTIONS, lambda name: getattr(arguments, name, None), "{}")
     if getattr(trainer, "is_deepspeed_enabled", False) or getattr(trainer, "is_fsdp_enabled", False):
         raise InvalidOptionError("accelerate is configured for DeepSpeed or FSDP: start processes with torchrun.")
     _refuse_overrides(trainer)
@@ -218,11 +172,6 @@ def refuse(trainer: Any) -> None:
 
 def _library(kind: type) -> str:
     return kind.__module__.partition(".")[0]
-
-
-def _shown(value: Any) -> str:
-    text = repr(getattr(value, "value", value))
-    return text if len(text) < 60 else type(value).__name__
 
 
 def _refuse_overrides(trainer: Any) -> None:

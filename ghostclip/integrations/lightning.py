@@ -28,7 +28,14 @@ from ghostclip.data import DPDataLoader
 from ghostclip.data.physical_batches import count_rows
 from ghostclip.distributed import world_size
 from ghostclip.errors import InvalidOptionError, NotOfferedError
-from ghostclip.integrations._host import HostTraining, PrivacyArguments, forgotten, warn_if_untested
+from ghostclip.integrations._host import (
+    Contradiction,
+    HostTraining,
+    PrivacyArguments,
+    forgotten,
+    refuse_options,
+    warn_if_untested,
+)
 
 _PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -71,17 +78,12 @@ def joined(kind: Any, bases: tuple[type, ...]) -> type:
     return type(kind.__name__, (kind, *bases), named)
 
 
-# Name of the option, whether a value contradicts, why, and what to do.
-_OPTIONS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
-    (
-        "gradient_clip_val",
-        bool,
-        "the batch's gradient would be clipped, which bounds no record's influence",
-        "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record",
-    ),
+_OPTIONS: Final[tuple[Contradiction, ...]] = (
+    ("gradient_clip_val", bool, "the batch's gradient would be clipped, which bounds no record's influence",
+     "Leave it out: PrivacyCallback(max_grad_norm=...) clips each record"),
     ("precision", lambda value: value == "16-mixed", "its loss scale adapts to the data", "Use precision='bf16-mixed'"),
     ("reload_dataloaders_every_n_epochs", bool, "the account is of one loader over one data set", "Leave it out"),
-)
+)  # fmt: skip
 _CALLBACKS: Final = {
     "GradientAccumulationScheduler": (
         "it changes the size of a draw in the course of the training, which is another mechanism",
@@ -100,13 +102,12 @@ _STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
 
 def refuse(trainer: Any) -> None:
     """Refuse what contradicts a private training, before anything was trained."""
-    for name, contradicts, why, remedy in _OPTIONS:
-        owner = trainer if hasattr(trainer, name) else trainer.fit_loop
-        value = getattr(owner, name, None)
-        if value is None:
-            value = getattr(trainer._data_connector, name, None)
-        if contradicts(value):
-            raise InvalidOptionError(f"Trainer({name}={value!r}): {why}. {remedy}.")
+    owners = trainer, trainer.fit_loop, trainer._data_connector
+
+    def value_of(name: str) -> Any:
+        return next((value for owner in owners if (value := getattr(owner, name, None)) is not None), None)
+
+    refuse_options(_OPTIONS, value_of, "Trainer({})")
     for callback in trainer.callbacks:
         kind_name = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)
         if kind_name is not None:
@@ -126,6 +127,15 @@ def refuse(trainer: Any) -> None:
             "Use strategy='ddp' in a script (python train.py, torchrun), or in a notebook one device: devices=1, "
             "strategy='auto'."
         )
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    """Return a method that calls the data module's own."""
+
+    def call(self: DPLightningDataModule, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.datamodule, name)(*args, **kwargs)
+
+    return call
 
 
 class DPLightningDataModule:
@@ -160,53 +170,21 @@ class DPLightningDataModule:
         self.datamodule = datamodule
         self.generator = generator
 
-    def prepare_data(self) -> None:
-        """Let the module prepare its data."""
-        self.datamodule.prepare_data()
-
-    def setup(self, stage: str | None = None) -> None:
-        """Let the module set up."""
-        self.datamodule.setup(stage)
-
-    def teardown(self, stage: str | None = None) -> None:
-        """Let the module clean up."""
-        self.datamodule.teardown(stage)
-
     def train_dataloader(self) -> DPDataLoader:
         """Return the module's training loader with private sampling."""
         return DPDataLoader.from_data_loader(self.datamodule.train_dataloader(), generator=self.generator)
 
-    def val_dataloader(self) -> Any:
-        """Return the module's own."""
-        return self.datamodule.val_dataloader()
-
-    def test_dataloader(self) -> Any:
-        """Return the module's own."""
-        return self.datamodule.test_dataloader()
-
-    def predict_dataloader(self) -> Any:
-        """Return the module's own."""
-        return self.datamodule.predict_dataloader()
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Let the module move a batch."""
-        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Let the module change a batch before it is moved."""
-        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Let the module change a batch after it was moved."""
-        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the module wants in a checkpoint."""
-        return self.datamodule.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand the module what it had put into a checkpoint."""
-        self.datamodule.load_state_dict(state_dict)
+    prepare_data = _of_module("prepare_data")
+    setup = _of_module("setup")
+    teardown = _of_module("teardown")
+    val_dataloader = _of_module("val_dataloader")
+    test_dataloader = _of_module("test_dataloader")
+    predict_dataloader = _of_module("predict_dataloader")
+    transfer_batch_to_device = _of_module("transfer_batch_to_device")
+    on_before_batch_transfer = _of_module("on_before_batch_transfer")
+    on_after_batch_transfer = _of_module("on_after_batch_transfer")
+    state_dict = _of_module("state_dict")
+    load_state_dict = _of_module("load_state_dict")
 
 
 # Options of `PrivacyArguments` that a callback takes.

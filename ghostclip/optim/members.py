@@ -14,6 +14,16 @@ from ghostclip.optim.dp_optimizer import DPOptimizer
 from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer, evaluated
 
 
+def _of_members(said: str, read: Callable[[JoinedOptimizer], Any]) -> Any:
+    """Return an attribute that is read from the members; who would set it has to choose one of them."""
+
+    def write(joined: JoinedOptimizer, value: Any) -> None:
+        del joined, value
+        raise InvalidOptionError(f"{said} one of the optimizers.")
+
+    return property(read, write)
+
+
 class JoinedOptimizer(Optimizer):
     """Several torch optimizers over disjoint parameters as one: all their parameter groups, one step."""
 
@@ -31,35 +41,15 @@ class JoinedOptimizer(Optimizer):
         if len(ids) != len(set(ids)):
             raise InvalidOptionError("optimizer=[...]: two of them hold the same parameter. Give each its own.")
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all members, in order."""
-        return [group for member in self.members for group in member.param_groups]
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        del value
-        raise InvalidOptionError("param_groups: set them on one of the optimizers.")
-
-    @property
-    def state(self) -> Any:
-        """The states of all members, by parameter."""
-        return {p: state for member in self.members for p, state in member.state.items()}
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        del value
-        raise InvalidOptionError("state: load it into one of the optimizers.")
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The first member's default options."""
-        return self.members[0].defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        del value
-        raise InvalidOptionError("defaults: set them on one of the optimizers.")
+    param_groups: Any = _of_members(
+        "param_groups: set them on",
+        lambda joined: [group for member in joined.members for group in member.param_groups],
+    )
+    state: Any = _of_members(
+        "state: load it into",
+        lambda joined: {p: state for member in joined.members for p, state in member.state.items()},
+    )
+    defaults: Any = _of_members("defaults: set them on", lambda own: own.members[0].defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let all members update their parameters; return the closure's result."""

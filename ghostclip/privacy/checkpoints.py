@@ -10,7 +10,7 @@ import hashlib
 import json
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 from weakref import WeakKeyDictionary
@@ -35,8 +35,6 @@ from ghostclip.privacy.sampling import Sampling
 
 # Digits of a mean that computers agree on.
 _DIGITS: Final = 4
-_BY_SUMS: Final = "sums:"
-"""How digests begin that were made where the tensors lay; earlier ones cover copies in the memory of the CPU."""
 
 
 def digest_of(state: Mapping[str, Any]) -> str:
@@ -46,40 +44,27 @@ def digest_of(state: Mapping[str, Any]) -> str:
         One pass over all tensors where they lie, and one read of a few numbers for each device.
     """
     # Objects of other types count by their type only; devices do not count, since a state may be loaded onto others.
-    digest, prints = hashlib.blake2b(digest_size=16), []
-
-    def add_values(values: Tensor) -> None:
-        prints.append(content_prints([values]))
-
-    _add(digest, state, add_values)
+    digest, prints = hashlib.blake2b(digest_size=16), list[Tensor]()
+    _add(digest, state, prints)
     digest.update(repr(read_prints(prints)).encode())
-    return _BY_SUMS + digest.hexdigest()
+    return f"sums:{digest.hexdigest()}"
 
 
-def is_digest_of(saved: object, state: Mapping[str, Any]) -> bool:
-    """Return whether a digest, also of an earlier version, was made of a state."""
-    if isinstance(saved, str) and saved.startswith(_BY_SUMS):
-        return saved == digest_of(state)
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, state, lambda values: digest.update(values.cpu().view(torch.uint8).numpy().data))
-    return saved == digest.hexdigest()
-
-
-def _add(digest: Any, value: object, add_values: Callable[[Tensor], None]) -> None:
-    """Add a value to a digest, with its type and length, so that no two states read the same."""
+def _add(digest: Any, value: object, prints: list[Tensor]) -> None:
+    """Add a value to a digest, or its print to ``prints``, with type and length: no two states read the same."""
     if isinstance(value, Tensor):
-        _add_tensor(digest, value, add_values)
+        _add_tensor(digest, value, prints)
     elif isinstance(value, Mapping):
         digest.update(f"mapping {len(value)};".encode())
         for key, entry in value.items():
-            _add(digest, key, add_values)
-            _add(digest, entry, add_values)
+            _add(digest, key, prints)
+            _add(digest, entry, prints)
         # Where torch keeps the versions of a model's parts.
-        _add(digest, _torch.state_metadata(value), add_values)
+        _add(digest, _torch.state_metadata(value), prints)
     elif isinstance(value, (list, tuple)):
         digest.update(f"sequence {len(value)};".encode())
         for entry in value:
-            _add(digest, entry, add_values)
+            _add(digest, entry, prints)
     elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         text = repr(value).encode(errors="backslashreplace")
         digest.update(f"{type(value).__name__} {len(text)};".encode() + text)
@@ -87,13 +72,13 @@ def _add(digest: Any, value: object, add_values: Callable[[Tensor], None]) -> No
         digest.update(f"{type(value).__name__};".encode())
 
 
-def _add_tensor(digest: Any, tensor: Tensor, add_values: Callable[[Tensor], None]) -> None:
+def _add_tensor(digest: Any, tensor: Tensor, prints: list[Tensor]) -> None:
     digest.update(f"tensor {tuple(tensor.shape)} {tensor.dtype} {tensor.layout};".encode())
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if values.numel():
-        add_values(torch.view_as_real(values).reshape(-1) if values.is_complex() else values)
+        prints.append(content_prints([torch.view_as_real(values).reshape(-1) if values.is_complex() else values]))
 
 
 MODULE, OPTIMIZER, ACCOUNTANT = "module_state_dict", "optimizer_state_dict", "privacy_accountant_state_dict"
@@ -405,7 +390,7 @@ def load(source: Place, options: Mapping[str, Any], *, module: nn.Module | None 
     if missing:
         raise ResumeError(f"{name}: no {', '.join(missing)}; it was not written by save_checkpoint().")
     checked_version(checkpoint)
-    if not is_digest_of(checkpoint.pop(DIGEST, None), checkpoint):
+    if checkpoint.pop(DIGEST, None) != digest_of(checkpoint):
         raise ResumeError(
             f"{name}: it does not hold what save_checkpoint() wrote: it is damaged, or was changed by hand. Restore it "
             "from a copy, or continue from an earlier one."

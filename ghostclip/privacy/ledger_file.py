@@ -233,6 +233,7 @@ class LedgerFile:
     def _forget(self) -> None:
         self.entries: list[Entry] = []
         self.mechanisms: list[dict[str, Any]] = []
+        self.counts: list[int] = []  # releases under each of them
         self.compiled: dict[str, dict[str, Any]] = {}  # by run, which of its releases graphs compute
         self._known: dict[tuple[str, int], str] = {}
         self._places = [LedgerPosition()]
@@ -264,6 +265,7 @@ class LedgerFile:
         """Take note of a line that is in the file."""
         if "mechanism" in values:
             self.mechanisms.append(values["mechanism"])
+            self.counts.append(0)
         elif "opened" in values:
             self._holder = values["opened"]
         elif "compiled" in values:
@@ -273,6 +275,7 @@ class LedgerFile:
             entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
             self.entries.append(entry)
             self._known[entry.run, entry.number] = entry.fingerprint
+            self.counts[-1:] = [count + 1 for count in self.counts[-1:]]
         self._places.append(position)
         self._releases.append(len(self.entries))
         self._end += size

@@ -25,7 +25,7 @@ from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import ACCOUNT_KEY
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
-from ghostclip.privacy.checkpoints import digest_of, is_digest_of
+from ghostclip.privacy.checkpoints import digest_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.sampling import Sampling
 
@@ -209,6 +209,6 @@ def _read(text: str) -> dict[str, Any]:
     if not isinstance(saved, dict) or not {*_NEEDED} <= saved.keys():
         raise ResumeError("optimizer state: its account is incomplete; pass what state_dict() returned.")
     checkpoints.checked_version(saved)
-    if not is_digest_of(saved.pop(checkpoints.DIGEST, None), saved):
+    if saved.pop(checkpoints.DIGEST, None) != digest_of(saved):
         raise ResumeError("optimizer state: its account was changed after it was saved; restore it from a copy.")
     return saved

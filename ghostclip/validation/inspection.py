@@ -28,42 +28,23 @@ from ghostclip.validation.fixers import ModuleValidator
 from ghostclip.validation.sources import Source
 from ghostclip.validation.validate import Problem
 
-Shape = tuple[int, ...]
 
+def _with_shared_heads(count: Callable[..., int], query_at: int) -> Callable[..., int]:
+    """Return a formula of attention with keys and values that heads share, which changes no product of a head."""
 
-def _attention(  # noqa: PLR0913 - the operator's own arguments, by their names
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    *_rest: object,
-    attn_mask: object = None,
-    scale: object = None,
-    dropout_p: object = None,
-    is_causal: object = None,
-    out_shape: object = None,
-) -> int:
-    # The formula knows no heads that share keys, which change nothing in the products of each head.
-    heads = query[1:2]
-    return int(sdpa_flop_count(query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
+    def formula(*shapes: Any, **_: object) -> int:
+        before, (query, *shared) = shapes[:query_at], shapes[query_at : query_at + 3]
+        return int(count(*before, query, *((x[0], query[1], *x[2:]) for x in shared)))
 
-
-def _attention_backward(  # noqa: PLR0913 - as above
-    grad: Shape,
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    *_rest: object,
-    attn_mask: object = None,
-    scale: object = None,
-    out_shape: object = None,
-) -> int:
-    heads = query[1:2]
-    return int(sdpa_backward_flop_count(grad, query, key[:1] + heads + key[2:], value[:1] + heads + value[2:]))
+    return formula
 
 
 _FORWARD, _BACKWARD = _torch.cpu_attention()
 # What torch's counter passes over on a CPU.
-_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {_FORWARD: _attention, _BACKWARD: _attention_backward}
+_UNCOUNTED: Final[dict[Any, Callable[..., int]]] = {
+    _FORWARD: _with_shared_heads(sdpa_flop_count, 0),
+    _BACKWARD: _with_shared_heads(sdpa_backward_flop_count, 1),
+}
 
 
 @dataclass

@@ -9,6 +9,7 @@ Shape letters: B samples, ``*P`` a parameter's own shape.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from ghostclip import _tree
+from ghostclip._validate import options_of, takes
 from ghostclip.capture.opaque_modules import uncompared
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
@@ -88,7 +90,7 @@ def is_batch_empty(batch: Inputs) -> bool:
     return first is None or first.numel() == 0
 
 
-def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public function names every choice
+def per_sample_gradient_report(  # noqa: PLR0913 - the public function names every choice
     x: Inputs,
     module: nn.Module,
     *,
@@ -97,8 +99,45 @@ def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public functi
     loss_reduction: str | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+) -> LayerReport:
+    """Compare and say by how much everything differs; see ``check_per_sample_gradients_are_correct``.
+
+    Args:
+        x: A batch: a tensor, a packed sequence, or a tuple of the module's positional inputs.
+        module: The module.
+        batch_first: Whether the samples lie along axis 0 of inputs and outputs, as against axis 1.
+        strategy: One strategy or several; None for all.
+        loss_reduction: ``"mean"`` or ``"sum"``; None for both.
+        rtol: Allowed difference relative to each tensor's largest entry; None for the dtype's.
+        atol: Allowed difference whatever the size of the entries; None for ``rtol`` of the largest gradient of all.
+
+    Returns:
+        The report. A strategy in which the engine refuses the module has a row that says why.
+    """
+    strategies = _chosen(strategy, STRATEGIES, "strategy")
+    reductions = _chosen(loss_reduction, REDUCTIONS, "loss_reduction")
+    wanted = compute_microbatch_grad_sample(x, module, batch_first=batch_first)
+    largest = max((float(grad.abs().max()) for grad in wanted.values() if grad.numel()), default=0.0)
+    dtype = next(iter(wanted.values())).dtype
+    relative = RTOL.get(dtype, 1e-4) if rtol is None else rtol
+    absolute = relative * largest if atol is None else atol
+    rows: list[Comparison] = []
+    for name in strategies:
+        for reduction in reductions:
+            run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
+            with uncompared():
+                rows += run.compared(x, wanted, relative, absolute)
+    return LayerReport(tuple(rows))
+
+
+@takes(*options_of(per_sample_gradient_report, "batch_first", "strategy", "loss_reduction", "rtol", "atol"))
+def check_per_sample_gradients_are_correct(
+    x: Inputs,
+    module: nn.Module,
+    *,
     raise_if_wrong: bool = False,
     grad_sample_mode: str | None = None,
+    options: dict[str, Any],
 ) -> bool:
     """Return whether a module's per-sample gradients, their norms and clipped sums are right in every strategy.
 
@@ -112,11 +151,8 @@ def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public functi
     Args:
         x: A batch: a tensor, a packed sequence, or a tuple of the module's positional inputs.
         module: The module.
-        batch_first: Whether the samples lie along axis 0 of inputs and outputs, as against axis 1.
-        strategy: One strategy or several; None for all.
-        loss_reduction: ``"mean"`` or ``"sum"``; None for both.
-        rtol: Allowed difference relative to each tensor's largest entry; None for the dtype's.
-        atol: Allowed difference whatever the size of the entries; None for ``rtol`` of the largest gradient of all.
+        options: As for ``per_sample_gradient_report``: ``batch_first``, ``strategy``, ``loss_reduction``, ``rtol``,
+            ``atol``.
         raise_if_wrong: Raise instead of returning False.
         grad_sample_mode: Opacus's name for one strategy, in place of ``strategy``.
 
@@ -128,56 +164,14 @@ def check_per_sample_gradients_are_correct(  # noqa: PLR0913 - the public functi
         UnsupportedModelError: Something is wrong and ``raise_if_wrong`` is set; the message is the report.
     """
     if grad_sample_mode is not None:
-        if strategy is not None:
+        if (strategy := options["strategy"]) is not None:
             message = f"strategy={strategy!r} and grad_sample_mode={grad_sample_mode!r} are the same; give one."
             raise InvalidOptionError(message)
-        strategy = strategy_of(grad_sample_mode)
-    report = per_sample_gradient_report(
-        x, module, batch_first=batch_first, strategy=strategy, loss_reduction=loss_reduction, rtol=rtol, atol=atol
-    )
+        options["strategy"] = strategy_of(grad_sample_mode)
+    report = per_sample_gradient_report(x, module, **options)
     if raise_if_wrong and not report.correct:
         raise UnsupportedModelError(f"{type(module).__name__}: {report}")
     return report.correct
-
-
-def per_sample_gradient_report(  # noqa: PLR0913 - as above
-    x: Inputs,
-    module: nn.Module,
-    *,
-    batch_first: bool = True,
-    strategy: str | Sequence[str] | None = None,
-    loss_reduction: str | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-) -> LayerReport:
-    """Compare and say by how much everything differs; see ``check_per_sample_gradients_are_correct``.
-
-    Args:
-        x: A batch.
-        module: The module.
-        batch_first: Whether the samples lie along axis 0.
-        strategy: One strategy or several; None for all.
-        loss_reduction: ``"mean"`` or ``"sum"``; None for both.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-
-    Returns:
-        The report. A strategy in which the engine refuses the module has a row that says why.
-    """
-    strategies = _chosen(strategy, STRATEGIES, "strategy")
-    reductions = _chosen(loss_reduction, REDUCTIONS, "loss_reduction")
-    wanted = compute_microbatch_grad_sample(x, module, batch_first=batch_first)
-    largest = max((float(grad.abs().max()) for grad in wanted.values() if grad.numel()), default=0.0)
-    dtype = next(iter(wanted.values())).dtype
-    relative = RTOL.get(dtype, 1e-4) if rtol is None else rtol
-    allowed = _Allowed(relative, relative * largest if atol is None else atol)
-    rows: list[Comparison] = []
-    for name in strategies:
-        for reduction in reductions:
-            run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
-            with uncompared():
-                rows += run.compared(x, wanted, allowed)
-    return LayerReport(tuple(rows))
 
 
 def compute_microbatch_grad_sample(
@@ -253,17 +247,6 @@ def compute_grad_sample(
     return run.grad_samples
 
 
-@dataclass(frozen=True)
-class _Allowed:
-    """The difference that rounding explains."""
-
-    relative: float
-    absolute: float
-
-    def of(self, wanted: Tensor) -> float:
-        return self.absolute + self.relative * (float(wanted.abs().max()) if wanted.numel() else 0.0)
-
-
 class _Run:
     """One strategy on a copy of the module."""
 
@@ -288,35 +271,31 @@ class _Run:
                 self.grad_samples[name] = parameter.grad_sample  # type: ignore[attr-defined]
         return clipper
 
-    def compared(self, x: Inputs, wanted: Mapping[str, Tensor], allowed: _Allowed) -> list[Comparison]:
+    def compared(self, x: Inputs, wanted: Mapping[str, Tensor], relative: float, absolute: float) -> list[Comparison]:
+        def difference(what: str, actual: Tensor | None, wanted: Tensor) -> Comparison:
+            actual = torch.zeros_like(wanted) if actual is None else actual.detach()
+            if actual.shape != wanted.shape:
+                return self._row(f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}", math.inf, 0.0)
+            off, size = actual.double() - wanted.double(), float(wanted.abs().max()) if wanted.numel() else 0.0
+            return self._row(what, float(off.abs().max()) if off.numel() else 0.0, absolute + relative * size)
+
         flat = torch.cat([grad.flatten(1).double() for grad in wanted.values()], 1)
         norms_B = flat.norm(dim=1)
         bound = max(float(norms_B.median()), 1e-12)
         try:
             clipper = self.backward(x, bound)
         except GhostClipError as error:
-            return [self._row(f"refused: {error}", float("inf"), 0.0)]
-        rows = [self._difference("norms", clipper.per_sample_norms, norms_B, allowed)]
+            return [self._row(f"refused: {error}", math.inf, 0.0)]
+        rows = [difference("norms", clipper.per_sample_norms, norms_B)]
         coef_B = (bound / norms_B.clamp(min=1e-300)).clamp(max=1.0)
         parameters = dict(self.module.named_parameters())
         for name, grads in wanted.items():
             clipped = torch.einsum("b,b...->...", coef_B, grads.double())
-            actual = parameters[name].grad
-            rows.append(self._difference(f"clipped sum of {name}", actual, clipped, allowed))
+            rows.append(difference(f"clipped sum of {name}", parameters[name].grad, clipped))
             if self.strategy == "hooks":
-                title = f"per-sample gradient of {name}"
-                rows.append(self._difference(title, self.grad_samples.get(name), grads, allowed))
+                rows.append(difference(f"per-sample gradient of {name}", self.grad_samples.get(name), grads))
         clipper.remove()
         return rows
-
-    def _difference(self, what: str, actual: Tensor | None, wanted: Tensor, allowed: _Allowed) -> Comparison:
-        if actual is None:
-            actual = torch.zeros_like(wanted)
-        if actual.shape != wanted.shape:
-            text = f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}"
-            return self._row(text, float("inf"), 0.0)
-        difference = (actual.detach().double() - wanted.detach().double()).abs()
-        return self._row(what, float(difference.max()) if difference.numel() else 0.0, allowed.of(wanted))
 
     def _row(self, what: str, error: float, allowed: float) -> Comparison:
         return Comparison(self.strategy, self.loss_reduction, what, error, allowed)

@@ -153,9 +153,6 @@ class InspectionRequest:
     batch_size: int  # B
     sequence_length: int  # T
     full: bool = False  # real sizes, as shapes without memory
-    # name of the function in the same module that makes a batch; empty for ``example_batch`` if there is one
-    batch: str = ""
-    input_shape: tuple[int, ...] = ()  # shape of one sample; empty to go by the first layer
     batch_axis: int = 0  # where the batch axis lies (0 or 1)
 
 
@@ -191,10 +188,8 @@ def load_source(request: InspectionRequest) -> Source:
     # With `full`, the model lies on the meta device. What cannot be found or run raises an error of one line.
     if ":" in request.model and not Path(request.model).is_dir():
         return _from_factory(request)
-    if request.batch or request.input_shape or request.batch_axis:
-        raise InvalidOptionError(
-            f"{request.model}: --batch, --input-shape and --batch-axis go with a factory (path/to/file.py:factory)"
-        )
+    if request.batch_axis:
+        raise InvalidOptionError(f"{request.model}: --batch-axis goes with a factory (path/to/file.py:factory)")
     if not request.model:
         raise InvalidOptionError("MODEL is empty: name an architecture, a folder or path/to/file.py:factory")
     config = named_config(request.model)
@@ -277,15 +272,14 @@ def _called(function: Callable[..., Any], request: InspectionRequest, text: str)
 
 
 def _batch_for(model: nn.Module, module: ModuleType, request: InspectionRequest) -> tuple[Any, str]:
-    name = request.batch or ("example_batch" if hasattr(module, "example_batch") else "")
-    if name:
-        return _called(_function(module, name, f"--batch {name}"), request, f"--batch {name}"), f"batch of {name}()"
+    name = "example_batch"
+    if hasattr(module, name):
+        return _called(_function(module, name, name), request, name), f"batch of {name}()"
     tokens, shape = _guessed(model, request)
-    shape = request.input_shape or shape
     if not shape:
         raise DataError(
-            f"{request.model}: what {type(model).__name__} takes cannot be told from its first layer. Give "
-            "--input-shape, a function example_batch(batch_size) beside it, or return (model, batch)."
+            f"{request.model}: what {type(model).__name__} takes cannot be told from its first layer. Write a function "
+            "example_batch(batch_size) beside it, or return (model, batch)."
         )
     sizes = list(shape)
     sizes.insert(request.batch_axis, request.batch_size)

@@ -7,8 +7,6 @@ Shape letter: B samples.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from ghostclip.clipping.coefficients import clip_coefficients
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.dependence import batch_axis_of, same_randomness
 from ghostclip.evidence.module_state import restored
+from ghostclip.evidence.randomness import Randomness
 
 
 def plain_batch(batch: Any) -> Any:
@@ -109,20 +108,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    all_devices = {tensor.device for tensor in tensors}
-    devices = sorted(device.index or 0 for device in all_devices if device.type == "cuda")
-    with restored(model), torch.random.fork_rng(devices=devices):
+    modes, generators = [(module, module.training) for module in model.modules()], Randomness(tensors)
+    with restored(model):
         try:
             for parameter, _ in grads:
                 parameter.grad = None
             yield
         finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+            generators.restore()
             for module, training in modes:
                 module.training = training
             for parameter, grad in grads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from ghostclip.audit import (
     audit_scores,
     gaussian_delta,
     gaussian_epsilon,
-    methods,
-    plot_audit,
 )
 from ghostclip.audit.methods import THRESHOLDS, OperatingPoint, clopper_pearson_upper, split_point, union_points
 from ghostclip.errors import DataError, InvalidOptionError
@@ -62,24 +59,6 @@ def test_rates_of_a_point_are_shares_of_the_scores_on_the_wrong_side_of_its_thre
     point = split_point(scores, alpha=ALPHA, gaussian=True, delta=DELTA)
     assert point.fpr == (held_out.other > point.threshold).mean()
     assert point.fnr == (held_out.member <= point.threshold).mean()
-
-
-def test_a_picture_shows_both_sides_and_where_the_attack_was_bounded(monkeypatch, tmp_path):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    monkeypatch.setattr(methods, "picture", lambda path, size: nullcontext(figure))
-    scores = gaussian_scores(np.random.default_rng(1), 2.0, 400)
-    finding = audit_scores(scores, delta=DELTA, method="gaussian", claimed_epsilon=1.0)
-    plot_audit(scores, finding, tmp_path / "audit.png")
-    sides, rates = figure.axes
-    for container in sides.containers:
-        assert sum(bar.get_height() for bar in container) == pytest.approx(1.0)
-    assert [text.get_text() for text in sides.get_legend().get_texts()][:2] == ["400 left out", "400 included"]
-    drawn = {line.get_label(): line.get_xydata() for line in rates.lines}
-    assert any("claimed" in label for label in drawn)
-    fpr, tpr = drawn["this attack"].T
-    ordered = (scores.member[:, None] > scores.other).mean()
-    assert (-np.diff(fpr) * tpr[1:]).sum() == pytest.approx(ordered, abs=0.01)
-    assert drawn["where it was bounded"] == pytest.approx(np.array([[finding.fpr, 1 - finding.fnr]]))
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.0, 8.0])

@@ -17,7 +17,7 @@ TEXT = " ".join(f"The {n}th sentence says that {n} times {n} is {n * n}." for n 
 # Odd sizes on purpose; every run of it takes a second or two.
 TINY_MODEL = ["--layers", "1", "--hidden-size", "18", "--heads", "3", "--context-length", "23"]
 TINY_RUN = ["--steps", "5", "--batch-size", "7", "--physical-batch-size", "4", "--eval-samples", "5"]
-TINY_GIVEN = [*TINY_RUN, "--device", "cpu", "--comparison-steps", "1"]
+TINY_GIVEN = [*TINY_RUN, "--device", "cpu"]
 TINY = [*TINY_MODEL, *TINY_GIVEN]
 
 

@@ -78,16 +78,12 @@ def test_a_traceback_is_shown_on_request(monkeypatch):
         main(["epsilon", *map(str, SETTING), "--steps", "10", "--delta", "2"])
 
 
-def test_segments_from_options_and_files(command, tmp_path):
+def test_segments_add_up(command):
     expected = reference((1.0, 0.01, 100), (2.0, 0.02, 50)).upper
-    lines, listed = tmp_path / "schedule.txt", tmp_path / "schedule.json"
-    lines.write_text("# noise, rate, steps\n1, 0.01, 100\n2 0.02 50  # later\n")
-    listed.write_text("[[1, 0.01, 100], [2, 0.02, 50]]")
-    ways = [("--segment", 1, 0.01, 100, "--segment", 2, 0.02, 50), ("--schedule", lines), ("--schedule", listed)]
-    for words in ways:
-        status, out, _ = command("epsilon", *words, "--json", "-")
-        assert status == 0
-        assert json.loads(out[out.index("{") :])["epsilon"] == expected
+    words = ("--segment", 1, 0.01, 100, "--segment", 2, 0.02, 50)
+    status, out, _ = command("epsilon", *words, "--json", "-")
+    assert status == 0
+    assert json.loads(out[out.index("{") :])["epsilon"] == expected
 
 
 @pytest.mark.parametrize(
@@ -118,20 +114,20 @@ def test_a_plot_is_written(command, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_shows_both_bounds_by_steps_and_by_noise(command, tmp_path, monkeypatch):
+def test_a_plot_shows_both_bounds_by_steps(command, tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     monkeypatch.setattr(privacy, "picture", lambda path, size: nullcontext(figure))
     assert command("epsilon", *SETTING, "--steps", 100, "--plot", tmp_path / "curves.png")[0] == 0
     spent = reference((1.0, 0.01, 100))
-    for axes, place, sign in zip(figure.axes, (100, 1.0), (1, -1), strict=True):
-        drawn = {line.get_label(): line.get_xydata() for line in axes.lines}
-        upper, lower = drawn["ε, upper bound"], drawn["no accountant can go below"]
-        assert (lower[:, 1] <= upper[:, 1]).all()
-        assert (sign * np.diff(upper, axis=0)[:, 1] >= 0).all()
-        assert (np.diff(upper, axis=0)[:, 0] > 0).all()
-        (this,) = (points for label, points in drawn.items() if label.startswith("this training"))
-        assert this == pytest.approx(np.array([[place, spent.upper]]), rel=1e-3)
-        assert np.interp(place, *upper.T) == pytest.approx(spent.upper, rel=1e-3)
+    (axes,) = figure.axes
+    drawn = {line.get_label(): line.get_xydata() for line in axes.lines}
+    upper, lower = drawn["ε, upper bound"], drawn["no accountant can go below"]
+    assert (lower[:, 1] <= upper[:, 1]).all()
+    assert (np.diff(upper, axis=0)[:, 1] >= 0).all()
+    assert (np.diff(upper, axis=0)[:, 0] > 0).all()
+    (this,) = (points for label, points in drawn.items() if label.startswith("this training"))
+    assert this == pytest.approx(np.array([[100, spent.upper]]), rel=1e-3)
+    assert np.interp(100, *upper.T) == pytest.approx(spent.upper, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +180,5 @@ def test_what_plan_privacy_refuses(command, words, match):
     test_wrong_input_is_one_line(command, ("plan-privacy", *words), match)
 
 
-def test_a_wrong_schedule(command, tmp_path):
-    path = tmp_path / "schedule.txt"
-    path.write_text("1 0.01\n")
-    assert "expected noise multiplier" in command("epsilon", "--schedule", path)[2]
-    path.write_text("[[1, 0.01, 2.5]]")
-    assert "2.5 steps" in command("epsilon", "--schedule", path)[2]
-    path.write_text("\n")
-    assert "no segment" in command("epsilon", "--schedule", path)[2]
+def test_a_part_of_a_step_is_none(command):
+    assert "2.5 steps" in command("epsilon", "--segment", 1, 0.01, 2.5)[2]

@@ -84,8 +84,8 @@ def mlp():
     return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 3))
 
 
-def vectors(batch_size, sequence_length):
-    return torch.randn(batch_size, sequence_length, 12)
+def misfit(batch_size):
+    return mlp(), torch.randn(batch_size, 7)
 
 
 def breaks():
@@ -184,10 +184,13 @@ def test_mixing_is_refused_with_the_place(inspect, script):
     assert "remedy" in result.out
 
 
-def test_batches_of_a_factory(inspect, script):
+def test_batches_of_a_factory(inspect, script, tmp_path):
     assert "random input of shape (4, 12)" in inspect(f"{script}:mlp").out
-    assert "(5, 7, 12)" in inspect(f"{script}:mlp", "--input-shape", "7,12", "--batch-size", 5).out
-    assert "batch of vectors()" in inspect(f"{script}:mlp", "--batch", "vectors").out
+    beside = tmp_path / "beside.py"
+    beside.write_text(
+        SCRIPT + "\n\ndef example_batch(sequence_length):\n    return torch.randn(3, sequence_length, 12)\n"
+    )
+    assert "batch of example_batch()" in inspect(f"{beside}:mlp").out
     own = inspect(f"{script}:with_batch", "--batch-size", 6)
     assert own.status == 0, own
     assert "6 samples" in own.out
@@ -210,7 +213,8 @@ def test_json_file(inspect, script, tmp_path):
         (["{script}:missing"], "no function 'missing'"),
         (["{script}:breaks"], "no such key"),
         (["{script}:number"], "returned int"),
-        (["{script}:raw"], "--input-shape"),
+        (["{script}:raw"], "example_batch(batch_size)"),
+        (["{script}:misfit"], "fails on this batch"),
         ([":factory"], "name both"),
         (["./x:f"], "imported"),
         (["{script}x:raw"], "script.pyx"),
@@ -223,10 +227,6 @@ def test_json_file(inspect, script, tmp_path):
         (["gpt2", "--trainable", "zzz"], "matches none of the 28"),
         (["gpt2", "--full", "--sequence-length", "5000"], "at most 1024"),
         (["{script}:mlp", "--full"], "--full"),
-        (["{script}:mlp", "--batch", "absent"], "no function 'absent'"),
-        (["{script}:mlp", "--input-shape", "a,b"], "list of sizes"),
-        (["{script}:mlp", "--input-shape", "0"], "at least 1"),
-        (["{script}:mlp", "--input-shape", "7"], "fails on this batch"),
         (["gpt2", "--strategy", "magic"], "invalid choice"),
         (["whisper"], "input_features"),
         ([], "MODEL"),

@@ -42,7 +42,6 @@ JOBS = {
     "adapters of layers": Job([*LORA, "--output", "none", "--mesh", "tp=2"]),
     "tiles of layers": Job([*LAYERS, "--output", "none", "--mesh", "tp=2", "--vocabulary-head", "fused"]),
     "a device": Job([*COMMON, "--output", "none", "--device", "cuda:1"]),
-    "comparison": Job([*COMMON, "--output", "none", "--comparison-steps", "2"]),
     "no size": Job([*COMMON, "--output", "none", "--mesh", "dp=2", "--physical-batch-size", "auto"]),
     "wrong on one": Job([*COMMON, "--output", "none"], only=["--epsilon", "-1"]),
     "other epsilon on one": Job([*COMMON, "--output", "none"], only=["--epsilon", "3"]),
@@ -59,7 +58,6 @@ REFUSED = {
     "adapters of layers": "--lora with --mesh dp=1,tp=2: a model's plan of tensor parallelism says nothing of adapters",
     "tiles of layers": "--vocabulary-head fused with --mesh dp=1,tp=2: each process has some rows of the head",
     "a device": "--device cuda:1 with 2 processes: each has its own",
-    "comparison": "--comparison-steps: a run of several processes",
     "no size": "--physical-batch-size auto with --mesh dp=2",
     "wrong on one": "rank 1 was refused, and no rank goes on without it: --epsilon is -1",
     "other epsilon on one": "--epsilon is 3.0 in process 1 and 8.0 in process 0",
@@ -111,7 +109,7 @@ def _as_one_process(finetune, record_of, work, monkeypatch, *, name, words):
     monkeypatch.chdir(work)
     folder = work / f"alone{[COMMON, LAYERS, LORA].index(words)}"
     if not folder.exists():
-        alone = finetune(*words, "--output", folder, "--comparison-steps", "0")
+        alone = finetune(*words, "--output", folder)
         assert alone.status == 0, alone.err
     one, two = record_of(folder), record_of(work / name)
     assert two["privacy"]["epsilon"] == one["privacy"]["epsilon"]
@@ -130,7 +128,7 @@ def _as_one_process(finetune, record_of, work, monkeypatch, *, name, words):
 def _went(seen, name):
     first, *others = (rank[name] for rank in seen)
     assert first[0] == 0, first[2]
-    assert "step time" in first[1]
+    assert "samples at once, clipped by" in " ".join(first[1].split())
     assert others == [(0, "", "")] * len(others)
     return first[1]
 

@@ -207,8 +207,3 @@ def test_auto_learns_from_the_real_steps():
     assert max(sizes) >= 8
     assert automatic.physical_batch_size >= max(sizes)
     assert training.releases == 2
-
-
-def test_a_trial_step_has_no_effect_and_warns():
-    with pytest.warns(DeprecationWarning, match="measures the first real batches"):
-        manager(Training(sigma=1.0, expected=16.0), [0, 1], size="auto", trial_step=lambda _: None)

@@ -14,7 +14,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import Dense
 from ghostclip.graph import GraphOptions, NoGraphError
 from ghostclip.graph.axes import analysed
-from ghostclip.graph.compiled import repeated
+from ghostclip.graph.compiled import Part, part_of
 from ghostclip.graph.sums import Sum, linear
 from ghostclip.graph.trace import inputs_of, trace
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums
@@ -22,7 +22,7 @@ from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of
 
 def _analysed(model, loss=losses):
     tree = (batch(4), {})
-    more = repeated(tree, lambda x: 0)
+    more = part_of(tree, Part(0, 4, 5), 4, lambda x: 0, padded=True)
     inputs = inputs_of(model, tree, lambda x: 0)
     return analysed(trace(model, loss, inputs), trace(model, loss, inputs_of(model, more, lambda x: 0)), inputs, 4)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 
@@ -74,15 +72,8 @@ def test_a_release_is_told_by_its_values_types_and_shapes(monkeypatch):
     assert release.fingerprint(same) == release.fingerprint([tensor.clone() for tensor in released])
 
 
-def test_digests_of_earlier_versions_are_understood():
+def test_a_state_is_told_by_its_values():
     state = {"model": {"w": torch.arange(3.0), "c": torch.zeros(2, dtype=torch.complex64)}, "n": 3, "none": None}
-    earlier = hashlib.blake2b(digest_size=16)
-    checkpoints._add(earlier, state, lambda values: earlier.update(values.view(torch.uint8).numpy().data))
-    assert earlier.hexdigest() == "5be42653b9f82d2f98bc3c0e6f17002d"
-    for saved in (earlier.hexdigest(), checkpoints.digest_of(state)):
-        assert checkpoints.is_digest_of(saved, state)
-        assert not checkpoints.is_digest_of(saved, {**state, "n": 4})
-        assert not checkpoints.is_digest_of(
-            saved, {**state, "model": {"w": torch.arange(3.0) + 1, "c": torch.zeros(2)}}
-        )
-    assert not checkpoints.is_digest_of(None, state)
+    others = [{**state, "n": 4}, {**state, "model": {"w": torch.arange(3.0) + 1, "c": torch.zeros(2)}}]
+    assert checkpoints.digest_of(state) == checkpoints.digest_of({**state})
+    assert len({checkpoints.digest_of(one) for one in [state, *others]}) == 3
