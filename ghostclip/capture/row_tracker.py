@@ -458,7 +458,7 @@ class RowTracker(TorchFunctionMode):
 
     def fold_of(self, tensor: Tensor) -> str:
         """Return how positions and samples of an input were folded into rows outside the graph; empty if unknown."""
-        if not tensor.dim() or self._rows.get(tensor) is not None:
+        if not tensor.dim() or tensor.layout != torch.strided or self._rows.get(tensor) is not None:
             return ""
         return "minor" if tensor in self._alternating else "major" if self._folded(tensor) is not None else ""
 

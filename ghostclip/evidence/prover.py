@@ -427,12 +427,15 @@ class Evidence:
         forward, begun = capture.forward, _torch.next_order()
         parts, tracked, probe = self._looked_at(capture, output)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
-        # What was shown of folded data may say how layers behind it are to be read.
-        again = any(site.chosen is not None and site.chosen[0] in FOLDED for site, _ in forward.uses)
+        again = False
         if failed and forward.guessed and forward.resized is None:
             forward.resized = self._resized(capture, call)
             again = forward.resized is not None
-        if failed and again:
+        elif failed:
+            # What was shown of folded data may say how layers behind it are to be read.
+            folded = any(site.chosen is not None and site.chosen[0] in FOLDED for site, _ in forward.uses)
+            again = on_any(capture.gathering, folded)
+        if again:
             output, begun = read_again(), _torch.next_order()
             parts, tracked, probe = self._looked_at(capture, output)
         return output, begun, parts, tracked, probe
