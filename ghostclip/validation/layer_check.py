@@ -151,10 +151,10 @@ def check_per_sample_gradients_are_correct(
     Args:
         x: A batch: a tensor, a packed sequence, or a tuple of the module's positional inputs.
         module: The module.
-        options: As for ``per_sample_gradient_report``: ``batch_first``, ``strategy``, ``loss_reduction``, ``rtol``,
-            ``atol``.
         raise_if_wrong: Raise instead of returning False.
         grad_sample_mode: Opacus's name for one strategy, in place of ``strategy``.
+        options: As for ``per_sample_gradient_report``: ``batch_first``, ``strategy``, ``loss_reduction``, ``rtol``,
+            ``atol``.
 
     Returns:
         Whether all comparisons hold.
