@@ -164,6 +164,8 @@ class RowTracker(TorchFunctionMode):
             self._columns = _torch.weak_table()
         if len(self._guessed):
             self._guessed = _torch.weak_table()
+        if len(self._alternating):
+            self._alternating = _torch.weak_table()
         self._batch_size, self._axis, self._inputs, self._dummy = batch_size, axis, inputs, dummy
         self.active = True
         if self._watched:
@@ -443,24 +445,26 @@ class RowTracker(TorchFunctionMode):
 
     def _folded(self, base: Tensor) -> Tensor | None:
         """Return the sample of each row of ``x.reshape(-1, d)``; None where ``x`` is no input, or one turned around."""
-        if base in self._alternating:
-            return torch.arange(base.shape[0], device=base.device) % self._batch_size
-        if self._axis or base.shape[0] % self._batch_size or not base.is_contiguous():
+        fold, rows = self.fold_of(base), base.shape[0]
+        if not fold:
             return None
-        wholes = [
-            whole for whole in (_torch.base_of(base), *self._inputs) if whole is not None and whole.is_contiguous()
-        ]
-        for whole in wholes:
-            same = whole.data_ptr() == base.data_ptr() and whole.numel() == base.numel()
-            if same and self._arranged(whole) is not None:
-                return torch.arange(base.shape[0], device=base.device) // (base.shape[0] // self._batch_size)
-        return None
+        place = torch.arange(rows, device=base.device)
+        return place % self._batch_size if fold == "minor" else place // (rows // self._batch_size)
 
     def fold_of(self, tensor: Tensor) -> str:
         """Return how positions and samples of an input were folded into rows outside the graph; empty if unknown."""
         if not tensor.dim() or tensor.layout != torch.strided or self._rows.get(tensor) is not None:
             return ""
-        return "minor" if tensor in self._alternating else "major" if self._folded(tensor) is not None else ""
+        if tensor in self._alternating:
+            return "minor"
+        if self._axis or tensor.shape[0] % self._batch_size or not tensor.is_contiguous():
+            return ""
+        for whole in (_torch.base_of(tensor), *self._inputs):
+            if whole is None or not whole.is_contiguous() or whole.data_ptr() != tensor.data_ptr():
+                continue
+            if whole.numel() == tensor.numel() and self._arranged(whole) is not None:
+                return "major"
+        return ""
 
     def _note_fold(self, base: Tensor, folded: Tensor) -> bool:
         """Note how axes of an input were folded; False where that is not known."""

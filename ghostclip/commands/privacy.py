@@ -196,7 +196,7 @@ def run_epsilon(args: dict[str, Any]) -> int:
     """
     require_files(args)
     sigma, rate, steps = _mechanism(args)
-    segments = [*map(_segment, args["segment"])]
+    segments = list(map(_segment, args["segment"]))
     for number, (noise, share, _) in enumerate(segments, start=1):
         _require_noise(f"segment {number}: noise multiplier", noise)
         _require_rate(f"segment {number}: sample rate {share:g}", share)

@@ -133,7 +133,7 @@ class LossRows:
                 raise UncoveredParameterError(_OUTSIDE.format(tuple(leaf.shape)))
         if not tried:
             raise LossReductionError(_NO_SUM.format(in_words(end.name), self._advice))
-        rows, size = (*(shape_at(end.edges[0]) or ()), 0)[0], self._forward.batch_size
+        rows, size = (shape_at(end.edges[0]) or (0,))[0], self._forward.batch_size
         views = _VIEWS.format(size, rows) if 0 < rows < size and size % rows == 0 else ""
         raise SampleMixingError(f"{MIXED.format(self._where(end))}{views} {self._advice}")
 

@@ -275,7 +275,8 @@ class LedgerFile:
             entry = Entry(values["run"], int(values["number"]), events, values["fingerprint"])
             self.entries.append(entry)
             self._known[entry.run, entry.number] = entry.fingerprint
-            self.counts[-1:] = [count + 1 for count in self.counts[-1:]]
+            if self.counts:
+                self.counts[-1] += 1
         self._places.append(position)
         self._releases.append(len(self.entries))
         self._end += size
