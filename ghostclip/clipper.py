@@ -19,13 +19,12 @@ from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.loss import LossesOf, back_propagate, check_shape, in_chunks, plain_losses, refuse_lost_gradient
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.options import TWO_PASS, check_budget, check_factor_dtype, check_ranks, check_readers
+from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.state import ClippingState
 from ghostclip.clipping.store import Savepoint, Sharded
-from ghostclip.clipping.stored_factors import Keeper
 from ghostclip.clipping.strategies import OnePass, Parts, PendingBackward, TwoPasses
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
@@ -103,7 +102,6 @@ class GhostClipper:
         relation: str = "zero_out",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
-        factor_dtype: torch.dtype | None = None,
         device_only: bool = False,
         sharded: Sharded | None = None,
         sequences: Sequences | None = None,
@@ -126,9 +124,6 @@ class GhostClipper:
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
                 backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a
                 warning.
-            factor_dtype: torch.bfloat16 allows a memory budget below 1 to hold float32 factors in 16 bits: norms and
-                sums are then those of the rounded factors, so that each contribution keeps the bound, and its direction
-                is off by some 2^-9. None holds them as they are.
             device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
                 finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
                 otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
@@ -144,7 +139,6 @@ class GhostClipper:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
         check_ranks(model, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
-        check_factor_dtype(factor_dtype, memory_budget)
         check_budget(memory_budget, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded
@@ -173,7 +167,7 @@ class GhostClipper:
         self._store = self._state.store
         self._zero_grad = ZeroGrad(model)
         self.planner = Planner(max(1.0, memory_budget))
-        self._reducer = BlockPlanner(memory_budget, rounds=bool(factor_dtype)) if memory_budget < 1 else None
+        self._reducer = BlockPlanner(memory_budget) if memory_budget < 1 else None
         if self._reducer is not None:
             self._capture.watch_blocks(self._reducer.choose)
         self._two_passes = TwoPasses(self._state)
@@ -220,7 +214,7 @@ class GhostClipper:
     def _run(self, loss: Tensor, cut: Cut | None, *, per_sample: bool) -> None:
         """Run the backward of a loss that was examined, as the strategy says."""
         if cut is not None:
-            Parts(self._state, loss.sum(), cut, self._keeper()).run(scale=self._scale(per_sample=per_sample))
+            Parts(self._state, loss.sum(), cut).run(scale=self._scale(per_sample=per_sample))
             return
         strategy = self.resolve_strategy()
         if strategy in TWO_PASS:
@@ -228,7 +222,7 @@ class GhostClipper:
             scale = self._scale(per_sample=per_sample)
             self._two_passes.run(loss.sum(), scale=scale, instantiate=strategy == "fast")
             return
-        listener = self._one_pass.begin(strategy, loss, self._keeper())
+        listener = self._one_pass.begin(strategy, loss)
         self._one_pass.run(listener, lambda: back_propagate(loss), per_sample=per_sample)
 
     def backward_in_chunks(self, hidden: Tensor, losses_of: LossesOf, *, positions: int, axis: int = 1) -> Tensor:
@@ -352,11 +346,6 @@ class GhostClipper:
             return "ghost"
         self._say(f"{asked}: book-keeping, one backward pass.")
         return "bookkeeping"
-
-    def _keeper(self) -> Keeper | None:
-        """Return what rounds factors in a backward; None where none are."""
-        reduction = None if self._reducer is None else self._reducer.latest
-        return Keeper(reduction.rounded) if reduction is not None and reduction.rounded else None
 
     def _reduce(self, reducer: BlockPlanner, loss: Tensor) -> Cut | None:
         """Decide how a backward keeps a budget below an ordinary step's memory; returns where it is interrupted."""

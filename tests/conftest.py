@@ -17,8 +17,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-from ghostclip import GhostClipper
-from ghostclip.clipping.stored_factors import Keeper
 from ghostclip.evidence import unchecked
 from ghostclip.kernels.products import full_convolutions, full_precision
 from tests.exactness.runs import STRATEGIES
@@ -68,7 +66,6 @@ QUICK = {
     "exactness/test_clipped_sums.py": 4,
     "exactness/test_flops.py": 2,
     "exactness/test_host_reads.py::test_a_step_of_the_device_alone_reads_nothing": 3,
-    "exactness/test_rounded_factors.py": 12,
     "facade/test_deferred.py": 3,
     "graph": 3,
     "graph/test_architectures.py": 4,
@@ -93,7 +90,6 @@ CHECKED = {
     "devices/test_pretended.py::test_no_operation_mixes_devices": 6,
     "docs": 1,
     "exactness/test_clipped_sums.py": 3,
-    "exactness/test_rounded_factors.py": 2,
     "factors": 1,
     "graph/test_takeover.py": 3,
     "integrations": 3,
@@ -323,16 +319,3 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setattr("ghostclip.kernels.products.has_units", lambda device: True)
     yield emulated
     emulated.close()
-
-
-class _Any(frozenset):
-    """Every name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
-@pytest.fixture
-def all_rounded(monkeypatch):
-    """Let every clipper hold all factors in 16 bits."""
-    monkeypatch.setattr(GhostClipper, "_keeper", lambda self: Keeper(_Any()))

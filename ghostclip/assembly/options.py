@@ -64,8 +64,6 @@ class Options:
             that `ghostclip.validate` found sound in the same layout.
         memory_budget: How much a backward may hold, relative to an ordinary one. Below 1 pass a criterion, because some
             layers may get two backwards; see `ghostclip.GhostClipper`.
-        factor_dtype: torch.bfloat16 allows a memory budget below 1 to round what clipping holds to 16 bits. Every
-            record keeps its bound; the sum is off by some 2^-9; see `ghostclip.GhostClipper`.
         device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that are
             not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`. A
             release still asks once whether its records are those drawn, unless sampling is declared.
@@ -105,7 +103,6 @@ class Options:
     unclipped_num_std: float | None = None
     probe: bool = True
     memory_budget: float = MEMORY_BUDGET
-    factor_dtype: torch.dtype | None = None
     device_only: bool = False
     vocabulary_head: str = "logits"
     sequences: SplitSequences | None = None

@@ -11,7 +11,6 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.stored_factors import StoredFactor, restored
 from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, Windows, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.wrapped import sum_tensors
@@ -615,11 +614,10 @@ def exact_sqnorm_of_uses(factors: Sequence[Factor], index_D: Tensor) -> SquaredN
     return SquaredNorm(torch.cat(formed), None, terms_of_uses(few))
 
 
-def exact_norms(by_parameter: Mapping[str, Sequence[StoredFactor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
+def exact_norms(by_parameter: Mapping[str, Sequence[Factor]], like: GroupNorms, index_D: Tensor) -> GroupNorms:
     """Return the norms of a few samples in float64; shared parameters are summed before squaring."""
     total = like.empty_like()
-    for name, stored in by_parameter.items():
-        factors = [restored(one) for one in stored]
+    for name, factors in by_parameter.items():
         if len(factors) == 1:
             total.add(name, exact_sqnorm(factors[0], index_D))
         else:

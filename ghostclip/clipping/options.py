@@ -2,18 +2,15 @@
 
 from typing import Final
 
-import torch
 from torch import nn
 
 from ghostclip import _torch, _validate
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.clipping.store import Sharded
-from ghostclip.clipping.stored_factors import ROUNDED
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 
 TWO_PASS: Final = ("ghost", "fast")
-FACTOR_DTYPES: Final = ("bfloat16",)
 
 
 def check_ranks(
@@ -59,28 +56,6 @@ def check_budget(
             f"memory_budget={memory_budget} with {conflict}: below 1 every layer gets one backward or two as memory "
             "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
         )
-
-
-def check_factor_dtype(factor_dtype: torch.dtype | None, memory_budget: float) -> None:
-    """Refuse a dtype that factors cannot be stored in, or that nothing would use."""
-    if factor_dtype not in (None, ROUNDED):
-        raise InvalidOptionError(
-            f"factor_dtype={factor_dtype!r}: expected torch.bfloat16 or None. float16 has no room for gradients below "
-            "1e-7."
-        )
-    if factor_dtype is not None and memory_budget >= 1:
-        raise InvalidOptionError(
-            f"factor_dtype={factor_dtype} with memory_budget={memory_budget}: factors are rounded only where "
-            "that keeps a budget below 1. Give memory_budget=0.6, say, or leave factor_dtype out."
-        )
-
-
-def factor_dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype of the word "bfloat16", None for None; refuse another word."""
-    if name is None:
-        return None
-    _validate.choice(name, "factor_dtype", FACTOR_DTYPES)
-    return ROUNDED
 
 
 def check_readers(strategy: str, policy: ClipPolicy, *, device_only: bool) -> None:

@@ -34,15 +34,7 @@ from ghostclip.clipping.norms import (
     terms_of_uses,
 )
 from ghostclip.clipping.store import GradientStore
-from ghostclip.clipping.stored_factors import (
-    Keeper,
-    Repeats,
-    StoredFactor,
-    formed,
-    restored,
-    tampered_message,
-    versions,
-)
+from ghostclip.clipping.stored_factors import Repeats, formed, tampered_message, versions
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors
@@ -229,28 +221,26 @@ class BookKeeping(Pass):
         group_of: Mapping[str, int],
         *,
         stored_layers: KeptLayers = lambda use, grad: frozenset(),
-        keeper: Keeper | None = None,
         device_only: bool = False,
         sequences: Sequences | None = None,
         ranks: SharedSamples | None = None,
     ) -> None:
         # kept_layers: returns, when the first gradient arrives, the parameters whose per-sample gradients are stored
-        # although their factors are smaller; see `Planner`. keeper: rounds factors, None for none. device_only: no
-        # value is read, so that no sample is measured again.
+        # although their factors are smaller; see `Planner`. device_only: no value is read, so that no sample is
+        # measured again.
         super().__init__(ranks)
         self._device_only = device_only
         self._sequences = sequences
         self._kept_layers = stored_layers
         self._keep: frozenset[str] | None = None
-        self._keeper = keeper
-        self.factors: defaultdict[str, list[StoredFactor]] = defaultdict(list)
+        self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
         self._versions: dict[int, list[int]] = {}
         self._together = SharedInputNorms(self.total)
         self._joints: list[Joint] = []
         self._alike = SmallLayers(join=self._join, alone=self._take, single=self._add)
-        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1 or keeper is not None
+        alone = sequences is not None or ranks is not None or len(self.total.sums) > 1
         self.puts_together = type(self).puts_together and not alone
 
     puts_together = True
@@ -278,7 +268,7 @@ class BookKeeping(Pass):
             self._waiting[name].append(formed(stored))
         # A part that runs again may bring another use yet.
         elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, stored):
-            self._add(name, stored, use=use, new=stored is not factor)
+            self._add(name, stored, use=use)
 
     def _stored_form(self, name: str, factor: Factor) -> Factor:
         stored = smaller_form(factor, always=name in (self._keep or ()))
@@ -290,16 +280,11 @@ class BookKeeping(Pass):
         self.total.add_norms_of(joint.names, stored)
         self._joints.append(joint if stored is joint.factor else Joint(joint.names, stored))
 
-    def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None, new: bool = False) -> None:
-        if self._keeper is not None:
-            readers = None if use is None else use.forward.readers
-            factor = self._keeper.rounded(name, factor, readers=readers, new=new)
+    def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None) -> None:
         if use is None or not self._together.takes(use, name, factor):
             self.total.add_norm_of(name, factor)
-        stored = factor if self._keeper is None else self._keeper.stored(name, factor)
-        self.factors[name].append(stored)
-        if stored is factor:
-            self._versions[id(factor)] = versions(factor)
+        self.factors[name].append(factor)
+        self._versions[id(factor)] = versions(factor)
 
     ill_conditioned_B: Tensor | None = None
     certain_B: Tensor | None = None
@@ -318,10 +303,8 @@ class BookKeeping(Pass):
         if len(self.forwards) > 1:
             # A parameter may have been used in each of them.
             self._split_joint()
-        if self._keeper is not None:
-            self._keeper.complete()
         for name, factors in self.factors.items():
-            crossed = cross_terms([restored(one) for one in factors]) if len(factors) > 1 else None
+            crossed = cross_terms(factors) if len(factors) > 1 else None
             if crossed is not None:
                 self.total.add(name, crossed)
         self._complete()
@@ -358,9 +341,7 @@ class BookKeeping(Pass):
             factors = self.factors.pop(name)
             while factors:
                 factor = factors.pop(0)
-                if isinstance(factor, Tensor):
-                    factor = restored(factor)
-                elif self._versions.get(id(factor)) not in (None, versions(factor)):
+                if self._versions.get(id(factor)) not in (None, versions(factor)):
                     raise TamperedGradientError(tampered_message(name))
                 weights.into(sums, factor, name, more=bool(factors))
                 del factor
@@ -398,23 +379,23 @@ class Hooks(BookKeeping):
             grad_BP = grad_BP.clone()
         before = self.factors[name]
         if before:
-            grad_BP = restored(before.pop()).materialize() + grad_BP
+            grad_BP = before.pop().materialize() + grad_BP
         before.append(Dense(grad_BP))
 
     def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
         for name, factor in self._whole():
             self.factors[name].append(factor)
-        for name, (stored,) in self.factors.items():
-            self.total.add_norm_of(name, restored(stored))
+        for name, (factor,) in self.factors.items():
+            self.total.add_norm_of(name, factor)
         self._complete()
         self._leaves_out()
         return self.total
 
     def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
-        for name, (stored,) in self.factors.items():
-            grad_BP = restored(stored).materialize()
+        for name, (factor,) in self.factors.items():
+            grad_BP = factor.materialize()
             sums.store_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
         super().add_sums(sums, weights, scale)
 

@@ -21,7 +21,7 @@ from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, SumPass
 from ghostclip.clipping.state import ClippingState
-from ghostclip.clipping.stored_factors import Keeper, Repeats
+from ghostclip.clipping.stored_factors import Repeats
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision
 from ghostclip.planning.below import Cut
@@ -52,7 +52,7 @@ class OnePass:
         """Whether sums are deferred."""
         return self._held is not None
 
-    def begin(self, strategy: str, loss: Tensor | None, keeper: Keeper | None = None) -> BookKeeping:
+    def begin(self, strategy: str, loss: Tensor | None) -> BookKeeping:
         """Return a new listener to a backward that starts at a loss, None if that is not known."""
         state = self._state
         state.settle_doubt()
@@ -68,7 +68,6 @@ class OnePass:
         return BookKeeping(
             state.groups(),
             stored_layers=stored_layers,
-            keeper=keeper,
             device_only=self._device_only,
             sequences=state.sequences,
             ranks=state.ranks,
@@ -217,9 +216,9 @@ class PartialBookKeeping(BookKeeping):
     # What is put together is kept, whosever it is.
     puts_together = False
 
-    def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str], keeper: Keeper | None = None) -> None:
+    def __init__(self, group_of: Mapping[str, int], *, dropped: Collection[str]) -> None:
         # Each of the `dropped` parameters is used once.
-        super().__init__(group_of, keeper=keeper)
+        super().__init__(group_of)
         self._dropped = dropped
         self.seen: set[int] = set()
         self.repeats: Repeats | None = None
@@ -254,8 +253,8 @@ class Parts:
 
     repeats: Repeats
 
-    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut, keeper: Keeper | None) -> None:
-        self._state, self._loss, self._cut, self._keeper = state, loss, cut, keeper
+    def __init__(self, state: ClippingState, loss: Tensor, cut: Cut) -> None:
+        self._state, self._loss, self._cut = state, loss, cut
         self._grad: Tensor | None = None
 
     def run(self, *, scale: float) -> None:
@@ -263,7 +262,7 @@ class Parts:
         # ``scale`` turns arriving gradients into those of each sample's own loss.
         state = self._state
         state.settle_doubt()
-        listener = PartialBookKeeping(state.groups(), dropped=self._cut.names, keeper=self._keeper)
+        listener = PartialBookKeeping(state.groups(), dropped=self._cut.names)
         total = self._measure(listener)
         weights = state.decisions.weights(total, state.forward_of(listener), scale, listener.ill_conditioned_B)
 

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Subset
 import ghostclip
 from ghostclip._files import reason_of
 from ghostclip.clipper import Strategy
-from ghostclip.clipping.options import factor_dtype_of
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size, largest_batch
 from ghostclip.distributed import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
@@ -236,7 +235,7 @@ def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
     )
     clip = ghostclip.GhostClipper(
         model, max_grad_norm=1.0, strategy=cast("Strategy", options.strategy), memory_budget=options.memory_budget,
-        factor_dtype=factor_dtype_of(options.factor_dtype), sharded=sharded_model(model),
+        sharded=sharded_model(model),
     )  # fmt: skip
     with clip as clipper:
 

@@ -147,9 +147,6 @@ class FinetuneOptions:
     memory_budget: float = _option(
         MEMORY_BUDGET, "memory of a backward, over an ordinary one's; below 1 blocks are run again", "R", _POSITIVE
     )
-    factor_dtype: str | None = _choice(
-        None, "bfloat16 lets a memory budget below 1 round what clipping holds to 16 bits (default: none)", "bfloat16"
-    )
     device: str = _option("auto", "cpu, cuda, cuda:1, mps or auto", "NAME")
     mesh: str | None = _option(
         None, "how the processes of torchrun hold the model: replicate=N copies, dp=N parts of one (fully_shard), tp=N "
@@ -193,9 +190,6 @@ class FinetuneOptions:
                 raise InvalidOptionError(f"{word(one.name)} is {value!r}: it may be {', '.join(allowed)}{meant}")
         toy, width, heads = self.model is None, self.hidden_size, self.heads
         refuse_any(
-            (self.factor_dtype is not None and self.memory_budget >= 1,
-             f"--factor-dtype is {self.factor_dtype}, with a memory budget of {self.memory_budget:g}: what clipping "
-             "holds is rounded only to keep a --memory-budget below 1"),
             (self.epochs is not None and self.steps is not None,
              "--epochs and --steps both say how long to train: give one of them"),
             (self.secure_noise and self.unsafe_noise_seed is not None,

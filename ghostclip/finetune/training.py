@@ -53,7 +53,7 @@ def training_arguments(run: FinetuneRun) -> DPTrainingArguments:
         target_epsilon=mechanism.target_epsilon, target_delta=mechanism.delta,
         noise_multiplier=mechanism.noise_multiplier, max_grad_norm=mechanism.max_grad_norm,
         grad_sample_mode=options.strategy, vocabulary_head=options.vocabulary_head,
-        memory_budget=options.memory_budget, factor_dtype=options.factor_dtype, bf16=options.dtype == "bfloat16",
+        memory_budget=options.memory_budget, bf16=options.dtype == "bfloat16",
         noise_level="secure" if options.secure_noise else "fast", ledger=str(run.ledger),
         # A session after a crash must not draw the first one's noise again.
         reproducible_seed=None if seed is None else seed + run.state.sessions - 1,

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ghostclip import _validate, mechanisms
 from ghostclip.accounting import get_noise_multiplier
 from ghostclip.assembly.options import CLIPPINGS
-from ghostclip.clipping.options import check_factor_dtype, factor_dtype_of
 from ghostclip.data import DPDataLoader, PhysicalBatches
 from ghostclip.data.torch_loader import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
@@ -134,7 +133,6 @@ class PrivacyArguments:
             "fused" refuses models where it does not, "logits" never does.
         memory_budget: How much a backward may hold, relative to an ordinary one. Below 1, repeated blocks are run
             again, and some get two backwards; see `PrivacyEngine.make_private`.
-        factor_dtype: "bfloat16" allows a memory budget below 1 to round what clipping holds to 16 bits.
         noise_level: "fast", "secure" or "exact".
         mechanism: How records are drawn and noise is added: "poisson", "balls_in_bins" (each record once an epoch),
             "unamplified", or noise that takes earlier noise back: "banded_inverse", "banded_matrix_factorization" (with
@@ -157,7 +155,6 @@ class PrivacyArguments:
     memory_budget: float = field(
         default=MEMORY_BUDGET, metadata={"help": "Memory of a backward, over an ordinary one's."}
     )
-    factor_dtype: str | None = field(default=None, metadata={"help": '"bfloat16": with a memory budget below 1.'})
     noise_level: str = field(default="fast", metadata={"help": f"Source of noise: {', '.join(LEVELS)}."})
     mechanism: str = field(default="poisson", metadata={"help": f"Sampling and noise: {', '.join(MECHANISMS)}."})
     noise_bands: int = field(default=4, metadata={"help": "Bands, or buffers, of correlated noise."})
@@ -183,7 +180,6 @@ class PrivacyArguments:
             self.compile = True
         self.grad_sample_mode = mode_of(self.grad_sample_mode, self.compile)
         _validate.positive(self.memory_budget, "memory_budget", allow_infinity=True)
-        check_factor_dtype(factor_dtype_of(self.factor_dtype), self.memory_budget)
         if self.physical_batch not in (None, "auto"):
             raise InvalidOptionError(
                 f"physical_batch={self.physical_batch!r}: None or 'auto'; a number is per_device_train_batch_size."
@@ -325,7 +321,6 @@ class HostTraining:
             budget=self.budget,
             mechanism=None if options.mechanism == "poisson" else mechanism,
             memory_budget=options.memory_budget,
-            factor_dtype=factor_dtype_of(options.factor_dtype),
         )
         self.optimizer = release_of(private)
         self._parts = None

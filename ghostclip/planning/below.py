@@ -4,9 +4,6 @@ Of a chain of blocks the first ones have their gradients last, when factors of a
 keep their inputs alone, and the first of them whose factors are dropped once their norms are known, to be formed again
 by a second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with
 a second backward twice, and its input gradients again.
-
-What book-keeping does hold may be held in 16 bits, where the user allows it: of the layers whose gradients come first,
-as theirs is held longest. Price: what is copied.
 """
 
 from bisect import bisect_left
@@ -35,7 +32,6 @@ class Reduction:
     cut: int | None  # number of the block's call at whose end the part with a second backward begins; None for none
     peak: int  # bytes that the backward is expected to take
     ordinary: int  # bytes that the same backward of ordinary training takes
-    rounded: frozenset[str] = frozenset()  # parameters whose factors are stored in 16 bits
 
     @property
     def share(self) -> float:
@@ -55,9 +51,9 @@ class Cut:
 class BlockPlanner:
     """Decides once for every size of inputs."""
 
-    def __init__(self, budget: float, *, rounds: bool = False) -> None:
-        """Begin with a budget below 1, in units of an ordinary backward; ``rounds`` allows factors in 16 bits."""
-        self.budget, self._rounds = budget, rounds
+    def __init__(self, budget: float) -> None:
+        """Begin with a budget below 1, in units of an ordinary backward."""
+        self.budget = budget
         self.latest: Reduction | None = None  # reduction in the latest backward; None before the first
         # the reduction at the sizes of the latest backward from the next one on; None before the first
         self.least: Reduction | None = None
@@ -106,12 +102,10 @@ class BlockPlanner:
         limit = self.budget * read.ordinary_peak()
         able = [number for number, call in enumerate(read.calls) if call.may_be]
         fitting: list[_Choice] = []
-        for rounded in self._roundings(read):
-            for cut in (None, *cuts):
-                behind = 0 if cut is None else sum(number <= cut for number in able)
-                counts = range(behind, len(able) + 1)
-                choices = [_Choice(frozenset(able[:count]), cut, rounded) for count in counts]
-                fitting.append(_first_that_fits(read, choices, limit))
+        for cut in (None, *cuts):
+            behind = 0 if cut is None else sum(number <= cut for number in able)
+            choices = [_Choice(frozenset(able[:count]), cut) for count in range(behind, len(able) + 1)]
+            fitting.append(_first_that_fits(read, choices, limit))
         return self._best(read, fitting, limit)
 
     def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
@@ -119,18 +113,8 @@ class BlockPlanner:
         # Only these may still keep their saved tensors.
         again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
         saved = frozenset(number for number in again if read.calls[number].held is not None)
-        choices = [
-            _Choice(chosen, cut, rounded)
-            for rounded in self._roundings(read)
-            for cut in (None, *cuts)
-            for chosen in (again - saved, again)
-        ]
+        choices = [_Choice(chosen, cut) for cut in (None, *cuts) for chosen in (again - saved, again)]
         return self._best(read, choices, self.budget * read.ordinary_peak())
-
-    def _roundings(self, read: Timeline) -> list[frozenset[str]]:
-        """Return the parameters whose factors may be stored in 16 bits: none of them, or all."""
-        wide = frozenset(name for name, (_, shape) in read.holdable().items() if shape.dtype == torch.float32)
-        return [frozenset(), wide] if self._rounds and wide else [frozenset()]
 
     def _best(self, read: Timeline, choices: Sequence["_Choice"], limit: float) -> Reduction:
         """Return the cheapest choice that fits; where none fits, the one with the least memory."""
@@ -140,13 +124,8 @@ class BlockPlanner:
             return peak > limit, peak if peak > limit else read.price(*choice)
 
         best = min(choices, key=cost)
-        if read.peak(*best) <= limit:
-            # No more factors in 16 bits than necessary: of those that arrive first.
-            names = [name for name in read.holdable() if name in best.rounded]
-            fewer = [best._replace(rounded=frozenset(names[:count])) for count in range(len(names) + 1)]
-            best = _first_that_fits(read, fewer, limit)
         again = frozenset(read.calls[number].name for number in best.again)
-        return Reduction(again, best.cut, read.peak(*best), read.ordinary_peak(), best.rounded)
+        return Reduction(again, best.cut, read.peak(*best), read.ordinary_peak())
 
 
 class _Choice(NamedTuple):
@@ -154,7 +133,6 @@ class _Choice(NamedTuple):
 
     again: frozenset[int]  # numbers of the blocks' calls of which only inputs are stored
     cut: int | None
-    rounded: frozenset[str]  # parameters whose factors are stored in 16 bits
 
 
 def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:

@@ -359,17 +359,15 @@ def _measured(
     name: str, count: int, statistics: Sequence[Statistics], strategy: str, reduced: BlockPlanner | None
 ) -> tuple[str, Cost]:
     """Return how one parameter of ``count`` elements is handled, in a few words, and its cost."""
-    # A memory budget below 1 may drop its factors and form them again, round them, or run its block again.
+    # A memory budget below 1 may drop its factors and form them again, or run its block again.
     latest = None if reduced is None else reduced.latest
     twice = reduced is not None and name in reduced.dropped
     again = latest is not None and any(name.startswith(f"{block}.") for block in latest.blocks)
-    rounded = latest is not None and not twice and name in latest.rounded
     strategy = "ghost" if twice else strategy
     plan = _joined(plan_of(item, strategy=strategy) for item in statistics)
-    plan += ", held in bfloat16" * rounded + ", block run again" * (again and bool(plan)) + ", two backwards" * twice
+    plan += ", block run again" * (again and bool(plan)) + ", two backwards" * twice
     forward = sum(item.flops for arrived in statistics for item in arrived.products)
-    cost = cost_of(statistics, count=count, strategy=strategy) + Cost(private=again * (1 + twice) * forward)
-    return plan, replace(cost, held=cost.held // 2 if rounded else cost.held)
+    return plan, cost_of(statistics, count=count, strategy=strategy) + Cost(private=again * (1 + twice) * forward)
 
 
 def _kept(arrived: Statistics) -> Statistics:

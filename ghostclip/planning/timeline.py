@@ -27,7 +27,7 @@ from ghostclip.capture.sample_axis import METADATA_KEY
 from ghostclip.factors import convolution, planner
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
-from ghostclip.kernels import products, runtime
+from ghostclip.kernels import products
 from ghostclip.kernels.bounds import HALF
 
 # Bytes by address.
@@ -40,6 +40,8 @@ _VIEWS: Final = (
 
 # What reading or writing one element of 4 bytes costs, in FLOPs: products of layers run at this many for each.
 _MOVED: Final = 64
+# Bytes of an output's gradient from which on a layer counts as one whose products set that cost.
+_SMALL: Final = 1 << 16
 
 
 @dataclass(eq=False)
@@ -167,7 +169,6 @@ class UseMemory(NamedTuple):
     work: float = 0.0  # FLOPs of the product in its forward; 0 where it is no product
     matrix: tuple[str, Shape] | None = None  # parameter and sizes of a product with a matrix that is used once
     forming: int = 0  # temporary bytes of forming per-sample gradients, those of a convolution's windows
-    widened: int = 0  # temporary bytes of what is stored in 16 bits, in 32
 
 
 NOTHING: Final = UseMemory(0, with_inputs=False)
@@ -237,14 +238,6 @@ def _matrix_of(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[s
     return None
 
 
-# What is held in 16 bits is a half of float32.
-_HALVED: Final = 2
-# Numbers are read, and written in 16 bits, and read again to be widened.
-_PASSES_ROUNDED: Final = 3
-# Bytes of an output's gradient below which it is not worth holding in another form.
-_SMALL: Final = 1 << 16
-
-
 @dataclass(frozen=True)
 class Step:
     """One operation of a backward."""
@@ -263,24 +256,6 @@ class Step:
     def stored(self) -> Sizes:
         """Memory of inputs from the gradient's arrival on, one copy for all that read them."""
         return self.inputs if self.memory.with_inputs else {}
-
-    @property
-    def holdable(self) -> tuple[str, Shape] | None:
-        """Parameter and sizes of a use whose factors can be stored in 16 bits."""
-        if self.arriving < _SMALL or self.memory.matrix is None:
-            return None
-        name, shape = self.memory.matrix
-        return self.names[name], shape
-
-    def in_16_bits(self) -> "Step":
-        """Return the operation with half of the bytes that are stored of its use."""
-        # Gradients are rounded where they lie, and widened for the sum; the others for some samples at a time.
-        memory, inputs = self.memory, sum(self.stored.values())
-        widest = 4 * runtime.ON_CPU if memory.with_inputs else memory.gradient
-        half = memory._replace(gradient=memory.gradient // _HALVED, widened=min(widest, memory.gradient + inputs))
-        return replace(
-            self, memory=half, inputs={("rounded", key): size // _HALVED for key, size in self.inputs.items()}
-        )
 
 
 @dataclass
@@ -301,32 +276,20 @@ class Timeline:
         self.steps = [step for part in parts for step in part.steps]
         self._unplanned = 4 * forward.unplanned
 
-    def holdable(self) -> dict[str, tuple[int, Shape]]:
-        """Return bytes and sizes of the parameters whose factors can be stored in 16 bits, in order of arrival."""
-        by_name = dict[str, tuple[int, Shape]]()
-        for step in self.steps:
-            if step.holdable is not None:
-                name, shape = step.holdable
-                by_name[name] = step.memory.gradient + sum(step.stored.values()), shape
-        return by_name
-
-    def price(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str]) -> float:
-        """Return the FLOPs of a choice: of forwards that are run again, and of copies."""
+    def price(self, recomputed: Collection[int], cut: int | None) -> float:
+        """Return the FLOPs of a choice: of forwards that are run again."""
         # Attention's own products and everything between blocks left out.
         total = sum(map(self._forward_of, recomputed))
         # The part behind the cut is run again in either backward, and its input gradients are formed twice.
-        total += 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
-        for name, (size, shape) in self.holdable().items():
-            total += size * shape.moving * _PASSES_ROUNDED * (name in rounded)
-        return total
+        return total + 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
 
     def _forward_of(self, call: int) -> float:
         """Return the cost of a block's forward: products, and writing saved tensors."""
         steps = [step for part in self.parts if part.call == call for step in part.steps]
         work = sum(step.memory.work for step in steps)
         written = sum({key: size for step in steps for key, size in step.saved.items()}.values())
-        moving = next((step.holdable[1].moving for step in steps if step.holdable is not None), 1.0)
-        return work + written * moving
+        matrices = (step.memory.matrix for step in steps if step.arriving >= _SMALL)
+        return work + written * next((matrix[1].moving for matrix in matrices if matrix is not None), 1.0)
 
     def ordinary_peak(self) -> int:
         """Return the peak of the same backward of ordinary training, its gradients included."""
@@ -348,21 +311,16 @@ class Timeline:
         gradients = np.array([step.memory.gradient for step in self.steps])
         return live + passing + gradients.cumsum() - gradients
 
-    def peak(self, recomputed: Collection[int], cut: int | None, rounded: Collection[str] = ()) -> int:
+    def peak(self, recomputed: Collection[int], cut: int | None) -> int:
         """Return the peak bytes of a private backward."""
         # recomputed: calls of which only inputs are stored. cut: the call at whose end the part with a second backward
         # begins. Of what norms are formed in, only a convolution's windows are counted.
-        steps = [
-            step.in_16_bits() if step.holdable is not None and step.holdable[0] in rounded else step
-            for step in self.steps
-        ]
-        begin, sizes = self._begin(cut), self._new_gradients()
+        steps, begin, sizes = self.steps, self._begin(cut), self._new_gradients()
         live, passing = self._live(recomputed, cut, [step.stored for step in steps])
         before = np.arange(len(steps)) < begin
         gathered = self._unplanned + np.cumsum([step.memory.gradient for step in steps] * before)
-        widened = [step.memory.widened for step in steps] * before
         # What is kept of a use is formed before the operation itself runs.
-        forming = [step.before + step.memory.forming for step in steps] + widened
+        forming = [step.before + step.memory.forming for step in steps]
         first = (live + np.maximum(passing, forming) + gathered).max()
         contracted = list(zip(steps[:begin], sizes[:begin], strict=True))
         first = max(first, self._most_contracting(contracted, live[-1] + gathered[-1], self._read_behind(begin, cut)))
@@ -383,7 +341,7 @@ class Timeline:
         most, holders = 0, Counter(key for step, _ in contracted for key in step.stored)
         for step, size in contracted:
             live += size
-            most = max(most, live + step.memory.widened)
+            most = max(most, live)
             holders.subtract(step.stored.keys())
             gone = [size for key, size in step.stored.items() if not holders[key] and key not in read_again]
             live -= step.memory.gradient + sum(gone)
