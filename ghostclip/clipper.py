@@ -19,13 +19,20 @@ from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.loss import LossesOf, back_propagate, check_shape, in_chunks, plain_losses, refuse_lost_gradient
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.options import TWO_PASS, check_budget, check_ranks, check_readers
 from ghostclip.clipping.passes import Sequences
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.state import ClippingState
 from ghostclip.clipping.store import Savepoint, Sharded
-from ghostclip.clipping.strategies import OnePass, Parts, PendingBackward, TwoPasses
+from ghostclip.clipping.strategies import (
+    TWO_PASS,
+    OnePass,
+    Parts,
+    PendingBackward,
+    TwoPasses,
+    check_budget,
+    check_ranks,
+)
 from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.evidence.criterion import KnownLoss
@@ -102,7 +109,6 @@ class GhostClipper:
         relation: str = "zero_out",
         probe: bool = True,
         memory_budget: float = MEMORY_BUDGET,
-        device_only: bool = False,
         sharded: Sharded | None = None,
         sequences: Sequences | None = None,
     ) -> None:
@@ -124,9 +130,6 @@ class GhostClipper:
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
                 backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a
                 warning.
-            device_only: Read no value of a tensor in a backward, as a CUDA graph asks: a sample whose norm is not
-                finite, or may have been changed by rounding by more than the tolerance, contributes nothing, where
-                otherwise it is measured again in float64. Not for strategies of two backwards, whose likeness is read.
             sharded: The ranks that hold the model's parameters in parts: `ghostclip.distributed.ShardedModel(model)`.
             sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.
 
@@ -138,14 +141,12 @@ class GhostClipper:
         _validate.choice(loss_reduction, "loss_reduction", get_args(Reduction))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UnsupportedModelError(f"{type(model).__name__} has no trainable parameter: nothing to clip.")
-        check_ranks(model, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
-        check_budget(memory_budget, strategy, device_only=device_only, sharded=sharded, sequences=sequences)
+        check_ranks(model, strategy, sharded=sharded, sequences=sequences)
+        check_budget(memory_budget, strategy, sharded=sharded, sequences=sequences)
         self.model = model
         self._sharded = sharded
-        self.device_only = device_only
         self._sequences = sequences
         self._decisions = Decisions(policy_of(max_grad_norm, policy), relation, sequences)
-        check_readers(strategy, self.policy, device_only=device_only)
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self.batch_first = batch_first
@@ -171,7 +172,7 @@ class GhostClipper:
         if self._reducer is not None:
             self._capture.watch_blocks(self._reducer.choose)
         self._two_passes = TwoPasses(self._state)
-        self._one_pass = OnePass(self._state, self.planner, device_only=device_only)
+        self._one_pass = OnePass(self._state, self.planner)
         self._state.groups()
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -218,7 +219,6 @@ class GhostClipper:
             return
         strategy = self.resolve_strategy()
         if strategy in TWO_PASS:
-            check_readers(strategy, self.policy, device_only=self.device_only)
             scale = self._scale(per_sample=per_sample)
             self._two_passes.run(loss.sum(), scale=scale, instantiate=strategy == "fast")
             return
@@ -386,7 +386,6 @@ class GhostClipper:
         *,
         norm_GB: list[Tensor],
         coef_GB: list[Tensor],
-        certain_B: Tensor | None,
         sums: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
     ) -> None:
@@ -395,13 +394,12 @@ class GhostClipper:
         Args:
             norm_GB: Norms of each clip group, shape ``(B,)`` each, rounded up.
             coef_GB: Coefficients of each group, as the policy makes them of these.
-            certain_B: Samples that were not left out as uncertain, shape ``(B,)``; None where none was.
             sums: Sum by parameter name, float32 or float64; not used any more by who calls.
             inputs: The tensors of the batch, for `note_inputs`.
         """
         rows, note = norm_GB[0].numel(), self._capture.note_inputs
         noted = [] if note is None else [note.note(inputs, rows)]
-        self._decisions.adopt(norm_GB, coef_GB, certain_B)
+        self._decisions.adopt(norm_GB, coef_GB)
         with torch.no_grad():
             self._state.adopt(sums, rows, noted)
 
@@ -548,7 +546,6 @@ class GhostClipper:
     def policy(self, value: ClipPolicy) -> None:
         if self.has_clipped_sum:
             raise InvalidOptionError("policy: a batch was clipped by the present one. Replace it after the step.")
-        check_readers(self.strategy, value, device_only=self.device_only)
         self._decisions.policy = value
         self._state.groups()
 

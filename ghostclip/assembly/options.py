@@ -64,9 +64,6 @@ class Options:
             that `ghostclip.validate` found sound in the same layout.
         memory_budget: How much a backward may hold, relative to an ordinary one. Below 1 pass a criterion, because some
             layers may get two backwards; see `ghostclip.GhostClipper`.
-        device_only: Clip without reading a value of a tensor, so that a backward waits for no device: samples that are
-            not finite, or whose norm rounding makes doubtful, contribute nothing; see `ghostclip.GhostClipper`. A
-            release still asks once whether its records are those drawn, unless sampling is declared.
         vocabulary_head: Of a language model of transformers (causal, masked or sequence to sequence). "auto": in
             training, ``model(..., labels=labels).loss`` is one loss per record, shape (B,), the mean over its own
             tokens, and logits are not stored where the vocabulary is large and the model fits; other models stay what
@@ -103,7 +100,6 @@ class Options:
     unclipped_num_std: float | None = None
     probe: bool = True
     memory_budget: float = MEMORY_BUDGET
-    device_only: bool = False
     vocabulary_head: str = "logits"
     sequences: SplitSequences | None = None
     mechanism: Mechanism | None = None

@@ -193,7 +193,6 @@ def _of_stages(
         "criterion (the schedule has its loss_fn)": request.options.criterion is None,
         "batch_first=False": request.options.batch_first,
         f"memory_budget={request.options.memory_budget}": request.options.memory_budget >= 1,
-        "device_only=True": not request.options.device_only,
         f"vocabulary_head={request.options.vocabulary_head!r}": request.options.vocabulary_head == "logits",
         "sequences": request.options.sequences is None,
         "a loader of distributed=False": request.sampling.replicas == world_size(),
@@ -239,7 +238,6 @@ def _attached(module: nn.Module, request: Request, sharded: ShardedModel | None)
         relation=request.sampling.event.relation,
         probe=request.options.probe,
         memory_budget=request.options.memory_budget,
-        device_only=request.options.device_only,
         sharded=sharded,
         sequences=request.options.sequences,
     )

@@ -105,9 +105,8 @@ class Decisions:
         self.relation = relation
         self.norm_GB: list[Tensor] | None = None  # of the last backward; None before the first
         self.coef_GB: list[Tensor] | None = None
-        self._non_finite: int | Tensor = 0
-        self._non_finite_total = 0
-        self._unread: Tensor | None = None
+        self.non_finite = 0  # samples of the last backward with a NaN or infinite gradient
+        self.non_finite_total = 0  # the same over all backwards
         self.layout = Layout({}, (), ())
         self.plain = False  # whether sums without any bound are autograd's own gradients
         self.device: torch.device | None = None  # where norms lie when no gradient has arrived
@@ -115,18 +114,6 @@ class Decisions:
         self._rows: list[int] = []
         self._noted: list[Any] = []
         self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
-
-    @property
-    def non_finite(self) -> int:
-        """Number of samples of the last backward with a NaN or infinite gradient, or left out as uncertain."""
-        return int(self._non_finite)
-
-    @property
-    def non_finite_total(self) -> int:
-        """The same over all backwards; reading it may wait for the device."""
-        unread, self._unread = self._unread, None
-        self._non_finite_total += 0 if unread is None else int(unread)
-        return self._non_finite_total
 
     def open(self, names: list[str]) -> Layout:
         """Return the clip groups of the backward that begins, for the names of the trainable parameters."""
@@ -143,13 +130,11 @@ class Decisions:
         scale: float,
         ill_conditioned_B: Tensor | None,
         *,
-        certain_B: Tensor | None = None,
         rows: int | None = None,
     ) -> ClipWeights:
         """Decide on the weights of the samples in the clipped sum."""
-        # `total` has norms of gradients that are `scale` times too small. `certain_B`: samples whose norms are certain,
-        # where no value may be read: the others are left out. `rows`: number of samples, the first ones, that have
-        # norms; the rows after them add nothing.
+        # `total` has norms of gradients that are `scale` times too small. `rows`: number of samples, the first ones,
+        # that have norms; the rows after them add nothing.
         norm_GB = _scaled(total.norm_GB(forward.batch_size, self.device), scale)
         layout = self.layout
         largest = None if total.largest is None else total.largest * scale
@@ -157,14 +142,11 @@ class Decisions:
         if forward.is_dummy:
             self.norm_GB = [norm_B[:0] for norm_B in norm_GB]
             self.coef_GB = [coef_B[:0] for coef_B in coef_GB]
-            self._non_finite = 0
+            self.non_finite = 0
             nothing = [torch.zeros_like(coef_B) for coef_B in coef_GB]
             return ClipWeights(nothing, layout.group_of, torch.zeros_like(norm_GB[0], dtype=torch.bool))
-        if certain_B is not None:
-            certain_B = finite_samples(norm_GB).logical_and_(certain_B.to(norm_GB[0].device))
-            coef_GB = [coef_B.masked_fill(~certain_B.to(coef_B.device), 0.0) for coef_B in coef_GB]
         self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        keep_B = self._finite_B(total, forward) if certain_B is None else self._counted(certain_B)
+        keep_B = self._finite_B(total, forward)
         shown = 1.0 if self.plain and all(map(math.isinf, layout.bounds)) else scale
         coef_GB = _scaled(coef_GB, shown)
         empty = 0 if rows is None else forward.batch_size - rows
@@ -174,25 +156,15 @@ class Decisions:
             coef_GB = [functional.pad(coef_B, (0, empty)) for coef_B in coef_GB]
         return ClipWeights(coef_GB, layout.group_of, keep_B, ill_conditioned_B)
 
-    def adopt(self, norm_GB: list[Tensor], coef_GB: list[Tensor], certain_B: Tensor | None) -> None:
-        """Adopt norms and coefficients that were decided elsewhere by the same policy."""
-        # `certain_B`: samples that were not left out; None where all are known to be certain.
-        self.norm_GB, self.coef_GB = norm_GB, coef_GB
-        self._non_finite = 0
-        if certain_B is not None:
-            self._counted(certain_B)
-
-    def _counted(self, certain_B: Tensor) -> Tensor:
-        """Count the samples that are left out, on their device."""
-        self._non_finite = left_out = (~certain_B).sum()
-        self._unread = left_out if self._unread is None else self._unread + left_out
-        return certain_B
+    def adopt(self, norm_GB: list[Tensor], coef_GB: list[Tensor]) -> None:
+        """Adopt norms and coefficients of finite samples that were decided elsewhere by the same policy."""
+        self.norm_GB, self.coef_GB, self.non_finite = norm_GB, coef_GB, 0
 
     def _finite_B(self, total: GroupNorms, forward: ForwardContext) -> Tensor | None:
         """Count the samples that are not finite and return which are; None when all are."""
         assert self.norm_GB is not None
         adaptation = self.policy.adaptation
-        self._non_finite = 0
+        self.non_finite = 0
         if total.finite and adaptation is None:
             return None
         finite_B = finite_samples(self.norm_GB)
@@ -200,9 +172,9 @@ class Decisions:
             count = len(finite_B) if self._sequences is None else self._sequences.rows(forward.batch_size)
             adaptation.observe([norm_B[:count] for norm_B in self.norm_GB], self.layout.bounds, finite_B[:count])
         if not total.finite:
-            self._non_finite = non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
-            self._non_finite_total += non_finite
-        return finite_B if self._non_finite else None
+            self.non_finite = finite_B.numel() - int(torch.count_nonzero(finite_B))
+            self.non_finite_total += self.non_finite
+        return finite_B if self.non_finite else None
 
     def close(self, rows: int, noted: Any) -> None:
         """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
@@ -240,14 +212,13 @@ class Decisions:
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present state."""
         sensitivities, rows = list(self._sensitivities), list(self._rows)
-        total, unread = self._non_finite_total, self._unread
-        noted = list(self._noted)
+        total, noted = self.non_finite_total, list(self._noted)
         adaptation = self.policy.adaptation
         count = None if adaptation is None else adaptation.shifted_count
 
         def restore() -> None:
             self._sensitivities, self._rows, self._noted = list(sensitivities), list(rows), list(noted)
-            self._non_finite_total, self._unread = total, unread
+            self.non_finite_total = total
             if adaptation is not None:
                 adaptation.shifted_count = count
 

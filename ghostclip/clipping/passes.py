@@ -221,15 +221,12 @@ class BookKeeping(Pass):
         group_of: Mapping[str, int],
         *,
         stored_layers: KeptLayers = lambda use, grad: frozenset(),
-        device_only: bool = False,
         sequences: Sequences | None = None,
         ranks: SharedSamples | None = None,
     ) -> None:
         # kept_layers: returns, when the first gradient arrives, the parameters whose per-sample gradients are stored
-        # although their factors are smaller; see `Planner`. device_only: no value is read, so that no sample is
-        # measured again.
+        # although their factors are smaller; see `Planner`.
         super().__init__(ranks)
-        self._device_only = device_only
         self._sequences = sequences
         self._kept_layers = stored_layers
         self._keep: frozenset[str] | None = None
@@ -287,8 +284,6 @@ class BookKeeping(Pass):
         self._versions[id(factor)] = versions(factor)
 
     ill_conditioned_B: Tensor | None = None
-    certain_B: Tensor | None = None
-    """Samples whose norms are certain, where the others are left out."""
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
@@ -308,8 +303,6 @@ class BookKeeping(Pass):
             if crossed is not None:
                 self.total.add(name, crossed)
         self._complete()
-        if self._leaves_out():
-            return self.total
         imprecise_B = self.total.imprecise_B()
         if imprecise_B is not None:
             self._split_joint()
@@ -347,12 +340,6 @@ class BookKeeping(Pass):
                 del factor
             sums.complete(name)
 
-    def _leaves_out(self) -> bool:
-        """Note which samples are certain where no value may be read; return whether that is so."""
-        if self._device_only and self.forwards:
-            self.certain_B = self.total.certain_B(self.forwards[0].batch_size)
-        return self._device_only
-
     def _split_joint(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
         """Split joined parameters, all or some, so that each is treated by itself, as some samples must be."""
         joints, self._joints = self._joints, []
@@ -389,7 +376,6 @@ class Hooks(BookKeeping):
         for name, (factor,) in self.factors.items():
             self.total.add_norm_of(name, factor)
         self._complete()
-        self._leaves_out()
         return self.total
 
     def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:

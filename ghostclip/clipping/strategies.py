@@ -10,22 +10,62 @@ coefficients of all, what was kept is contracted, and the part behind goes backw
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ghostclip import _torch, _validate
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.clipping.norms import GroupNorms, exact_norms
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Sequences, SumPass
 from ghostclip.clipping.state import ClippingState
+from ghostclip.clipping.store import Sharded
 from ghostclip.clipping.stored_factors import Repeats
+from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision
 from ghostclip.planning.below import Cut
 from ghostclip.planning.plan import Planner
+
+TWO_PASS: Final = ("ghost", "fast")
+
+
+def check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
+    """Refuse parameters in parts that nobody describes, and options that contradict other ranks."""
+    if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "
+            "or say GhostClipper(model, sharded=ghostclip.distributed.ShardedModel(model), ...)."
+        )
+    if sequences is not None and sharded is not None:
+        raise InvalidOptionError(
+            "sequences with sharded: splitting sequences over ranks that hold parameters in parts is not supported. "
+            "Use one of them."
+        )
+    if sequences is not None and strategy not in {"auto", "bookkeeping"}:
+        raise InvalidOptionError(
+            f"strategy={strategy!r} with sequences: factors that ranks have in parts are brought together by "
+            "book-keeping alone. Use strategy='bookkeeping'."
+        )
+
+
+def check_budget(memory_budget: float, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
+    """Refuse a memory budget below 1 where nothing can be chosen to meet it."""
+    _validate.positive(memory_budget, "memory_budget", allow_infinity=True)
+    reasons = {
+        "sequences": sequences is not None,
+        "a model that is sharded": sharded is not None,
+        f"strategy={strategy!r}": strategy not in ("auto", "bookkeeping"),
+    }
+    conflict = next((reason for reason, holds in reasons.items() if holds), None)
+    if memory_budget < 1 and conflict is not None:
+        raise InvalidOptionError(
+            f"memory_budget={memory_budget} with {conflict}: below 1 every layer gets one backward or two as memory "
+            "allows, and the two are compared. Use strategy='auto', or a budget of 1 or more."
+        )
 
 
 class PendingBackward(NamedTuple):
@@ -42,10 +82,9 @@ class OnePass:
     loss_elsewhere = False  # whether backwards begin at outputs, as the loss is computed in another part of the model
     _held: list[PendingBackward] | None = None
 
-    def __init__(self, state: ClippingState, planner: Planner, *, device_only: bool) -> None:
+    def __init__(self, state: ClippingState, planner: Planner) -> None:
         self._state = state
         self._planner = planner
-        self._device_only = device_only
 
     @property
     def is_pending(self) -> bool:
@@ -58,20 +97,14 @@ class OnePass:
         state.settle_doubt()
         if strategy == "hooks":
             state.store.drop_stale_samples()
-            return Hooks(state.groups(), device_only=self._device_only, ranks=state.ranks)
+            return Hooks(state.groups(), ranks=state.ranks)
         parameters = state.capture.substitution.present
         keep = None if loss is None else self._planner.before(loss, state.capture.forward, parameters)
 
         def stored_layers(use: ParamUse, grad: Tensor) -> frozenset[str]:
             return self._planner.during(use, grad, parameters) if keep is None else keep
 
-        return BookKeeping(
-            state.groups(),
-            stored_layers=stored_layers,
-            device_only=self._device_only,
-            sequences=state.sequences,
-            ranks=state.ranks,
-        )
+        return BookKeeping(state.groups(), stored_layers=stored_layers, sequences=state.sequences, ranks=state.ranks)
 
     def run(self, listener: BookKeeping, back: Callable[[], None], *, per_sample: bool) -> None:
         """Run a backward and add its clipped sums; ``per_sample``: the loss is one value per sample."""
@@ -93,9 +126,7 @@ class OnePass:
 
     def _add_sums(self, pending: PendingBackward, total: GroupNorms, scale: float, rows: int | None = None) -> None:
         state, listener = self._state, pending.listener
-        weights = state.decisions.weights(
-            total, pending.forward, scale, listener.ill_conditioned_B, certain_B=listener.certain_B, rows=rows
-        )
+        weights = state.decisions.weights(total, pending.forward, scale, listener.ill_conditioned_B, rows=rows)
         state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
 
     @contextmanager

@@ -226,8 +226,6 @@ class CompiledStep:
         # the graph of forward, loss and backward that it was made of
         self.joint = trace(model, loss, inputs, branches, reads)
         self.branches = self.joint.branches
-        if self.branches and clipping.masks:
-            raise NoGraphError("it branches on data, which device_only=True does not read")
         grown = trace(model, loss, inputs_of(model, more, lambda _: next(axes_of_more)), self.branches, reads)
         axes = analysed(self.joint, grown, inputs, self.size)
         self._extra_axes = _extra_axes(self.joint, axes, len(inputs.trainable))

@@ -38,7 +38,6 @@ class Clipping:
 
     policy: ClipPolicy
     layout: Layout  # its clip groups
-    masks: bool  # whether uncertain samples are masked out of factors, where no value may be read afterwards
 
 
 class _Factored(fx.Interpreter):
@@ -117,7 +116,7 @@ def factors_of(traced: Traced, axes: Axes, inputs: Inputs, flat: Sequence[Tensor
     return losses_B, factors, rest[count:]
 
 
-def _clipped_sum(factors: list[Factor], coef_B: Tensor, keep_B: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
+def _clipped_sum(factors: list[Factor], coef_B: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the clipped sums of parameters whose gradients are concatenated, their factors dropped one by one."""
     dtype, entries = torch.promote_types(like[0].dtype, torch.float32), [tensor.numel() for tensor in like]
     shape = like[0].shape if len(like) == 1 else (sum(entries),)
@@ -125,8 +124,7 @@ def _clipped_sum(factors: list[Factor], coef_B: Tensor, keep_B: Tensor | None, l
     coef_B, is_new = coef_B.to(dtype), True
     while factors:
         factor = factors.pop(0)
-        included = factor if keep_B is None else factor.masked(keep_B)
-        add = included.write_clipped_sum_ if is_new else included.add_clipped_sum_
+        add = factor.write_clipped_sum_ if is_new else factor.add_clipped_sum_
         add(coef_B, total)
         is_new = False
     if len(like) == 1:
@@ -155,11 +153,10 @@ def private_step(
         certain_B = certain_B & finite_samples(norm_GB)
         coef_GB = clipping.policy.coefficients(norm_GB, clipping.layout.bounds)
         coef_GB = [torch.where(valid_B & certain_B, coef_B, 0.0) for coef_B in coef_GB]
-        keep_B = valid_B & certain_B if clipping.masks else None
         sums: dict[str, Tensor] = {}
         for names in reversed(list(factors)):
             coef_B, like = coef_GB[group_of.get(names[0], 0)], [parameters[name] for name in names]
-            sums.update(zip(names, _clipped_sum(factors.pop(names), coef_B, keep_B, like), strict=True))
+            sums.update(zip(names, _clipped_sum(factors.pop(names), coef_B, like), strict=True))
         return [
             certain_B | ~valid_B,
             losses_B,

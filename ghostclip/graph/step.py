@@ -340,7 +340,7 @@ class GraphStep:
         if outcome is None:
             self._forget(step)
             return self._part(tree, Part(0, count, step.size))
-        doubt = None if self.clipper.device_only else _doubt(outcome)
+        doubt = _doubt(outcome)
         if doubt is not None:
             return self._eagerly(tree, doubt)
         self._add(outcome, tree, count)
@@ -359,7 +359,6 @@ class GraphStep:
         self.clipper.add_computed(
             norm_GB=outcome.norm_GB,
             coef_GB=outcome.coef_GB,
-            certain_B=outcome.certain_B if self.clipper.device_only else None,
             sums=outcome.sums,
             inputs=_tree.tensors(tree),
         )
@@ -451,7 +450,7 @@ class GraphStep:
 
     def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
         """Return the graph for a batch of a size."""
-        clipping = Clipping(self.clipper.policy, self.clipper.clip_groups(), masks=self.clipper.device_only)
+        clipping = Clipping(self.clipper.policy, self.clipper.clip_groups())
         model, axis_of = self.clipper.model, self._axis_of(padded, size)
         with self.clipper.unwatched():
             step = CompiledStep(

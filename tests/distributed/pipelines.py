@@ -261,7 +261,6 @@ REFUSED_BY_ENGINE: dict[str, dict[str, Any]] = {
     "criterion": {"criterion": nn.CrossEntropyLoss()},
     "batch second": {"batch_first": False},
     "small memory": {"memory_budget": 0.9},
-    "device only": {"device_only": True},
     "head": {"vocabulary_head": "auto"},
     "layers": {"clipping": "per_layer"},
     "adaptive": {"clipping": "adaptive"},

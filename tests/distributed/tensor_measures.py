@@ -203,12 +203,8 @@ def _refused(rank: int) -> Mapping[str, str]:
         net = nn.Sequential(nn.Linear(4, 4))
         _forward(parallelize_module(net, mesh, {"0": ColwiseParallel(output_layouts=Shard(0), use_local_output=False)}))
 
-    def device_only() -> None:
-        clipper_of(parallelize_module(_Stray(nn.Identity()), mesh, ends), max_grad_norm=BOUND, device_only=True)
-
     attempts = (
-        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes,
-        divided_outputs, device_only,
+        other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes, divided_outputs,
     )  # fmt: skip
     return _losses_refused(mesh) | _noise_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
 

@@ -142,7 +142,6 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
         ("criterion", "the schedule has its loss_fn"),
         ("batch second", "batch_first=False with a Pipeline"),
         ("small memory", "memory_budget=0.9 with a Pipeline"),
-        ("device only", "device_only=True with a Pipeline"),
         ("head", "vocabulary_head='auto' with a Pipeline"),
         ("layers", "stages tell each other the norms of whole gradients"),
         ("adaptive", "stages tell each other the norms of whole gradients"),

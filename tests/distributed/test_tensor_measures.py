@@ -62,7 +62,6 @@ REFUSED = {
     "smoothed": "InvalidOptionError: token_losses: label_smoothing=0.1",
     "copies of sums": "InvalidOptionError: noise_source: adds up sums over other ranks",
     "noise of one rank": "InvalidOptionError: noise_source: this rank's own",
-    "device_only": "InvalidOptionError: device_only=True with ranks that share samples",
 }
 
 

@@ -83,13 +83,6 @@ def test_more_branches_than_are_followed_stay_eager():
         trace(model := net(how=how), losses, inputs_of(model, (batch(), {}), lambda x: 0))
 
 
-def test_where_no_value_is_read_there_is_no_graph():
-    step = step_of(Marked().double(), device_only=True)
-    step(*_batch(0, marked=True))
-    assert not step.graphs
-    assert any("device_only" in reason for reason in step.reasons)
-
-
 def _training(ledger):
     torch.manual_seed(1)
     model, generator = Marked(), torch.Generator().manual_seed(3)
