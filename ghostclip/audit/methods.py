@@ -96,7 +96,6 @@ def gaussian_epsilon(mu: float, *, delta: float) -> float:
     return float(optimize.brentq(lambda epsilon: gaussian_delta(epsilon, mu=mu) - delta, 0.0, highest, xtol=1e-12))
 
 
-_SPLIT_SEED = 0
 _RANK_STEP = 4
 
 
@@ -155,23 +154,6 @@ def _mus(fpr: ArrayLike, fnr: ArrayLike) -> Array:
     return np.maximum(0.0, -special.ndtri(fpr) - special.ndtri(fnr))
 
 
-def split_point(scores: Scores, *, alpha: float, gaussian: bool, delta: float) -> OperatingPoint:
-    """Choose the threshold on one random half of the scores and bound the error rates on the other."""
-    # Both bounds hold at once with probability 1 - α. `gaussian`: the threshold is chosen for the best μ, not the best
-    # ε. Trying several seeds and taking the best would void the confidence.
-    chosen_on, held_out = scores.halves(seed=_SPLIT_SEED)
-    other, member = chosen_on.other, chosen_on.member
-    threshold_K = np.unique(np.r_[other, member])
-    fp_K = other.size - np.searchsorted(other, threshold_K, side="right")
-    fn_K = np.searchsorted(member, threshold_K, side="right")
-    fpr_K = clopper_pearson_upper(fp_K, other.size, alpha / 2)
-    fnr_K = clopper_pearson_upper(fn_K, member.size, alpha / 2)
-    value_K = _mus(fpr_K, fnr_K) if gaussian else _epsilons(fpr_K, fnr_K, delta)
-    # Where nothing is proved yet, the threshold that separates best.
-    best = np.lexsort((fp_K / other.size + fn_K / member.size, -value_K))[0]
-    return _point(float(threshold_K[best]), held_out, alpha)
-
-
 def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
     """Return points whose bounds all hold at once, from every score, with thresholds at ranks fixed in advance.
 
@@ -195,10 +177,10 @@ def _ranks(total: int) -> list[int]:
 def _point(
     threshold: float, scores: Scores, alpha: float, *, beyond: int | None = None, below: int | None = None
 ) -> OperatingPoint:
-    """Return the test "above the threshold", or, for one that is a score by rank, "that score or better"."""
+    """Return the test "above the threshold", or, where that is a member's score, "that score or better"."""
+    # `beyond`, `below`: how many of the others, or of the members, lie on the wrong side, where their rank says it.
     other, member = scores.other, scores.member
-    fp = other.size - int(np.searchsorted(other, threshold, side="right" if below is None else "left"))
-    fp = fp if beyond is None else beyond
+    fp = other.size - int(np.searchsorted(other, threshold, side="left")) if beyond is None else beyond
     fn = int(np.searchsorted(member, threshold, side="right")) if below is None else below
     return OperatingPoint(
         threshold=threshold,
@@ -323,9 +305,6 @@ def _most_rejected(rejected: Callable[[float], bool], highest: float) -> float:
 METHODS: Final = ("one-run", "one-run-f-dp", "one-run-gaussian", "clopper-pearson", "gaussian")
 """The first three for canaries of one training, the last two for scores of independent runs."""
 
-THRESHOLDS: Final = ("split", "union")
-"""How a threshold is chosen without fooling oneself: on a held-out half, or from a fixed list, each paid for."""
-
 
 _ABOUT = {
     "clopper-pearson": "independent runs; exact bounds on both error rates",
@@ -384,13 +363,12 @@ class Finding:
         return {**values, "contradicts": self.contradicts, "sentence": self.sentence()}
 
 
-def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's to say, each by name
+def audit_scores(
     scores: Scores,
     *,
     delta: float,
     confidence: float = 0.95,
     method: str = "one-run",
-    threshold: str = "union",
     guesses: int | None = None,
     claimed_epsilon: float | None = None,
 ) -> Finding:
@@ -411,7 +389,6 @@ def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's t
         delta: δ that ε is meant at.
         confidence: Probability with which the bound is right.
         method: One of `METHODS`.
-        threshold: One of `THRESHOLDS`, for independent runs.
         guesses: How many guesses the attack makes, for one run; None tries all canaries, half of them, ..., a
             sixteenth, each at its share of the error probability.
         claimed_epsilon: A claim to compare with.
@@ -424,7 +401,6 @@ def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's t
         DataError: If there are too few scores, or the coins of one run were plainly not fair.
     """
     _validate.choice(method, "method", METHODS)
-    _validate.choice(threshold, "threshold", THRESHOLDS)
     _validate.probability(delta, "delta")
     alpha = 1 - _validate.probability(confidence, "confidence")
     if claimed_epsilon is not None:
@@ -432,7 +408,7 @@ def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's t
     if method.startswith("one-run"):
         bounds = _by_guesses(scores, delta, alpha, method, guesses)
     elif guesses is None:
-        bounds = _by_points(scores, delta, alpha, threshold, gaussian=method == "gaussian")
+        bounds = _by_points(scores, delta, alpha, gaussian=method == "gaussian")
     else:
         raise InvalidOptionError(f"guesses={guesses}: method={method!r} makes none; leave it out.")
     best = max(bounds, key=lambda values: values["epsilon"])
@@ -443,14 +419,8 @@ def audit_scores(  # noqa: PLR0913 - what is asked of the data is the caller's t
     )  # fmt: skip
 
 
-def _by_points(
-    scores: Scores, delta: float, alpha: float, threshold: str, *, gaussian: bool
-) -> Iterator[dict[str, Any]]:
-    if threshold == "split":
-        points = [split_point(scores, alpha=alpha, gaussian=gaussian, delta=delta)]
-    else:
-        points = union_points(scores, alpha=alpha)
-    for point in points:
+def _by_points(scores: Scores, delta: float, alpha: float, *, gaussian: bool) -> Iterator[dict[str, Any]]:
+    for point in union_points(scores, alpha=alpha):
         mu = point.mu() if gaussian else None
         epsilon = point.epsilon(delta=delta) if mu is None else gaussian_epsilon(mu, delta=delta)
         yield {"epsilon": epsilon, "mu": mu, "threshold": point.threshold, "fpr": point.fpr, "fnr": point.fnr}

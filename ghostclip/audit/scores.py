@@ -63,15 +63,6 @@ class Scores:
         """Return the scores for an attack in which lower means included, as for losses."""
         return Scores(-self.score_M, self.included_M)
 
-    def halves(self, *, seed: int) -> tuple[Scores, Scores]:
-        """Split at random into two halves, members and others each; the second half has the odd one."""
-        order = np.random.default_rng(seed).permutation(len(self))
-        first = np.zeros(len(self), bool)
-        for chosen in (order[self.included_M[order]], order[~self.included_M[order]]):
-            first[chosen[: chosen.size // 2]] = True
-        one, other = (Scores(self.score_M[half], self.included_M[half]) for half in (first, ~first))
-        return one, other
-
 
 def load_scores(path: str | Path) -> Scores:
     """Read scores from a `.csv` with a header, a `.json` (records, or lists by column) or an `.npz`."""

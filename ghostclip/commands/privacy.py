@@ -324,8 +324,6 @@ AUDIT: Final[Options] = {
                  "default": "one-run", "help": "rows are canaries of one training (one-run...) or independent "
                  "trainings (clopper-pearson, gaussian); the gaussian ones prove more and take the mechanism for a "
                  "Gaussian one (default: %(default)s)"},
-    "--threshold": {"choices": ("split", "union"), "default": "union", "help": "for independent trainings: choose the "
-                    "threshold on a random half, or pay for several (default: %(default)s)"},
     "--guesses": {"type": int, "metavar": "R",
                   "help": "for one training: canaries to guess (default: several, each paid for)"},
     "--claimed-epsilon": {"type": float, "metavar": "E",
@@ -359,7 +357,7 @@ def run_audit(args: dict[str, Any]) -> int:
     scores = load_scores(args["scores"])
     if args["lower_is_member"]:
         scores = scores.negated()
-    names = ("delta", "confidence", "method", "threshold", "guesses", "claimed_epsilon")
+    names = ("delta", "confidence", "method", "guesses", "claimed_epsilon")
     finding = audit_scores(scores, **{name: args[name] for name in names})
     print(finding.sentence())
     print(finding.basis())

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ghostclip.audit import METHODS, CanaryRecorder, flip_coins
-from ghostclip.audit.methods import THRESHOLDS
 
 
 @pytest.fixture
@@ -56,9 +55,8 @@ def test_every_method(audit, recorded, method):
     assert f"90 % confidence ({method})" in out
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_every_threshold(audit, recorded, threshold):
-    status, out, _ = audit(recorded(".npz"), "--method", "gaussian", "--threshold", threshold)
+def test_rates_of_independent_trainings_are_said(audit, recorded):
+    status, out, _ = audit(recorded(".npz"), "--method", "gaussian")
     assert status == 0
     assert "false positives" in out
 
