@@ -135,13 +135,12 @@ class SmallLayers:
         join: Callable[[Joint], None],
         alone: Callable[[ParamUse, Tensor], None],
         single: Callable[[str, Dense], None],
-        keep: Callable[[Joint], None] = lambda joint: None,
         final: bool = True,
     ) -> None:
         # join: takes the gradients of several parameters. alone: takes a use, and its output's gradient, that no other
-        # is like. single: takes one parameter's gradients. keep: is told of gradients that waited before they are
-        # handed on. final: no other backward follows, so that what uses have saved may go.
-        self._join, self._alone, self._single, self._keep, self._final = join, alone, single, keep, final
+        # is like. single: takes one parameter's gradients. final: no other backward follows, so that what uses have
+        # saved may go.
+        self._join, self._alone, self._single, self._final = join, alone, single, final
         self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
         self._elements = 0
         self.full = False
@@ -218,12 +217,10 @@ class SmallLayers:
                 if _torch.version(factor.grad_BP) != version:
                     raise TamperedGradientError(tampered_message(name))
             if len(formed) > _FEW:
-                joint = Joint([one.name for one in formed], Dense(torch.cat([one.factor.grad_BP for one in formed])))
-                self._keep(joint)
-                self._join(joint)
+                together = Dense(torch.cat([one.factor.grad_BP for one in formed]))
+                self._join(Joint([one.name for one in formed], together))
                 continue
             for name, factor, _ in formed:
-                self._keep(Joint([name], factor))
                 self._single(name, factor)
 
     def _joined(self, uses: Sequence[_Waiting]) -> bool:
@@ -248,11 +245,6 @@ class SmallLayers:
             assert isinstance(factor, (Dense, Outer))
             self._join(Joint(names[key], factor))
         return True
-
-
-def most_waiting(tensor: Tensor) -> int:
-    """Return how many elements may wait, or be stored, on a device."""
-    return (_SMALL if tensor.is_cpu else _SMALL_ON_A_GPU) * _WAITING
 
 
 def _dtype(factor: Factor) -> torch.dtype | None:

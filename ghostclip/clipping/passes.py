@@ -11,7 +11,7 @@ stream must be waited for by who goes on with it, and its memory must not be use
 import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -23,7 +23,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import SavedTensors
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.decisions import ClipWeights, Dealing
-from ghostclip.clipping.joint import Joint, SharedInputNorms, SmallLayers, most_waiting
+from ghostclip.clipping.joint import Joint, SharedInputNorms, SmallLayers
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -392,9 +392,7 @@ class OneOfTwo(Pass):
     def __init__(self, repeats: Repeats, *, puts_together: bool, ranks: SharedSamples | None) -> None:
         super().__init__(ranks)
         self._repeats, self._puts_together = repeats, puts_together
-        self._alike = SmallLayers(
-            join=self._join, alone=self._take_alone, single=self._add, keep=self._keep, final=self.final
-        )
+        self._alike = SmallLayers(join=self._join, alone=self._take_alone, single=self._add, final=self.final)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output."""
@@ -438,9 +436,6 @@ class OneOfTwo(Pass):
     def _join(self, joint: Joint) -> None:
         """Take the factors of several parameters, each used once."""
 
-    def _keep(self, joint: Joint) -> None:
-        """Note small gradients that waited, in memory that nobody else changes, before they are measured or summed."""
-
     @abstractmethod
     def _add(self, name: str, factor: Factor) -> None:
         """Take the factor of one parameter."""
@@ -475,8 +470,6 @@ class NormPass(OneOfTwo):
         self._instantiate, self._index_D = instantiate, index_D
         self._together = SharedInputNorms(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
-        self.kept: list[Joint] = []  # small gradients that were measured, for the second backward to add as they are
-        self._kept_elements = 0
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Take the gradient of a use's output."""
@@ -512,13 +505,6 @@ class NormPass(OneOfTwo):
 
     def _join(self, joint: Joint) -> None:
         self.total.add_norms_of(joint.names, joint.factor)
-
-    def _keep(self, joint: Joint) -> None:
-        assert isinstance(joint.factor, Dense)
-        grad_BP = joint.factor.grad_BP
-        if self._kept_elements + grad_BP.numel() <= most_waiting(grad_BP):
-            self._kept_elements += grad_BP.numel()
-            self.kept.append(joint)
 
     def norms(self) -> GroupNorms:
         """Return the norms of all samples, or of those that were asked for."""
@@ -562,7 +548,6 @@ class NormPass(OneOfTwo):
 class SumPass(OneOfTwo):
     """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
 
-    # Small gradients that were stored when they were measured are not formed again.
     def __init__(
         self,
         sums: GradientStore,
@@ -580,24 +565,6 @@ class SumPass(OneOfTwo):
         super().__init__(repeats, puts_together=combine, ranks=ranks)
         self._sums, self._weights = sums, weights
         self._expected, self._several = expected, several
-        self._kept: list[Joint] = []
-        self._kept_names: frozenset[str] = frozenset()
-
-    def take_stored(self, joints: Sequence[Joint]) -> None:
-        """Take small gradients of the norm pass, which replace what this backward brings of their parameters."""
-        if self._puts_together:
-            self._kept = list(joints)
-            self._kept_names = frozenset(name for joint in joints for name in joint.names)
-
-    def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output; nothing is formed where all its parameters' gradients were stored."""
-        if not (self._kept_names.issuperset(use.site.names) and self._is_noted_whole(use)):
-            super().receive(use, grad)
-            return
-        self._expect(use)
-        self._repeats.note_use(use, grad)
-        self._meet(use, grad)
-        use.release()
 
     def _takes(self, use: ParamUse, grad: Tensor) -> bool:
         if not (self._several.isdisjoint(use.site.names) and super()._takes(use, grad)):
@@ -609,7 +576,7 @@ class SumPass(OneOfTwo):
         """Contract a factor into its parameter's sum."""
         self._expect(use)
         self._note(use, name, factor)
-        if name in self._kept_names or (self._ranks is not None and self._defers(use, name, factor)):
+        if self._ranks is not None and self._defers(use, name, factor):
             return
         several = name in self._several
         if several or not self._waits(name, factor):
@@ -621,22 +588,7 @@ class SumPass(OneOfTwo):
             raise GhostClipError(message)
 
     def _join(self, joint: Joint) -> None:
-        if self._kept_names.isdisjoint(joint.names):
-            self._weights.into_several(self._sums, joint)
-            return
-        for name, factor in joint.parts():
-            if name not in self._kept_names:
-                self._add(name, factor)
-
-    def _add_stored(self) -> None:
-        """Add what was stored instead of what this backward brought."""
-        joints, self._kept, self._kept_names = self._kept, [], frozenset()
-        while joints:
-            joint = joints.pop(0)
-            if len(joint.names) > 1:
-                self._join(joint)
-            else:
-                self._add(joint.names[0], joint.factor)
+        self._weights.into_several(self._sums, joint)
 
     def _add(self, name: str, factor: Factor, *, more: bool = False) -> None:
         self._weights.into(self._sums, factor, name, more=more)
@@ -646,7 +598,6 @@ class SumPass(OneOfTwo):
     def finish(self) -> None:
         """Add what waited: for similar ones, for all uses of a parameter, and for other ranks."""
         self._finish_waiting()
-        self._add_stored()
         for name, factor in self._whole():
             self._add(name, factor)
         self._weights.finish(self._sums)

@@ -170,7 +170,6 @@ class TwoPasses:
         sums = SumPass(
             state.store, weights, repeats=repeats, expected=expected, several=norms.several, ranks=state.ranks
         )
-        sums.take_stored(norms.kept)
 
         def add() -> None:
             state.listen(sums, loss.backward)
