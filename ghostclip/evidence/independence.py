@@ -41,6 +41,9 @@ from ghostclip.evidence.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, SC
 # which the same kernels see, and for fewer. Models in float64 may compute norms and probabilities in float32.
 TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FEWER_TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+# Sums by which a row is looked for among others, and the most pairs of rows.
+_SUMS: Final = 4
+_PAIRS: Final = 1 << 22
 # Elements that are compared at a time.
 _COMPARED: Final = 1 << 18
 
@@ -498,7 +501,9 @@ class _Outputs:
         pairs = [pair for pair in rows if pair is not None]
         if any(self._differs(*pair) for pair in pairs):
             return True
-        lost = (n for n, row_map in enumerate(maps) if rows[n] is None and (not row_map or row_map.kind == "gathered"))
+        lost = {n for n, row_map in enumerate(maps) if rows[n] is None and (not row_map or row_map.kind == "gathered")}
+        if any(self._is_missing(base[n], outputs[n], maps[n]) for n in lost & self.batch.trained):
+            return True
         return False if pairs and self.batch.trained.isdisjoint(lost) else None
 
     def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
@@ -530,6 +535,24 @@ class _Outputs:
             return None
         counts = torch.bincount(row_map.samples.cpu(), minlength=self.batch.size)[torch.tensor(self.order)]
         return RowMap("gathered", 0, torch.arange(len(self.order)).repeat_interleave(counts))
+
+    def _is_missing(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> bool:
+        """Return whether a row that data has put in its place is nowhere among those of another batch."""
+        # Of each row a few sums with random signs are looked for: few others have them all.
+        if row_map is None or row_map.samples is None or len(row_map.samples) != len(one):
+            return False
+        if one.dtype not in self.tolerances or one.shape[1:] != two.shape[1:]:
+            return False
+        stays = torch.isin(row_map.samples.cpu(), torch.tensor([self.order[place] for place in self.places]))
+        rows, others = (x.detach().flatten(1).nan_to_num() for x in (one[stays.to(one.device)], two))
+        if not rows.numel() or not len(others):
+            return False
+        signs = torch.randint(2, (rows.shape[1], _SUMS), generator=torch.Generator().manual_seed(0)) * 2 - 1
+        signs = signs.to(rows) / rows.shape[1] ** 0.5
+        looked_at = rows[:: -(-len(rows) * len(others) // _PAIRS)]
+        near = max(self.tolerances[one.dtype], self.tolerances[self.coarsest]) * float(rows.abs().max())
+        apart = (looked_at @ signs).unsqueeze(1) - others @ signs
+        return bool((apart.abs().amax(2).amin(1) > near).any())
 
     def _differs(self, first: Tensor, second: Tensor) -> bool:
         tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])

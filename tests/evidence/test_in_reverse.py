@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
-from ghostclip.errors import BatchAxisError
+from ghostclip.errors import BatchAxisError, SampleMixingError
 from ghostclip.evidence.unchecked import ORDER
 from tests.reference import clip_and_sum, per_sample_gradients
 
@@ -83,6 +83,17 @@ def test_an_order_that_cannot_be_followed_is_refused_where_samples_lie_in_order_
     model = _Sorting(WAYS[way])
     ghostclip.GhostClipper(model, max_grad_norm=0.1)
     with pytest.raises(BatchAxisError, match="another order than the samples"):
+        model(_in_order(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_order_that_is_not_undone_is_refused_where_samples_lie_in_order_by_chance(size):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)[x[:, 0].argsort()]
+
+    ghostclip.GhostClipper(model := Model(4, 3), max_grad_norm=0.1)
+    with pytest.raises((BatchAxisError, SampleMixingError)):
         model(_in_order(size))
 
 

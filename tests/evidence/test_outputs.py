@@ -76,6 +76,19 @@ def test_own_rows_are_not_and_nothing_is_left_out(form, change, size):
         assert not str(clipper.unchecked)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_rows_in_another_order_beside_data_of_other_samples_are_refused(size):
+    """Gradients call the rows behind a layer those of the last sample first; the data beside them are the first's."""
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return (super().forward(x).flip(0) + x).reshape(-1, 4)
+
+    ghostclip.GhostClipper(model := Model(4, 4), max_grad_norm=0.1)
+    with pytest.raises((SampleMixingError, BatchAxisError)):
+        model(torch.randn(size, 3, 4))
+
+
 def _paired(model, x):
     """Two views in one pass, and a loss of the rows as if each sample's views lay one after the other."""
     views = model.layer(torch.cat([x, x + 1]))
