@@ -35,6 +35,9 @@ _T = TypeVar("_T")
 _numbers: Final = itertools.count()
 _ELSEWHERE: Final = "_of_another_rank"
 _END: Final = object()
+_SAME_ARGUMENTS: Final = (
+    "Build the private objects with the same arguments, and resume from the same checkpoint, on every rank."
+)
 
 
 @dataclass
@@ -317,16 +320,12 @@ def known_to_all(error: Exception) -> Exception:
     return error
 
 
-def require_equal(what: str, values: Sequence[Any]) -> None:
+def require_equal(what: str, values: Sequence[Any], remedy: str = _SAME_ARGUMENTS) -> None:
     """Refuse values, by rank, that are not all equal."""
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
-        raise known_to_all(
-            InvalidOptionError(
-                f"{what} of rank {different[0]} is {values[different[0]]!r}, of rank 0 {values[0]!r}. Build the "
-                "private objects with the same arguments, and resume from the same checkpoint, on every rank."
-            )
-        )
+        shown = f"{what} of rank {different[0]} is {values[different[0]]!r}, of rank 0 {values[0]!r}."
+        raise known_to_all(InvalidOptionError(f"{shown} {remedy}"))
 
 
 def require_group() -> None:

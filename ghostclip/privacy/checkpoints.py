@@ -1,30 +1,25 @@
 """Checkpoints of a private training: what `PrivacyEngine.save_checkpoint` writes and `load_checkpoint` checks.
 
-A saved state holds a digest of itself: torch does not look at its files' checksums when it reads them. Another digest
-tells the records of two data sets of one size apart, by the content of a few of them.
+A saved state holds a digest of itself: torch does not look at its files' checksums when it reads them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import numbers
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final
-from weakref import WeakKeyDictionary
+from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from ghostclip import _torch, _tree
+from ghostclip import _torch
 from ghostclip._files import reason_of
 from ghostclip.distributed import Pipeline, from_first, world_size
 from ghostclip.distributed.weights import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
-from ghostclip.evidence.randomness import unnoticed
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 from ghostclip.noise.correlated import plain
 from ghostclip.noise.keyed import KeyedNoise
@@ -32,9 +27,6 @@ from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
 from ghostclip.privacy.charges import coordinates_of
 from ghostclip.privacy.sampling import Sampling
-
-# Digits of a mean that computers agree on.
-_DIGITS: Final = 4
 
 
 def digest_of(state: Mapping[str, Any]) -> str:
@@ -92,6 +84,7 @@ _OF_EACH = (OPTIMIZER, GENERATORS)
 """Entries that each rank of a pipeline has one of."""
 SECRETS = (NOISE, SAMPLER, SAMPLING, RECORDS)
 """Entries that noise, batches or contents of records follow from, or that hold a position in them."""
+_UNUSUAL = ("truncation", "unit", "records_per_unit", "participations")
 _FORMAT = 5
 """Version of what is written: 5 holds a digest of all that it holds, and noise of one key stream."""
 
@@ -118,16 +111,10 @@ def mechanism(optimizer: DPOptimizer, sampling: Sampling | None) -> dict[str, An
         event = sampling.event
         described.update(sampling=event.kind, sample_rate=event.sample_rate)
         if sampling.correlation is not None:
-            described["correlation"] = plain(sampling.correlation)
-            described["correlation_scale"] = sampling.correlation.scale
+            described.update(correlation=plain(sampling.correlation), correlation_scale=sampling.correlation.scale)
         if event.kind in ("cyclic", "cyclic_poisson", "allocation"):
             described["steps_per_event"] = event.steps_per_event
-        unusual = {
-            "truncation": event.truncation,
-            "unit": event.unit,
-            "records_per_unit": event.records_per_unit,
-            "participations": event.participations,
-        }
+        unusual = {name: getattr(event, name) for name in _UNUSUAL}
         described.update({name: value for name, value in unusual.items() if value not in (None, "record", 1)})
     return described
 
@@ -157,26 +144,13 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
         if sampling.sampler is not None:
             state[SAMPLER] = sampling.sampler.state_dict()
         state[SAMPLING] = sampling.state_dict()
-        state[RECORDS] = _digest_of(sampling)
+        state[RECORDS] = sampling.records
     return state
 
 
-_DIGESTS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
-
-
-def _digest_of(sampling: Sampling) -> str | None:
-    """Return a digest of a few records of what is sampled from; they are read once."""
-    loader = sampling.loader
-    if not hasattr(loader, "dataset"):
-        return None
-    if loader not in _DIGESTS:
-        _DIGESTS[loader] = content_digest(loader.dataset)
-    return _DIGESTS[loader]
-
-
 def _refuse_other_records(checkpoint: Mapping[str, Any], sampling: Sampling | None) -> None:
-    dataset = getattr(getattr(sampling, "loader", None), "dataset", None)
-    if dataset is not None and is_other(checkpoint.get(RECORDS), dataset):
+    digests = {checkpoint.get(RECORDS), None if sampling is None else sampling.records, None}
+    if len(digests) > 2:
         raise ResumeError(
             "checkpoint of a training on other records: as many as now, but the first, the middle or the last one "
             "differs. Resume with the data that it was saved with. If the records were only prepared in another way, "
@@ -316,12 +290,7 @@ def branch_off(optimizer: DPOptimizer) -> None:
 
 def restore_account(checkpoint: Mapping[str, Any], account: Account) -> None:
     """Continue a saved account."""
-    account.load(
-        checkpoint[ACCOUNTANT],
-        checkpoint[LEDGER],
-        coordinates=checkpoint[COORDINATES],
-        runs=checkpoint[RUNS],
-    )
+    account.load(checkpoint[ACCOUNTANT], checkpoint[LEDGER], coordinates=checkpoint[COORDINATES], runs=checkpoint[RUNS])
 
 
 def continue_schedules(
@@ -407,11 +376,10 @@ def checked_version(state: dict[str, Any]) -> dict[str, Any]:
             "and the mechanism, so that the training cannot go on. Load its module_state_dict into the model and call "
             "make_private with a new optimizer; what it has spent adds to the new ε."
         )
-    version = state[VERSION]
-    if version != _FORMAT:
+    if state[VERSION] != _FORMAT:
         raise ResumeError(
-            f"checkpoint of format {version}: this version of ghostclip reads format {_FORMAT}. Continue with the "
-            "version that wrote it."
+            f"checkpoint of format {state[VERSION]}: this version of ghostclip reads format {_FORMAT}. Continue with "
+            "the version that wrote it."
         )
     return state
 
@@ -421,49 +389,3 @@ def load_module(module: nn.Module, checkpoint: Mapping[str, Any], options: Mappi
     sharded = {name: tensor for name, tensor in module.state_dict().items() if _torch.is_sharded_tensor(tensor)}
     saved = {name: parts_for(value, sharded.get(name)) for name, value in checkpoint[MODULE].items()}
     module.load_state_dict(saved if sharded else checkpoint[MODULE], **options)
-
-
-def content_digest(dataset: Any) -> str | None:
-    """Return a digest of three records' content, None where it cannot be told; generators stay where they are.
-
-    Of floating-point numbers the mean counts, to four digits, and no text that may be a path: what another computer
-    reads otherwise.
-    """
-    try:
-        with unnoticed([]):
-            size = len(dataset)
-            contents = [list(_content(dataset[index])) for index in sorted({0, size // 2, size - 1})]
-    except Exception:  # noqa: BLE001 - whatever a data set raises, a training may go on without this
-        return None
-    return hashlib.sha256(repr(contents).encode()).hexdigest() if any(contents) else None
-
-
-def is_other(saved: str | None, dataset: Any) -> bool:
-    """Return whether a data set certainly holds other records than the one that a digest was taken of."""
-    digest = None if saved is None else content_digest(dataset)
-    # Augmentations that draw from no generator give a record another content each time.
-    return digest not in (None, saved) and content_digest(dataset) == digest
-
-
-def _content(record: Any) -> Iterator[object]:
-    for leaf in _tree.leaves(record):
-        if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
-            values = torch.as_tensor(leaf).detach().cpu()
-            exact = not (values.is_floating_point() or values.is_complex())
-            yield tuple(values.shape), _bytes(values) if exact else _rounded(values.abs().double().mean().item())
-        elif isinstance(leaf, (bool, numbers.Integral, bytes)):
-            yield leaf
-        elif isinstance(leaf, numbers.Real):
-            yield _rounded(float(leaf))
-        elif isinstance(leaf, str):
-            yield None if os.sep in leaf else leaf
-        elif hasattr(leaf, "tobytes"):
-            yield hashlib.sha256(leaf.tobytes()).hexdigest()
-
-
-def _bytes(values: Tensor) -> str:
-    return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _rounded(value: float) -> str:
-    return f"{value:.{_DIGITS}g}"

@@ -6,15 +6,23 @@ that no other place computes a rate.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import numbers
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from ghostclip import _tree
 from ghostclip.accounting.history import Charge, SamplingEvent, joined
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
 from ghostclip.data.batch_memory_manager import splittable_batches
@@ -28,9 +36,12 @@ from ghostclip.data.torch_loader import (
     warn_of_repetitions,
     worker_options,
 )
-from ghostclip.distributed import refused_together, world_size
+from ghostclip.distributed import gathered, refused_together, telling, world_size
+from ghostclip.distributed.agreement import require_equal
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.padding import Padded
+from ghostclip.evidence.randomness import unnoticed
+from ghostclip.language.tasks import own_randomness
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise.correlated import Correlation
 from ghostclip.optim import DPOptimizer
@@ -61,6 +72,11 @@ class Sampling:
     """Axes of a batch along which its collate function pads records to the length of their company."""
     correlation: Correlation | None = None
     """How the noise of steps is correlated; None for independent noise."""
+
+    @cached_property
+    def records(self) -> str | None:
+        """Digest of a few records of what is sampled from, which are read once; None where nothing tells."""
+        return content_digest(getattr(self.loader, "dataset", None))
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
         """Return what whole passes over the loader will cost."""
@@ -258,8 +274,25 @@ def sampling_for(
             # A rank's share of a draw is as often empty as a draw of that size.
             most = 1 - loader.event.sample_rate if "poisson" in loader.event.kind else 1.0
             empty = min(most, math.exp(-loader.expected_batch_size / world_size()))
-        sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
+        with telling("records") if sampling.replicas > 1 else nullcontext():
+            sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
+        if sampling.replicas > 1:
+            _require_same_records(sampling)
     return sampling
+
+
+def _require_same_records(sampling: Sampling) -> None:
+    """Refuse data sets of which ranks have other records, or in another order, as far as three of them show it."""
+    digests = gathered("records", sampling.records)
+    if None not in digests:
+        # Not the hashes: contents of records follow from them.
+        require_equal(
+            "data set, numbered by its first, middle and last record,",
+            [digests.index(digest) for digest in digests],
+            "Ranks draw records by their numbers: one that has another number on each would take part in a step twice. "
+            "Give all ranks the same records in the same order: seed random_split, shuffle and the like alike, sort "
+            "lists of files, and let the private loader deal records out to ranks.",
+        )
 
 
 def _drawn_by(
@@ -421,3 +454,46 @@ def _without_repetition(loader: DataLoader[Any]) -> BatchSampler:
             "poisson_sampling=False has no valid account. Use shuffle=True, or poisson_sampling=True."
         )
     return batches
+
+
+def content_digest(dataset: Any) -> str | None:
+    """Return a digest of three records' content; None where it cannot be told, or another reading has another content.
+
+    Of floating-point numbers the mean counts, to four digits, and no text that may be a path: what another computer
+    reads otherwise. Generators stay where they are.
+    """
+    readings: list[list[list[object]]] = []
+    try:
+        places = sorted({0, len(dataset) // 2, len(dataset) - 1})
+        for _ in range(2):
+            # Augmentations draw alike, here and in another process.
+            with unnoticed([]), own_randomness(0):
+                readings.append([list(_content(dataset[number])) for number in places])
+    except Exception:  # noqa: BLE001 - whatever a data set raises, a training may go on without this
+        return None
+    one, other = readings
+    return hashlib.sha256(repr(one).encode()).hexdigest() if any(one) and one == other else None
+
+
+def _content(record: Any) -> Iterator[object]:
+    for leaf in _tree.leaves(record):
+        if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
+            values = torch.as_tensor(leaf).detach().cpu()
+            exact = not (values.is_floating_point() or values.is_complex())
+            yield tuple(values.shape), _bytes(values) if exact else _rounded(values.abs().double().mean().item())
+        elif isinstance(leaf, (bool, numbers.Integral, bytes)):
+            yield leaf
+        elif isinstance(leaf, numbers.Real):
+            yield _rounded(float(leaf))
+        elif isinstance(leaf, str):
+            yield None if os.sep in leaf else leaf
+        elif hasattr(leaf, "tobytes"):
+            yield hashlib.sha256(leaf.tobytes()).hexdigest()
+
+
+def _bytes(values: Tensor) -> str:
+    return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.4g}"  # digits of a mean that computers agree on

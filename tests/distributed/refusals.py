@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from ghostclip import GhostClipper
 from ghostclip.data import DPDataLoader
@@ -216,7 +216,33 @@ def _loaders(rank: int) -> dict[str, Callable[[], Any]]:
             model(), DataLoader(data() if rank else Subset(data(), []), batch_size=4)
         ),
         "loader: not a loader on one": lambda: private(model(), None if rank else "a loader"),
+        "loader: another order on one": lambda: private(
+            model(), DataLoader(Subset(data(), range(len(data()))[:: 1 - 2 * rank]), batch_size=4)
+        ),
+        "loader: random records": lambda: private(model(), DataLoader(_Augmented(rank), batch_size=4)),
+        "loader: mixed on one": lambda: private(
+            model(), DataLoader(data(), batch_size=4, collate_fn=_centred if rank else None)
+        ),
     }
+
+
+class _Augmented(Dataset[Any]):
+    """Records that each reading changes, by random numbers of each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self._random = torch.Generator().manual_seed(rank)
+
+    def __len__(self) -> int:
+        return len(data())
+
+    def __getitem__(self, index: int) -> Any:
+        number, x, y = data()[index]
+        return number, x + torch.randn(x.shape, generator=self._random, dtype=x.dtype), y
+
+
+def _centred(records: list[Any]) -> Any:
+    number, x, y = default_collate(records)
+    return number, x - x.mean(0), y
 
 
 def _wrappers() -> dict[str, Callable[[], Any]]:

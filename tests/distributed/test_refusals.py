@@ -25,7 +25,7 @@ RANKS = 2
 GOES = {
     "draw: equal", "draw: dealt out", "draw: sampled by the user", "broadcast: last bit", "broadcast: stage",
     "sampler: remedy", "sampler: other remedy", "wrapper: static, first",
-    "model: tried twice",
+    "model: tried twice", "loader: random records",
     "step: none",
 }  # fmt: skip
 REFUSED = {
@@ -58,6 +58,8 @@ REFUSED = {
     "sampler: other records": "over 9 records: the loader's data set has 21",
     "sampler: apart": "Leave the sampler or distributed=False out",
     "loader: empty on one": "the data set is empty",
+    "loader: another order on one": "Give all ranks the same records in the same order",
+    "loader: mixed on one": "depends on the record beside it",
     "loader: not a loader on one": "is no torch.utils.data.DataLoader",
     "wrapper: apart": "Leave out distributed=False",
     "wrapper: apart, second": "nothing adds up the ranks' clipped sums",
