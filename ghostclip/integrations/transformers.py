@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -137,6 +137,10 @@ class DPTrainer(Trainer):
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Leave parameters that every rank has whole to the engine, which sums what is clipped."""
+
+    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+        """Leave divided parameters to the engine, too."""
+        return nullcontext()
 
     @property
     def _releasing(self) -> DPOptimizer:
@@ -293,7 +297,8 @@ class DPTrainer(Trainer):
         if not inputs.is_last:
             return torch.zeros((), device=self.args.device)
         # Ranks run forward different numbers of times, so that nothing may be exchanged before the step.
-        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        around = getattr(model, "_orig_mod", model)
+        bare = around.module if isinstance(around, nn.parallel.DistributedDataParallel) else model
         if not self._loss_is_known:
             self.check_losses(bare)
             if int(self.args.train_batch_size) == 1:

@@ -42,8 +42,15 @@ def _model(toy):
     return transformers.LlamaForCausalLM(config)
 
 
-# Which toy is held in which parts, and whether the trainer has a compute_loss of its own.
-RUNS = [("gpt2", "dp=2", False), ("gpt2", "dp=2", True), ("llama", "tp=2", False)]
+# Which toy is held in which parts (whole by each process: None), whether the trainer has a compute_loss of its own, and
+# further arguments.
+RUNS = [
+    ("gpt2", "dp=2", False, {}),
+    ("gpt2", "dp=2", True, {}),
+    ("gpt2", "dp=2", False, {"gradient_accumulation_steps": 2}),
+    ("llama", "tp=2", False, {}),
+    ("gpt2", None, False, {"torch_compile": True, "torch_compile_backend": "eager"}),
+]
 
 
 def _trainer(*, own_loss):
@@ -59,7 +66,7 @@ def _trainer(*, own_loss):
     return OwnLoss if own_loss else DPTrainer
 
 
-def _trained(folder, toy, mesh, *, own_loss=False):
+def _trained(folder, toy, mesh, *, own_loss=False, options=None):
     from ghostclip.integrations.transformers import DPTrainingArguments
 
     generator = torch.Generator().manual_seed(2)
@@ -71,7 +78,7 @@ def _trained(folder, toy, mesh, *, own_loss=False):
         from ghostclip.scaling import Mesh
 
         divide(model, Mesh.parse(mesh), torch.device("cpu"))
-    arguments = DPTrainingArguments(output_dir=str(folder), **GIVEN)
+    arguments = DPTrainingArguments(output_dir=str(folder), **GIVEN, **(options or {}))
     trainer = _trainer(own_loss=own_loss)(model, arguments, train_dataset=records)
     said = trainer.train().metrics
     state = model.state_dict()
@@ -86,7 +93,10 @@ def _rank(rank, ranks, folder):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     with process_group(rank, ranks, folder, meshes=True):
-        found = [_trained(Path(folder), toy, mesh, own_loss=own_loss) for toy, mesh, own_loss in RUNS]
+        found = [
+            _trained(Path(folder), toy, mesh, own_loss=own_loss, options=options)
+            for toy, mesh, own_loss, options in RUNS
+        ]
         if rank == 0:
             torch.save(found, Path(folder) / "found.pt")
     sys.stdout.flush()
@@ -97,7 +107,7 @@ def test_a_model_in_parts_is_trained_as_a_whole_one(tmp_path):
     start_ranks(_rank, 2, str(tmp_path))
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     for run, in_parts in zip(RUNS, found, strict=True):
-        alone = _trained(tmp_path, run[0], None)
+        alone = _trained(tmp_path, run[0], None, options=run[3])
         assert in_parts["epsilon"] == alone["epsilon"]
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(in_parts["weights"][name], weight, rtol=1e-5, atol=1e-6, msg=f"{run} {name}")
