@@ -337,12 +337,6 @@ class PrivateRun:
         """Return ε at the δ that was given, of all releases up to now."""
         return self.training.epsilon()
 
-    @property
-    def physical_batch_size(self) -> int:
-        """The most records that are computed at once now."""
-        assert self._manager is not None, "made private before"
-        return self._manager.physical_batch_size
-
     def _next_physical(self) -> Any:
         for _ in range(2):
             if self._pass is None:

@@ -440,10 +440,15 @@ class PrivacyCallback:
         zero_grad = pl_module.optimizer_zero_grad
         # Lightning discards gradients between forward and backward: here that is before the first part.
         self._replace(pl_module, "optimizer_zero_grad", wraps(zero_grad)(lambda *_: None))
+        # Ranks compute different numbers of parts: what is logged inside is this rank's own, and is reduced afterwards.
+        reduce, inside = trainer.strategy.reduce, list[Any]()
+        self._replace(trainer.strategy, "reduce", lambda value, *a, **k: value if inside else reduce(value, *a, **k))
 
         def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
             inputs = _tree.mapped(lambda leaf: leaf, part), *more
+            inside.append(part)
             output = one_step(part, *more)
+            inside.clear()
             loss = output.get("loss") if isinstance(output, Mapping) else output
             rows = count_rows(part) or 0
             if not isinstance(loss, Tensor):

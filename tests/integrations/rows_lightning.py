@@ -361,6 +361,30 @@ def _fit_by_hand_on_ranks(world: World) -> None:
     _fit_on_ranks(world, hooks=_MANUAL)
 
 
+@row(ROWS, **_HOST, ranks=2, slow=True, outcome="exact", note=_SUMS)
+def two_processes_that_log_together(folder: Path) -> None:
+    """self.log(..., sync_dist=True), two processes, whose draws have different numbers of parts."""
+    exact(_fit_logged_on_ranks, ranks=2)
+
+
+def _fit_logged_on_ranks(world: World) -> None:
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    given = {"strategy": "ddp", "devices": 2, "plugins": [TorchElasticEnvironment()]}
+    trainer = trainer_of(world, [privacy_of(world)], accumulate_grad_batches=BATCH // 2, **given)
+    module = module_of(world.watch(mlp, cross_entropy(world)), training_step=_logging_step)
+    trainer.fit(module, data_of(world, batch_size=1))
+    means: list[Any] = [None] * world.ranks
+    torch.distributed.all_gather_object(means, float(trainer.callback_metrics["logged_epoch"]))
+    assert len(set(means)) == 1
+
+
+def _logging_step(self: Any, batch: Any, _: int) -> Tensor:
+    loss = functional.cross_entropy(self.body(batch[0]), batch[1])
+    self.log("logged", loss, on_step=True, on_epoch=True, sync_dist=True)
+    return loss
+
+
 # What is logged and kept
 
 
