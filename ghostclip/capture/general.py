@@ -250,8 +250,8 @@ def _tell_slow(use: ParamUse) -> None:
     site, around = use.site, use.forward.around
     if site.names not in around.sites.told:
         around.sites.told.add(site.names)
-        location = around.describe(site.names[0])
-        _log.warning("%s: %s has no rule; its per-sample gradients are formed one by one.", location, site.describe())
+        said = "%s: %s has no rule; its per-sample gradients are formed one by one."
+        _log.warning(said, around.describe(site.names[0]), site.describe())
 
 
 def _in_place(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
@@ -292,14 +292,15 @@ def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int
                 samples = _gathered(tensor, forward)
                 if samples is not None:
                     return [RowMap("gathered", 0, samples), *maps]
-    if not maps:
+    if not maps and output.numel():
         raise BatchAxisError(no_axis(use.site, output, forward))
-    return maps
+    # Rows that there are none of are nobody's: the first axis holds them, or another.
+    return maps or [RowMap("gathered", output.shape.index(0), torch.zeros(0, dtype=torch.int64, device=output.device))]
 
 
 def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size: int) -> Mapping[str, Factor]:
     """Return per-sample gradients of ``inputs`` by masking the output gradient to one sample at a time."""
-    totals: dict[str, Tensor] = {}
+    totals: dict[int, Tensor] = {}
     for item in arrived:
         row_map = item.row_map
         if row_map.kind == "whole":
@@ -309,6 +310,5 @@ def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size
             masked_B = moved.movedim(1, row_map.axis + 1)
         for number, grad_B in enumerate(batched_grad(item.output, inputs, masked_B)):
             if grad_B is not None:
-                key = str(number)
-                totals[key] = totals[key] + grad_B if key in totals else grad_B
-    return {key: Dense(total) for key, total in totals.items()}
+                totals[number] = totals[number] + grad_B if number in totals else grad_B
+    return {str(number): Dense(total) for number, total in totals.items()}

@@ -510,24 +510,24 @@ def _placed(node: Any, number: int, left: list[int]) -> SampleAxis | None:
     """Return the rows of a value into which others were written where an index says."""
     base, written, after = node.next_functions[0], node.next_functions[-1], _torch.shape_of(node, number)
     rows = sample_axis_at(base, left) if base[0] is not None else None
-    if base[0] is not None and (
-        rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)
-    ):
+    among = base[0] is None or (rows is None and is_written(base[0]))
+    if not among and (rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)):
         return rows if rows is None or rows is LOST else _passed(base, rows, node, number)
     few = rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1]))
     if few and (written[0] is None or INDEX_KEY not in node.metadata):
         return None
     values = sample_axis_at(written, left)
     if rows is None and values is not None and values is not LOST and not _writes_along(node, values.axis):
-        return _passed(written, values, node, number)
-    placed = _at_places(node, values, rows, after[0])
+        return _passed(written, values, node, number) if base[0] is None else None
+    placed = _at_places(node, rows, after[0], left)
     # Among constants a few rows in an unknown order are left to sizes.
     return LOST if placed is None and not few else placed
 
 
-def _at_places(node: Any, values: SampleAxis | None, rows: SampleAxis | None, size: int) -> SampleAxis | None:
-    """Return the rows of a value with some written among ``rows``, those of constants if None; None if unknown."""
-    index = _index_of_places(node)
+def _written(node: Any, left: list[int], *, among: bool) -> tuple[Tensor, Tensor, int] | None:
+    """Return the rows that a node writes, the sample of each and B; those written before `among` constants as well."""
+    base, index = node.next_functions[0][0], _index_of_places(node)
+    values = sample_axis_at(node.next_functions[-1], left)
     if index is None or values is None or values is LOST:
         return None
     samples = values.samples().to(index.device)
@@ -535,11 +535,22 @@ def _at_places(node: Any, values: SampleAxis | None, rows: SampleAxis | None, si
         samples = samples[:1].expand(index.numel())
     elif values.axis or index.numel() != values.size:
         return None
+    if not among or base is None:
+        return index, samples, values.num_samples
+    before = _written(base, left, among=True) if is_written(base) else None
+    return before and (torch.cat([before[0], index]), torch.cat([before[1], samples]), before[2])
+
+
+def _at_places(node: Any, rows: SampleAxis | None, size: int, left: list[int]) -> SampleAxis | None:
+    """Return the rows of a value with some written among ``rows``, those of constants if None; None if unknown."""
+    written = _written(node, left, among=rows is None)
+    if written is None:
+        return None
+    index, samples, batch_size = written
     if rows is not None:
         # Each row where that sample has one.
         alike = not rows.axis and torch.equal(rows.samples().to(index.device)[index], samples)
         return rows if alike else None
-    batch_size = values.num_samples
     several = 0 if not batch_size or size % batch_size else size // batch_size
     if several:
         # Each row where the batch has that sample, beside what is in the batch's order or in none.
@@ -672,16 +683,9 @@ def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
 def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
     """Return whether a captured operation, and with it the anchor, is near a layer's input in the graph behind it."""
     # False also where the search was given up: then an edge too many does no harm.
-    node: Any = tensor.grad_fn
-    # Nearly always it is found by way of the first parents.
-    for _ in range(_MAX_NODES):
-        if node is None:
-            break
-        if METADATA_KEY in node.metadata:
-            return True
-        edges = node.next_functions
-        node = edges[0][0] if edges else None
-    pending, seen = [tensor.grad_fn], 0
+    # Nearly always it is found by way of the first parents, which are looked at first.
+    pending: list[Any] = [tensor.grad_fn]
+    seen = 0
     while pending and seen < _MAX_NODES:
         node = pending.pop()
         if node is None:
