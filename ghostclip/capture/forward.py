@@ -6,7 +6,7 @@ Shape letter: B samples.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -180,14 +180,14 @@ class ForwardContext:
         self.hooks_before = min(self.hooks_before, other.hooks_before)
         self.hooks_until = min(self.hooks_until, other.hooks_until)
 
-    def anew(self) -> "ForwardContext":
-        """Return a context for the same batch run once more."""
+    def anew(self, samples: int | None = None) -> "ForwardContext":
+        """Return a context for the same batch run once more, or for so many of its samples."""
         return ForwardContext(
             self.around,
-            self.batch_size,
+            samples or self.batch_size,
             self.batch_axis,
             self.is_dummy,
-            resized=self.resized,
+            resized=self.resized and replace(self.resized, batch_size=samples or self.batch_size),
             noted=self.noted,
             proves=self.proves,
             unproven=self.unproven,

@@ -101,7 +101,7 @@ def dependence_start(
         return None
     base = _trace(model, run, batch)
     starts: list[tuple[int, DependenceStart]] = []
-    for sample in _spread_out(batch_size):
+    for sample in spread_out(batch_size, _MAX_REPLACED):
         changed = replaced(batch, sample, batch_size=batch_size, axis=axis)
         start = _first_mixed(base, _trace(model, run, changed), replaced=_Replaced(sample, batch_size, axis))
         if start is not None:
@@ -209,11 +209,10 @@ def same_randomness(device_tensors: Iterable[Tensor] = ()) -> Iterator[None]:
         yield
 
 
-def _spread_out(batch_size: int) -> list[int]:
-    """Return the samples to replace: all, or the first, the last and some between."""
-    if batch_size <= _MAX_REPLACED:
-        return list(range(batch_size))
-    return sorted({round(step * (batch_size - 1) / (_MAX_REPLACED - 1)) for step in range(_MAX_REPLACED)})
+def spread_out(batch_size: int, most: int) -> list[int]:
+    """Return so many samples at most, in order: all, or the first, the last and some between."""
+    steps = min(batch_size, most)
+    return sorted({round(step * (batch_size - 1) / max(1, steps - 1)) for step in range(steps)})
 
 
 def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Events:

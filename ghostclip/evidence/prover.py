@@ -38,7 +38,7 @@ from ghostclip.evidence.custom_backwards import (
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.evidence.dependence import where_dependence_starts
+from ghostclip.evidence.dependence import spread_out, where_dependence_starts
 from ghostclip.evidence.independence import (
     HeldKey,
     Run,
@@ -68,6 +68,8 @@ from ghostclip.evidence.randomness import Randomness
 from ghostclip.evidence.state import Runs, StateWatch, StateWrite
 from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, ORDER, REPLACED, ROWS, SCALARS, Unchecked
 
+# So many samples in reverse show whether layers have them in the order of the batch.
+_TURNED: Final = 4
 _SINGLE_ROWS: Final = (
     "{model}: its layers met single rows of the batch without an axis for them (x[i], for row in x), so that nothing "
     "is known of its outputs: whose they are, and whether samples mix. Give each layer the whole batch, or rows with "
@@ -268,7 +270,9 @@ class Evidence:
                 capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
                     watch.undo()
-            if capture.gathering is None and not (capture.calls_samplers or _has_iterators(call)):
+            # A forward uses iterators up.
+            once = capture.calls_samplers or any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
+            if capture.gathering is None and not once:
                 self._rehearse(capture, call)
         if watch is not None:
             watch.undo()
@@ -532,8 +536,9 @@ class Evidence:
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
         asks = self.asks(capture)
-        if asks:
-            _refuse_single_rows(capture, output)
+        if asks and has_rows_of_samples(output, capture.forward.resized):
+            # No proof looks at what layers made of rows without an axis for them.
+            raise UncoveredParameterError(_SINGLE_ROWS.format(model=type(capture.model).__name__))
         return self._shown(capture, output) if self._asked or asks else []
 
     def _probed(self, capture: CaptureContext, outputs: list[Tensor], tracked: frozenset[int]) -> Probe | None:
@@ -618,29 +623,42 @@ class Evidence:
         if capture.gathering is not None or _has_packed(seen.call.inputs):
             self.unchecked.missed("samples cannot be exchanged", ORDER)
             return
-        forward, states = capture.forward, capture.sites.states()
+        forward = capture.forward
         batch = Batch(seen.call.inputs, forward.batch_size, forward.batch_axis)
+        missed = "an input may hold values by the samples' places"
+        # Whatever a few of them show but order is asked of all.
+        for samples in dict.fromkeys(tuple(spread_out(batch.size, most)[::-1]) for most in (_TURNED, batch.size)):
+            has_all = len(samples) == batch.size
+            try:
+                probe = self._in_another_order(capture, seen, batch.with_lists(samples), len(samples))
+            except Exception as error:
+                # It may take its samples in their order alone. Where we refuse, no batch decides.
+                if has_all and isinstance(error, GhostClipError) and not (batch.has_places or batch.has_lists):
+                    raise
+                missed = f"the model raised {type(error).__name__}"
+                continue
+            if probe is None or not probe.failed:
+                self.unchecked.ran(ORDER)
+                return
+            if has_all and not batch.has_places:
+                self._refuse_mixing(capture, seen.call, probe)
+        self.unchecked.missed(missed, ORDER)
+
+    def _in_another_order(self, capture: CaptureContext, seen: "_ReadForward", inputs: Any, size: int) -> Probe | None:
+        """Return what a forward on so many samples shows of its rows; None where there is no output to ask."""
+        sites = capture.sites
+        states, layouts = sites.states(), dict(sites.layouts)
         _restore_state(seen.state)
         with capture.aside():
             try:
-                inputs = batch.with_lists(range(batch.size)[::-1])
+                capture.forward = capture.forward.anew(size)
                 output = capture.rehearse(ModuleCall(seen.call.module, *_copied(inputs, of=seen.call.inputs)))
                 probe = _probe_outputs(capture, self._shown(capture, output), half=True)
-            except Exception as error:
-                # It may take its samples in their order alone. Where we refuse, no batch decides.
-                if isinstance(error, GhostClipError) and not (batch.has_places or batch.has_lists):
-                    raise
-                self.unchecked.missed(f"the model raised {type(error).__name__}", ORDER)
-                return
-            finally:
-                capture.sites.restore(states)
-            if probe is not None and probe.failed and batch.has_places:
-                self.unchecked.missed("an input may hold values by the samples' places", ORDER)
-                return
-            if probe is not None:
                 capture.forward.reordered = True
-                self._refuse_mixing(capture, seen.call, probe)
-        self.unchecked.ran(ORDER)
+                return probe
+            finally:
+                sites.restore(states)
+                sites.layouts = layouts
 
     def _refuse_padding(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
@@ -743,11 +761,6 @@ def _copied(inputs: Any, *, of: Any = None) -> Any:
         return _tree.mapped(copy, inputs)
 
 
-def _has_iterators(call: ModuleCall) -> bool:
-    """Return whether an argument is used up by a forward."""
-    return any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
-
-
 class _UsersError(Exception):
     """A forward of the user's raised something of its own."""
 
@@ -792,12 +805,6 @@ class _Rehearsed:
         )
         trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
         forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
-
-
-def _refuse_single_rows(capture: CaptureContext, output: Any) -> None:
-    """Refuse outputs of layers that met rows of the batch without an axis, which no proof looks at."""
-    if has_rows_of_samples(output, capture.forward.resized):
-        raise UncoveredParameterError(_SINGLE_ROWS.format(model=type(capture.model).__name__))
 
 
 def _restore_state(state: ModuleState | None) -> None:

@@ -10,7 +10,7 @@ from ghostclip.errors import BatchAxisError, SampleMixingError
 from ghostclip.evidence.unchecked import ORDER
 from tests.reference import clip_and_sum, per_sample_gradients
 
-SIZES = (2, 3, 5)
+SIZES = (2, 3, 5, 9)
 
 
 def _one_hot(order, rows):
@@ -95,6 +95,21 @@ def test_an_order_that_is_not_undone_is_refused_where_samples_lie_in_order_by_ch
     ghostclip.GhostClipper(model := Model(4, 3), max_grad_norm=0.1)
     with pytest.raises((BatchAxisError, SampleMixingError)):
         model(_in_order(size))
+
+
+def test_an_order_is_refused_where_many_samples_at_the_front_have_equal_keys():
+    # As texts that come by length do. A few of all samples show it, not the first ones.
+    class Model(_Sorting):
+        def forward(self, x):
+            order = x[:, 0].argsort(stable=True)
+            inner = torch.tanh(self.layer(self.put(order, self.first(x))))
+            return self.last(self.put(order.argsort(), inner))
+
+    batch = _in_order(12)
+    batch[:9, 0] = batch[0, 0]
+    ghostclip.GhostClipper(model := Model(WAYS["product"]), max_grad_norm=0.1)
+    with pytest.raises(BatchAxisError, match="another order than the samples"):
+        model(batch)
 
 
 def test_an_order_that_is_followed_is_exact():
