@@ -526,17 +526,16 @@ class Windows(Outer):
         term_masses = masses(*self._position_norms(), *self.sizes[1:])
         return self._terms(term_masses.mass_N, term_masses.scale_N)
 
-    def terms_at_most(self) -> Terms:
-        """Return terms that are no smaller than those of `terms`, from the norms of inputs and output gradients."""
+    def mass_at_most(self) -> Tensor:
+        """Return no less than the masses of `terms`, shape ``(B,)``, from the norms of inputs and output gradients."""
         # By Cauchy and Schwarz; no pixel lies in more windows than `covering`. A norm comes out 2e-5 too small at most.
         axes = zip(self.geometry.kernel, self.geometry.stride, self.geometry.dilation, strict=True)
         covering = prod(size if step > 1 else -(-size // stride) for size, stride, step in axes)
         positions, inputs, outputs = self.sizes
-        x_B, g_B = (to_accumulation(t.flatten(1)) for t in (self.x_BKC, self.g_BKO))
-        x_B, g_B = (torch.linalg.vector_norm(t, dim=1) for t in (x_B, g_B))
-        x_B, most = x_B * (1.001 * covering**0.5), (positions * self.slots) ** 0.5
-        mass_B = vanished(x_B * most, g_B * most, inputs, outputs).addcmul_(x_B, g_B)
-        return Terms(mass_B, mass_B.square(), positions, self._by_units())
+        most = positions * self.slots * 2
+        x_B, g_B = (torch.linalg.vector_norm(to_accumulation(t.flatten(1)), dim=1) for t in (self.x_BKC, self.g_BKO))
+        lost_B = vanished(x_B, g_B, most * inputs, most * covering * outputs)
+        return lost_B.addcmul_(x_B, g_B, value=1.001 * covering**0.5)
 
     def _position_norms(self) -> tuple[Tensor, Tensor]:
         """Return the norms of windows and of output gradients, each of shape ``(B·S, T)``, none of them unfolded."""
