@@ -174,15 +174,14 @@ def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = 
             return ()
 
 
-def unlike_pair(dataset: Any, collate: Collate) -> tuple[Any, bool]:
-    """Return a batch of two records, and whether they differ in length, as far as the collate function allows it."""
+def unlike_pair(dataset: Any, collate: Collate) -> Any:
+    """Return a batch of two records, which differ in length where there are any that do."""
     with own_randomness():
         first = dataset[0]
         shapes = _shapes(_tensors(_collated(collate, [first], 0)))
         numbers = range(1, min(len(dataset), _TRIED))
-        other = next((n for n in numbers if _shapes(_tensors(_collated(collate, [dataset[n]], 0))) != shapes), None)
-        chosen = [first] if len(dataset) == 1 else [first, dataset[1 if other is None else other]]
-        return _collated(collate, chosen, 0), other is not None
+        other = next((n for n in numbers if _shapes(_tensors(_collated(collate, [dataset[n]], 0))) != shapes), 1)
+        return _collated(collate, [first] if len(dataset) == 1 else [first, dataset[other]], 0)
 
 
 class _Company:

@@ -122,7 +122,7 @@ class FinetuneTrainer(DPTrainer):
         """Go on from the resume point, or write the first one, and create the schedule from the run's step on."""
         run, private, done = self.run, self.private_run, self.run.state.step
         steps = run.mechanism.steps
-        private.training.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
+        private.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
         with refused_together("beginning of the training"):
             if self.begun:
                 entries = private.engine.load_checkpoint(

@@ -33,7 +33,6 @@ from ghostclip.integrations._trainer import (
     Tickets,
     refuse,
     require_own_loss,
-    require_padding_without_effect,
 )
 from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
@@ -146,8 +145,8 @@ class DPTrainer(Trainer):
     def _releasing(self) -> DPOptimizer:
         """What releases, in a private step."""
         assert self.private_run is not None, "called in a private step"
-        assert self.private_run.optimizer is not None, "called in a private step"
-        return self.private_run.optimizer
+        optimizer: DPOptimizer = self.private_run.optimizer
+        return optimizer
 
     @property
     def privacy_engine(self) -> Any:
@@ -187,24 +186,12 @@ class DPTrainer(Trainer):
             warn_if_untested(library)
         refuse(self)
 
-    def hyperparameter_search(
-        self,
-        hp_space: Any = None,
-        compute_objective: Any = None,
-        n_trials: int = 20,
-        direction: Any = "minimize",
-        backend: Any = None,
-        hp_name: Any = None,
-    ) -> NoReturn:
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: trials on the same records cost ε.
 
         Args:
-            hp_space: As Trainer's.
-            compute_objective: As Trainer's.
-            n_trials: As Trainer's.
-            direction: As Trainer's.
-            backend: As Trainer's.
-            hp_name: As Trainer's.
+            *args: As Trainer's.
+            **kwargs: As Trainer's.
 
         Raises:
             NotOfferedError: Always.
@@ -267,7 +254,7 @@ class DPTrainer(Trainer):
         inner = getattr(plain, "optimizer", plain)
         bare = inner if isinstance(inner, WrappedOptimizer) else plain
         if self.private_run is not None and not self.private_run.releases(bare):
-            self.optimizer = self.private_run.make_private(self.model, bare)
+            self.optimizer = self.private_run.begin(self.model, bare)
             if is_adapted(self.model):
                 warn_if_untested("peft")
                 use_plain_operations()
@@ -467,22 +454,19 @@ class DPTrainer(Trainer):
             model: The model.
 
         Raises:
-            GhostClipError: If it is not the model's own, or another with other records beside it.
+            LossReductionError: If it is not the model's own.
         """
+        if self.compute_loss_func is not None or task_of(self.model) is None:
+            return
         half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
-        tolerance = _ALIKE_16 if half else _ALIKE
-        example, lengths_differ = self._checked_example()
-        batch = self._prepare_inputs(example)
-
-        def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
-            return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
-
         # A model that is compiled would be for these forwards alone.
         with evaluating(model), torch.compiler.set_stance("force_eager"):
-            if self.compute_loss_func is None and task_of(self.model) is not None:
-                require_own_loss(batch, native=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
-            if lengths_differ:
-                require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
+            require_own_loss(
+                self._prepare_inputs(self._checked_example()),
+                native=lambda part: _scalar_loss(model(**part)),
+                ours=lambda part: _mean(self._record_losses(model, part, smoothing=0.0)[0]),
+                tolerance=_ALIKE_16 if half else _ALIKE,
+            )
         for unit in _torch.gathered_modules(model):
             # A forward without a backward leaves parts gathered.
             unit.reshard()
@@ -490,7 +474,7 @@ class DPTrainer(Trainer):
     def _rehearse(self, model: nn.Module) -> None:
         """Let the engine prove on two records that samples do not mix, which batches of one record never show."""
         assert self.private_run is not None, "called in a private step"
-        batch = self._prepare_inputs(self._checked_example()[0])
+        batch = self._prepare_inputs(self._checked_example())
         try:
             self.private_run.rehearse(lambda: self._record_losses(model, batch, smoothing=0.0)[0])
         except Exception as error:
@@ -498,8 +482,8 @@ class DPTrainer(Trainer):
                 raise
             _log.warning("two records do not fit in memory: not checked that records of a batch do not mix")
 
-    def _checked_example(self) -> tuple[Any, bool]:
-        """Return a batch that losses are checked on, and whether its records differ in length."""
+    def _checked_example(self) -> Any:
+        """Return a batch that losses are checked on."""
         assert self.private_run is not None, "called in a private training"
         return self.private_run.example()
 

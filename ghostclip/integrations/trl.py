@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ghostclip.data.physical_batches import rows_of
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
 from ghostclip.integrations.transformers import DPTrainer
@@ -91,7 +92,7 @@ class PlainHead:
         assert labels is not None, "trl's head is asked for the log-probabilities of labels"
         rows = labels.shape[0]
         parts = _halves(rows) if self._pairs else [slice(0, rows)]
-        scored = [self._scored(_rows(inputs, rows, part), labels[part]) for part in parts]
+        scored = [self._scored(rows_of(inputs, rows, part), labels[part]) for part in parts]
         return FusedCausalLMOutput(**{name: torch.cat([part[name] for part in scored]) for name in scored[0]})
 
     def _scored(self, inputs: dict[str, Any], labels_BT: Tensor) -> dict[str, Tensor]:
@@ -230,11 +231,11 @@ class _OfPairs:
         """Return what stands for the model: called with all chosen answers and all rejected ones, it calls it twice."""
         raise NotImplementedError
 
-    def _checked_example(self) -> tuple[Any, bool]:
+    def _checked_example(self) -> Any:
         """Each answer as a text of its own, for the checks."""
         trainer: Any = super()
-        batch, lengths_differ = trainer._checked_example()
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}, lengths_differ
+        batch = trainer._checked_example()
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 class DPDPOTrainer(_OfPairs, DPOTrainer, DPTrainer):
@@ -265,10 +266,10 @@ class DPDPOTrainer(_OfPairs, DPOTrainer, DPTrainer):
         _say_head()
         return PlainHead(model, pairs=True, trained=True)
 
-    def _checked_example(self) -> tuple[Any, bool]:
+    def _checked_example(self) -> Any:
         """Each answer as a text of its own, for the checks."""
-        texts, lengths_differ = super()._checked_example()
-        return texts | {"labels": texts["input_ids"].masked_fill(texts["attention_mask"] == 0, -100)}, lengths_differ
+        texts = super()._checked_example()
+        return texts | {"labels": texts["input_ids"].masked_fill(texts["attention_mask"] == 0, -100)}
 
 
 class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
@@ -284,7 +285,7 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
     def _in_halves(self, model: nn.Module) -> Any:
         def call(**inputs: Any) -> Any:
             rows = inputs["input_ids"].shape[0]
-            halves = [model(**_rows(inputs, rows, half)).logits for half in _halves(rows)]
+            halves = [model(**rows_of(inputs, rows, half)).logits for half in _halves(rows)]
             return SimpleNamespace(logits=torch.cat(halves))
 
         return call
@@ -300,13 +301,6 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
 
 def _halves(rows: int) -> list[slice]:
     return [slice(0, rows // 2), slice(rows // 2, rows)]
-
-
-def _rows(inputs: dict[str, Any], rows: int, chosen: slice) -> dict[str, Any]:
-    return {
-        name: value[chosen] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
-        for name, value in inputs.items()
-    }
 
 
 def _beside(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

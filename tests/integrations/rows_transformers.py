@@ -174,13 +174,13 @@ def question_answering(folder: Path) -> None:
     exact(lambda world: _questions(world, 14))
 
 
-@row(ROWS, **_HOST, outcome="refused", note="longest record of a batch")
+@row(ROWS, **_HOST, outcome="refused", note="because a longer one is in the batch")
 def padding_that_counts(folder: Path) -> None:
     """Question answering, padded to the longest (its softmax is over padding too)."""
     refused(lambda world: _questions(world, None))
 
 
-@row(ROWS, **_HOST, outcome="refused", note="longest record of a batch")
+@row(ROWS, **_HOST, outcome="refused", note="because a longer record is in the batch")
 def left_padding(folder: Path) -> None:
     """GPT-2 with padding on the left and no position_ids."""
 
