@@ -25,7 +25,7 @@ from ghostclip.finetune import models
 from ghostclip.finetune.models import Quality, held_out_quality, try_private
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.ranks import Ranks, divide, is_in_parts
-from ghostclip.finetune.samples import BYTES, choose_tokens, describe_source, read_samples
+from ghostclip.finetune.samples import BYTES, choose_tokens, read_samples
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile
 
@@ -263,7 +263,8 @@ class FinetuneRun:
         self.physical_batch = try_private(self.model, self.width, options)
         self.state = state or RunState(seed=seed, fingerprint=fingerprint, before=self.evaluate()._asdict())
         self.data: dict[str, Any] = {
-            "source": describe_source(options.data), "tokens": self.tokens.description, "documents": split.documents,
+            "source": str(options.data or "Python's own documentation (pydoc_data.topics)"),
+            "tokens": self.tokens.description, "documents": split.documents,
             "training": len(split.training), "held_out": len(split.held_out),
             "evaluated": min(options.eval_samples, len(split.held_out)), "most_per_document": split.most_per_document,
             "passage_length": self.width, "unit": options.unit,

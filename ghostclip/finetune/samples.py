@@ -164,7 +164,9 @@ _Row = Mapping[str, object]
 def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]:
     """Return the documents of a source that hold more than white space, in an order that no machine decides."""
     if path is None:
-        documents = _python_documentation()
+        from pydoc_data.topics import topics
+
+        documents = [topics[name] for name in sorted(topics)]
     elif path.exists():
         documents = [text for file in _text_files(path) for text in _read_file(file, text_column)]
     else:
@@ -196,17 +198,6 @@ def read_rows(path: Path | None, columns: Sequence[str]) -> list[tuple[str, ...]
     if not rows:
         raise DataError(f"{path}: holds no row, so there is nothing to train on")
     return rows
-
-
-def describe_source(path: Path | None) -> str:
-    """Return the name of a source, for people."""
-    return "Python's own documentation (pydoc_data.topics)" if path is None else str(path)
-
-
-def _python_documentation() -> list[str]:
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)]
 
 
 def _text_files(path: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback
 
 from ghostclip.distributed import gathered, refused_together
 from ghostclip.distributed.agreement import digest_of
@@ -83,7 +84,7 @@ class FinetuneTrainer(DPTrainer):
             kind = "exponential" if run.options.average == "ema" else "tail"
             self._averages = AveragedWeights(run.model, optimizer, kind=kind, start=run.mechanism.steps // 2)
         super().__init__(run.model, arguments, train_dataset=run.split.training, optimizers=(optimizer, None))
-        self.add_callback(_step_end(self))
+        self.add_callback(_StepEnd(self))
         # All ranks write through the engine, and none needs what DistributedDataParallel adds.
         self._is_placed |= run.ranks.count > 1
 
@@ -183,10 +184,8 @@ class FinetuneTrainer(DPTrainer):
         loss = sum(recent) / len(recent) if recent else math.nan
         done, epsilon = f"step {self.state.global_step} of {self.state.max_steps}", self.private_run.epsilon()
         text = f"{done}: loss {loss:.3f}, ε {epsilon:.2f}"
-        for callback in self.callback_handler.callbacks:
-            bar = getattr(callback, "training_bar", None)
-            if bar is not None:
-                bar.set_postfix_str(text)
+        for bar in self._bars():
+            bar.set_postfix_str(text)
         if self.args.disable_tqdm:
             print(text, file=sys.stderr)
 
@@ -203,12 +202,11 @@ class FinetuneTrainer(DPTrainer):
         self.run.model.zero_grad(set_to_none=True)
 
 
-def _step_end(trainer: FinetuneTrainer) -> Any:
-    """Return what tells a trainer where a step ends, and Trainer's loop what follows from it."""
-    from transformers import TrainerCallback
+class _StepEnd(TrainerCallback):
+    """Tells a trainer where a step ends, and Trainer's loop what follows from it."""
 
-    class StepEnd(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop |= trainer.finish_step()
+    def __init__(self, trainer: FinetuneTrainer) -> None:
+        self._trainer = trainer
 
-    return StepEnd()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= self._trainer.finish_step()

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from ghostclip._validate import refuse_any
 from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.collation import unlike_pair
 from ghostclip.data.physical_batches import count_rows, rows_of
 from ghostclip.errors import DataError, InvalidOptionError, LossReductionError, UnsupportedModelError
 from ghostclip.facade import GradSampleModule
+from ghostclip.graph.takeover import hindered
 from ghostclip.integrations._host import Contradiction, HostTraining, PrivacyArguments, refuse_options
 from ghostclip.language.tasks import without_trace
 from ghostclip.language.vocabulary_head import OWN
@@ -139,13 +140,13 @@ def _refuse_overrides(trainer: Any) -> None:
 
 
 def _refuse_data(dataset: Any) -> None:
-    if dataset is None:
-        raise DataError("train_dataset=None: a training needs one.")
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"train_dataset {type(dataset).__name__} (streaming): private sampling draws records by number from a data "
-            "set of known length. Make it one: a list, or datasets.Dataset.from_generator (streaming=False)."
-        )
+    refuse_any(
+        (dataset is None, "train_dataset=None: a training needs one."),
+        (not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"),
+         f"train_dataset {type(dataset).__name__} (streaming): private sampling draws records by number from a data "
+         "set of known length. Make it one: a list, or datasets.Dataset.from_generator (streaming=False)."),
+        error=DataError,
+    )  # fmt: skip
 
 
 def _refuse_model(trainer: Any) -> None:
@@ -175,19 +176,6 @@ class Ticket(dict[str, Any]):
         self.is_last, self.records = is_last, 0
 
 
-class Tickets(Dataset[Ticket]):
-    """The tickets of an epoch: some parts for each of its steps, which are releases."""
-
-    def __init__(self, steps: int, parts: int) -> None:
-        self._steps, self._parts = steps, parts
-
-    def __getitem__(self, number: int) -> Ticket:
-        return Ticket(is_last=(number + 1) % self._parts == 0)
-
-    def __len__(self) -> int:
-        return self._steps * self._parts
-
-
 class PrivateRun(HostTraining):
     """What makes the training of one trainer private, with `steps` releases an epoch; lives as long as the trainer."""
 
@@ -196,6 +184,8 @@ class PrivateRun(HostTraining):
         self._arguments = arguments
         self._records = dataset, collate
         self.steps = len(self._private_loader().private_sampler)
+        # What the host takes for batches: some parts for each step.
+        self.batches = range(self.steps * int(arguments.gradient_accumulation_steps))
         self._pass: Iterator[Any] | None = None
         self._physical: Any = None
         self._manager: BatchMemoryManager | None = None
@@ -204,10 +194,9 @@ class PrivateRun(HostTraining):
 
     def tickets(self) -> DataLoader[Ticket]:
         """Return the loader that the host iterates over: as many batches as it expects, without records."""
-        parts = int(self._arguments.gradient_accumulation_steps)
-        tickets = Tickets(self.steps, parts)
         # One by one by a sampler: a resumed training passes over the first ones of it.
-        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=itemgetter(0))
+        one_by_one = [[number] for number in self.batches]
+        return DataLoader(self.batches, batch_sampler=one_by_one, collate_fn=self._ticket)  # type: ignore[arg-type]
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """Return the host's optimizer made private; the model stays what it is."""
@@ -219,11 +208,14 @@ class PrivateRun(HostTraining):
             max_physical_batch_size=self.options.physical_batch or int(self._arguments.train_batch_size),
             optimizer=self.optimizer,
         )
+        # Whether graphs may take over unasked.
+        self.unhindered = hindered(self.optimizer.clipper) is None
         return private
 
     def releases(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer is the private one, of a training that has not ended."""
-        return optimizer is self.optimizer and bool(self.optimizer.clipper.attached)
+        clipper = getattr(self.optimizer, "clipper", None)
+        return optimizer is self.optimizer and clipper is not None and bool(clipper.attached)
 
     # A step
 
@@ -273,6 +265,10 @@ class PrivateRun(HostTraining):
             self._pass.close()  # type: ignore[attr-defined]
             self._pass = None
         self.leave()
+
+    def _ticket(self, numbers: list[int]) -> Ticket:
+        parts = int(self._arguments.gradient_accumulation_steps)
+        return Ticket(is_last=(numbers[0] + 1) % parts == 0)
 
     def _next_physical(self) -> Any:
         for _ in range(2):

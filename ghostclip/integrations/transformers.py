@@ -25,16 +25,15 @@ from ghostclip import _torch
 from ghostclip._memory import is_out_of_memory
 from ghostclip.errors import DataError, LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
-from ghostclip.graph.takeover import Takeover, hindered, left_of
+from ghostclip.graph.takeover import Takeover, left_of
 from ghostclip.integrations._host import PrivacyArguments, forgotten, suggests_fields, warn_if_untested
 from ghostclip.integrations._trainer import (
     PrivateRun,
     Ticket,
-    Tickets,
     refuse,
     require_own_loss,
 )
-from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
+from ghostclip.integrations.peft import AdapterWatch, use_plain_operations
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
 from ghostclip.language.vocabulary_head import losses_of, use_fused
 from ghostclip.optim import DPOptimizer
@@ -104,14 +103,13 @@ class DPTrainer(Trainer):
     # Of newer versions: what compute_loss returns is not divided by the number of accumulated batches.
     loss_is_scaled_for_ga = True
     private_run: PrivateRun | None = None
+    _libraries: tuple[str, ...] = ("transformers", "accelerate")
     _computing = False
     _loss_is_known = False
     _is_placed = False
     # Whether the loss is computed without logits; None before that was decided.
     _fused: bool | None = None
     _graph: GraphStep | None = None
-    # The clipper of the training, and whether graphs may take over unasked.
-    _unhindered: tuple[Any, bool] | None = None
     _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
@@ -145,8 +143,7 @@ class DPTrainer(Trainer):
     def _releasing(self) -> DPOptimizer:
         """What releases, in a private step."""
         assert self.private_run is not None, "called in a private step"
-        optimizer: DPOptimizer = self.private_run.optimizer
-        return optimizer
+        return self.private_run.optimizer
 
     @property
     def privacy_engine(self) -> Any:
@@ -182,7 +179,7 @@ class DPTrainer(Trainer):
 
     def _require_options(self) -> None:
         """Refuse options that contradict a private training; trainers with options of their own add to it."""
-        for library in ("transformers", "accelerate"):
+        for library in self._libraries:
             warn_if_untested(library)
         refuse(self)
 
@@ -233,7 +230,8 @@ class DPTrainer(Trainer):
         Returns:
             Records; of the training loader those that are drawn from.
         """
-        drawn_from = isinstance(dataloader.dataset, Tickets)
+        run = self.private_run
+        drawn_from = run is not None and dataloader.dataset is run.batches
         return len(self.train_dataset) if drawn_from else super().num_examples(dataloader)
 
     # A step
@@ -255,10 +253,10 @@ class DPTrainer(Trainer):
         bare = inner if isinstance(inner, WrappedOptimizer) else plain
         if self.private_run is not None and not self.private_run.releases(bare):
             self.optimizer = self.private_run.begin(self.model, bare)
-            if is_adapted(self.model):
+            if getattr(self.model, "peft_config", None):
                 warn_if_untested("peft")
                 use_plain_operations()
-                watch_adapters(self.model, self.optimizer)
+                AdapterWatch(self.model, self.optimizer)
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -275,7 +273,6 @@ class DPTrainer(Trainer):
         Raises:
             DataError: If the batch is not from the private loader.
         """
-        del num_items_in_batch
         if not isinstance(inputs, Ticket) or self.private_run is None:
             raise DataError(
                 f"training_step() was given a {type(inputs).__name__} that the private loader did not hand out. Let "
@@ -313,7 +310,8 @@ class DPTrainer(Trainer):
         batch = dict(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
-            if self._has_own_loss():
+            if not type(self).compute_loss.__module__.startswith("ghostclip."):
+                # A subclass of the user's computes the loss.
                 self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, batch), {}, criterion=self.model)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
@@ -322,10 +320,6 @@ class DPTrainer(Trainer):
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
             self.accelerator.backward(loss)
         return loss.detach()
-
-    def _has_own_loss(self) -> bool:
-        """Return whether a subclass of the user's computes the loss."""
-        return not type(self).compute_loss.__module__.startswith("ghostclip.")
 
     def _unseen_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the loss of a batch as without a clipper; what is noted in attributes meanwhile is forgotten."""
@@ -338,19 +332,12 @@ class DPTrainer(Trainer):
         if self.args.grad_sample_mode != "graph":
             compiles = self.args.grad_sample_mode == "auto" and self.args.compile is not False
             compiles = compiles and plain and known and self.compute_loss_func is None and not self._is_fused()
-            return compiles and self._is_unhindered()
+            return compiles and self.private_run is not None and self.private_run.unhindered
         known = plain and (self.compute_loss_func is not None or known)
         if not known and not self._said_eager:
             self._said_eager = True
             _log.warning("grad_sample_mode='graph': computed eagerly, as the loss is not one that DPTrainer computes.")
         return known
-
-    def _is_unhindered(self) -> bool:
-        """Return whether graphs may take over unasked."""
-        clipper = self._releasing.clipper
-        if self._unhindered is None or self._unhindered[0] is not clipper:
-            self._unhindered = clipper, hindered(clipper) is None
-        return self._unhindered[1]
 
     def _compiled_step(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch as one graph, and return the records' losses."""
@@ -367,8 +354,7 @@ class DPTrainer(Trainer):
             takeover = Takeover(left=left_of(optimizer, self.private_run.planned_steps), asked=asked)
             self._graph = GraphStep(optimizer.clipper, losses, options=GraphOptions(backend=backend), takeover=takeover)
             self._graph.reads = self.compute_loss_func
-        losses_B: Tensor = self._graph(dict(inputs))
-        return losses_B
+        return self._graph(dict(inputs))
 
     def compute_loss(
         self,
@@ -410,7 +396,8 @@ class DPTrainer(Trainer):
     ) -> tuple[Tensor, Any]:
         """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
         task = task_of(self.model)
-        if self.args.memory_budget < 1 and _takes(without_adapters(self.model), "use_cache"):
+        forward = without_adapters(self.model).forward
+        if self.args.memory_budget < 1 and "use_cache" in inspect.signature(forward).parameters:
             # A block that fills a cache cannot be run again.
             inputs = {**inputs, "use_cache": False}
         if self.compute_loss_func is not None:
@@ -500,11 +487,14 @@ class DPTrainer(Trainer):
             # Between backward and release there is no gradient whose norm could be logged.
             logs.pop("grad_norm", None)
             logs["epsilon"] = epsilon = self.private_run.epsilon()
-            for callback in self.callback_handler.callbacks:
-                bar = getattr(callback, "training_bar", None)
-                if bar is not None:
-                    bar.set_postfix(epsilon=f"{epsilon:.2f}", refresh=False)
+            for bar in self._bars():
+                bar.set_postfix(epsilon=f"{epsilon:.2f}", refresh=False)
         super().log(logs, start_time)
+
+    def _bars(self) -> list[Any]:
+        """Return the progress bars of the training that are shown."""
+        bars = (getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks)
+        return [bar for bar in bars if bar is not None]
 
 
 def _private(creates: Callable[..., Any]) -> Callable[..., Any]:
@@ -528,16 +518,12 @@ def _apart(accelerator: Any) -> Iterator[None]:
     """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts."""
     names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
     for name in names:
-        setattr(accelerator, name, _as_it_is)
+        setattr(accelerator, name, lambda values: values)
     try:
         yield
     finally:
         for name in names:
             delattr(accelerator, name)
-
-
-def _as_it_is(values: Any) -> Any:
-    return values
 
 
 def _mean(loss: Tensor) -> Tensor:
@@ -548,11 +534,6 @@ def _mean(loss: Tensor) -> Tensor:
             "ghostclip.losses.token_losses."
         )
     return loss.mean() if loss.dim() else loss
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    """Return whether a model's forward has an argument of some name."""
-    return name in inspect.signature(model.forward).parameters
 
 
 def _scalar_loss(outputs: Any) -> Tensor | None:

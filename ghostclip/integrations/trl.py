@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ghostclip.data.physical_batches import rows_of
 from ghostclip.errors import InvalidOptionError, NotOfferedError
-from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
+from ghostclip.integrations._host import PrivacyArguments, suggests_fields
 from ghostclip.integrations.transformers import DPTrainer
 from ghostclip.kernels.bounds import widened
 from ghostclip.language.tasks import without_adapters
@@ -45,6 +45,7 @@ except ImportError as error:
 __all__ = ["DPDPOConfig", "DPDPOTrainer", "DPRewardConfig", "DPRewardTrainer", "DPSFTConfig", "DPSFTTrainer"]
 
 _log = logging.getLogger(__name__)
+_LIBRARIES: Final = ("transformers", "accelerate", "trl")
 # Logits that are formed at a time for metrics.
 _AT_ONCE: Final = 1 << 22
 # Sums over pairs, of terms that a pair's own log-probabilities determine.
@@ -147,8 +148,9 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
     `loss_type="dft"`. With `packing=True` (`packing_strategy="wrapped"`) a packed row is a record: a warning says so.
     """
 
+    _libraries: tuple[str, ...] = _LIBRARIES
+
     def _require_options(self) -> None:
-        warn_if_untested("trl")
         if getattr(self, "padding_free", False) and self.args.packing:
             raise InvalidOptionError(
                 f"packing_strategy={self.args.packing_strategy!r} puts all packed rows of a batch into one "
@@ -213,6 +215,8 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
 class _OfPairs:
     """What trainers of pairs have in common, before trl's: each half of a batch is a call of the model of its own."""
 
+    _libraries: tuple[str, ...] = _LIBRARIES
+
     def compute_loss(
         self: Any,
         model: nn.Module,
@@ -245,7 +249,6 @@ class DPDPOTrainer(_OfPairs, DPOTrainer, DPTrainer):
     """
 
     def _require_options(self) -> None:
-        warn_if_untested("trl")
         if self.args.vocabulary_head == "fused":
             raise InvalidOptionError(
                 "vocabulary_head='fused': preferences compare log-probabilities of both answers, computed from logits. "
@@ -278,10 +281,6 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
     The model runs once on all chosen answers and once on all rejected ones.
     """
 
-    def _require_options(self) -> None:
-        warn_if_untested("trl")
-        super()._require_options()
-
     def _in_halves(self, model: nn.Module) -> Any:
         def call(**inputs: Any) -> Any:
             rows = inputs["input_ids"].shape[0]
@@ -294,7 +293,6 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
         self, model: nn.Module, inputs: Any, *, smoothing: float, logits: bool = False
     ) -> tuple[Tensor, Any]:
         """Return the reward of each text, which the checks look at in the place of losses."""
-        del smoothing, logits
         outputs = model(**inputs)
         return outputs.logits.squeeze(-1), outputs
 
