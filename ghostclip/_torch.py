@@ -77,8 +77,7 @@ def shares_memory(tensor: Tensor) -> bool:
 
 def alias_as(kind: type[_T], tensor: Tensor) -> _T:
     """Return a leaf of a subclass, uninitialised, that requires grad, on the same memory: ``Tensor._make_subclass``."""
-    made: Any = Tensor._make_subclass(kind, tensor, True)
-    return made
+    return Tensor._make_subclass(kind, tensor, True)
 
 
 # A copy of all elements of tensors of one dtype and device: ``torch._utils._flatten_dense_tensors``.
@@ -90,19 +89,12 @@ def unflattened(flat_N: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(_unflatten_dense_tensors(flat_N, tensors))
 
 
-def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source into its target: ``torch._foreach_copy_``."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def move_all_(targets: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
-    """Move every target by a share (0 to 1) of the way to its counterpart, in place: ``torch._foreach_lerp_``."""
-    torch._foreach_lerp_(list(targets), list(towards), weight)
-
-
-def add_all_(targets: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-    """Add to every target, in place: ``torch._foreach_add_``."""
-    torch._foreach_add_(list(targets), list(more))
+# Copies every source into its target: ``torch._foreach_copy_``.
+copy_all_: Final[Callable[..., object]] = torch._foreach_copy_
+# Moves every target by a share (0 to 1) of the way to its counterpart, in place: ``torch._foreach_lerp_``.
+move_all_: Final[Callable[..., object]] = torch._foreach_lerp_
+# Adds to every target, in place: ``torch._foreach_add_``.
+add_all_: Final[Callable[..., object]] = torch._foreach_add_
 
 
 # Whether autocast is on for any type of device: ``torch._C._is_any_autocast_enabled``.
@@ -608,8 +600,7 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded_tensor(tensor):
         return tensor
     with torch.no_grad():
-        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+        return tensor.to_local()  # type: ignore[attr-defined]
 
 
 # The number of microbatches of a schedule of a pipeline: ``_n_microbatches``.
@@ -671,16 +662,14 @@ class _Arrived(torch.autograd.Function):
 
 def arrived(tensor: Any) -> Tensor:
     """Wait for a tensor that `is_arriving`, and return the plain one, in the graph: ``AsyncCollectiveTensor.wait``."""
-    plain: Tensor = _Arrived.apply(tensor)
-    return plain
+    return _Arrived.apply(tensor)
 
 
 def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
     """Return this rank's part of any tensor, in the graph, once it has arrived: ``DTensor.to_local()``."""
     # `gradient`: how that of a DTensor's part will lie on its mesh; None for as the tensor.
     if not is_sharded_tensor(tensor):
-        plain: Tensor = tensor
-        return plain
+        return tensor
     part: Tensor = tensor.to_local(grad_placements=gradient)
     return arrived(part) if is_arriving(part) else part
 
@@ -869,10 +858,9 @@ def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -
     # `inputs` have the shapes it is compiled for, `options` are Inductor's. `save_compiled` writes what comes back.
     from torch._inductor.standalone_compile import standalone_compile
 
-    function: Callable[..., Any] = standalone_compile(
+    return standalone_compile(
         graph, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": dict(options)}
     )
-    return function
 
 
 def save_compiled(function: Any, path: Path) -> None:
@@ -884,8 +872,7 @@ def load_compiled(path: Path) -> Callable[..., Any]:
     """Return what `save_compiled` wrote, in a file trusted as torch's cache is: ``CompiledArtifact.load``."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
-    function: Callable[..., Any] = CompiledArtifact.load(path=str(path), format="binary")
-    return function
+    return CompiledArtifact.load(path=str(path), format="binary")
 
 
 def compiler_cache() -> str | None:

@@ -63,11 +63,10 @@ def token_losses(
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
     if label_smoothing and _torch.is_sharded_tensor(logits):
-        message = (
+        raise InvalidOptionError(
             f"token_losses: label_smoothing={label_smoothing} of logits whose classes lie on several ranks, which "
             "torch's loss_parallel does not compute. Give logits.full_tensor(), or leave it at 0."
         )
-        raise InvalidOptionError(message)
     logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
     scores_NV = widened(logits.flatten(0, 1))
     losses_N = functional.cross_entropy(
@@ -171,11 +170,10 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
         or weight.dim() != 2
         or weight.shape[1] != hidden.shape[-1]
     ):
-        message = (
+        raise LossReductionError(
             f"linear_cross_entropy: hidden states of shape {tuple(hidden.shape)}, a weight of {tuple(weight.shape)} "
             f"and labels of {tuple(labels.shape)}; expected (*L, I), (V, I) and L, L of one axis at least."
         )
-        raise LossReductionError(message)
     kind = hidden.device.type
     if _torch.autocast_is_on(kind):
         narrow = torch.get_autocast_dtype(kind)
@@ -233,9 +231,8 @@ def _of_samples(losses_BT: Tensor, labels: Tensor, *, ignore_index: int, reducti
 def _aligned(values: Tensor, labels: Tensor, what: str, expected: str, *, shift: bool) -> tuple[Tensor, Tensor]:
     """Return what every position's prediction is made from, and what it is to predict."""
     if values.dim() != 3 or labels.shape != values.shape[:2]:
-        message = (
+        raise LossReductionError(
             f"{what} of shape {tuple(values.shape)} and labels of shape {tuple(labels.shape)}; expected {expected} and "
             "(B, T). Do not flatten them: the samples' axis must remain."
         )
-        raise LossReductionError(message)
     return (values[:, :-1], labels[:, 1:]) if shift else (values, labels)

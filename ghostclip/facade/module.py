@@ -21,8 +21,7 @@ from ghostclip import _torch
 from ghostclip._validate import defaults, did_you_mean, takes
 from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import InvalidOptionError, UnsupportedError, UnsupportedModelError
-from ghostclip.facade.criterion import Deferral, PrivateCriterion
-from ghostclip.graph.takeover import Takeover
+from ghostclip.facade.criterion import Deferral
 from ghostclip.rules import registry
 from ghostclip.validation.fixers import ModuleValidator
 
@@ -201,7 +200,6 @@ class ClipperHandle:
         Raises:
             InvalidOptionError: Always.
         """
-        del strict, force_functorch
         raise InvalidOptionError(
             "add_hooks(): a clipper is attached once, when the model is wrapped. After remove_hooks() make the model "
             "private again: engine.make_private, or GradSampleModule(model)."
@@ -312,6 +310,12 @@ class GradSampleModule(ClipperHandle, nn.Module):
         torch.Size([8, 8, 4])
     """
 
+    # A context of every private forward, one of every forward, which sees its errors, and what lets the model and its
+    # criterion compute forward, loss and backward as one graph, once that takes over.
+    around: Callable[[], AbstractContextManager[None]] | None
+    watch: Callable[[], AbstractContextManager[None]] | None
+    deferral: Deferral | None
+
     @takes(*_WRAPPING)
     def __init__(self, m: nn.Module, *, clipper: GhostClipper | None = None, options: dict[str, Any]) -> None:
         super().__init__()
@@ -332,9 +336,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             What the model returns.
         """
-        deferral = self.__dict__.get("deferral")
-        if deferral is not None and deferral.defers(self):
-            return deferral.output(args, kwargs)
+        if self.deferral is not None and self.deferral.defers(self):
+            return self.deferral.output(args, kwargs)
         if self.clipper is None and self.training and torch.is_grad_enabled() and self not in _TOLD:
             _TOLD.add(self)
             _log.warning(
@@ -342,15 +345,10 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 "private",
                 type(self._module).__name__,
             )
-        watch = self.__dict__.get("watch")
-        with nullcontext() if watch is None else watch(), self._around():
-            return self._module(*args, **kwargs)
-
-    def _around(self) -> AbstractContextManager[None]:
-        """Return the context that a private forward runs in."""
-        around = self.__dict__.get("around")
         clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
-        return around() if around is not None and clips else nullcontext()
+        around = self.around if clips else None
+        with (self.watch or nullcontext)(), (around or nullcontext)():
+            return self._module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Discard what was accumulated since the last step, per-sample gradients included.
@@ -460,19 +458,3 @@ def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
     inside = prefix + _PREFIX
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
         state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
-
-
-def defer(module: GradSampleModule, criterion: PrivateCriterion, takeover: Takeover) -> None:
-    """Let a private model and its criterion compute forward, loss and backward as one graph, once that takes over."""
-    assert module.clipper is not None
-    module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion, takeover)
-
-
-def run_in(module: GradSampleModule, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let every private forward of a model run in a context; its other forwards do not."""
-    module.__dict__["around"] = around
-
-
-def watch_forwards(module: GradSampleModule, watch: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let every forward of a model run in a context that sees its errors."""
-    module.__dict__["watch"] = watch

@@ -212,7 +212,6 @@ def compute_grad_samples_microbatch_and_opacus(
 
 def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - Opacus's signature
     """Return the strategies that a check of a layer goes through; Opacus's "ew" is one of them, "hooks"."""
-    del use_ew
     return list(STRATEGIES)
 
 
@@ -227,11 +226,6 @@ def params(optimizer: Optimizer) -> list[nn.Parameter]:
 def has_params(module: nn.Module) -> bool:
     """Return whether a module itself, not its children, owns a parameter."""
     return next(module.parameters(recurse=False), None) is not None
-
-
-def has_trainable_params(module: nn.Module) -> bool:
-    """Return whether a module itself, not its children, owns a trainable parameter."""
-    return requires_grad(module)
 
 
 def requires_grad(module: nn.Module, *, recurse: bool = False) -> bool:
