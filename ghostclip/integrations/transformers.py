@@ -107,8 +107,6 @@ class DPTrainer(Trainer):
     _computing = False
     _loss_is_known = False
     _is_placed = False
-    # Whether the loss is computed without logits; None before that was decided.
-    _fused: bool | None = None
     _graph: GraphStep | None = None
     _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
@@ -331,7 +329,7 @@ class DPTrainer(Trainer):
         plain, known = type(self).compute_loss is DPTrainer.compute_loss, task_of(self.model) is not None
         if self.args.grad_sample_mode != "graph":
             compiles = self.args.grad_sample_mode == "auto" and self.args.compile is not False
-            compiles = compiles and plain and known and self.compute_loss_func is None and not self._is_fused()
+            compiles = compiles and plain and known and self.compute_loss_func is None and not self._is_fused
             return compiles and self.private_run is not None and self.private_run.unhindered
         known = plain and (self.compute_loss_func is not None or known)
         if not known and not self._said_eager:
@@ -416,19 +414,18 @@ class DPTrainer(Trainer):
                 clipper.know_loss(losses, function, arguments, options, criterion=function)
             return losses, outputs
         if task is not None:
-            fused = not logits and self._is_fused()
+            fused = not logits and self._is_fused
             return losses_of(model, inputs, task, smoothing=smoothing, fused=fused)
         return super().compute_loss(model, inputs, return_outputs=True)
 
+    @functools.cached_property
     def _is_fused(self) -> bool:
-        """Return whether the loss is computed without logits; a trainer with a loss of its own may want them."""
-        if self._fused is None:
-            allowed = not self._needs_logits() and self.args.grad_sample_mode not in ("hooks", "graph")
-            bare = without_adapters(self.model)
-            task = task_of(bare)
-            language = task is not None and bool(task.predicts)
-            self._fused = language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
-        return self._fused
+        """Whether the loss is computed without logits; a trainer with a loss of its own may want them."""
+        allowed = not self._needs_logits() and self.args.grad_sample_mode not in ("hooks", "graph")
+        bare = without_adapters(self.model)
+        task = task_of(bare)
+        language = task is not None and bool(task.predicts)
+        return language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
 
     def _needs_logits(self) -> bool:
         """Return whether the loss is another's, which may want logits."""

@@ -186,7 +186,7 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
         """
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._is_fused():
+        if self._is_fused:
             tiled: Any = TiledHead(model)
             # For its metrics, as below.
             super().compute_loss(tiled, inputs)

@@ -70,7 +70,7 @@ def delta_eps_mu(*, eps: float, mu: float) -> float:
         Balle and Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 1.
     """
     # Imported when it is used: scipy's statistics take long to load.
-    from ghostclip.audit import gaussian_delta
+    from ghostclip.audit.methods import gaussian_delta
 
     return gaussian_delta(non_negative(eps, "eps"), mu=positive(mu, "mu"))
 
@@ -85,7 +85,7 @@ def eps_from_mu(*, mu: float, delta: float) -> float:
     Returns:
         ε ≥ 0.
     """
-    from ghostclip.audit import gaussian_epsilon
+    from ghostclip.audit.methods import gaussian_epsilon
 
     return gaussian_epsilon(positive(mu, "mu"), delta=probability(delta, "delta"))
 
