@@ -13,6 +13,7 @@ import secrets
 import shutil
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ RESUME_STATE, LEDGER = f"{RESUME_FOLDER}/state.pt", f"{RESUME_FOLDER}/ledger.txt
 
 def choose_folder(requested: Path | None, *, resume: bool) -> Path:
     """Return the folder given; else the newest interrupted run to resume, or the first default that holds nothing."""
-    base, number = FinetuneOptions.output, 1
+    base = FinetuneOptions.output
     if requested is not None:
         return requested
     if resume:
@@ -45,11 +46,8 @@ def choose_folder(requested: Path | None, *, resume: bool) -> Path:
         if not states:
             raise ResumeError(f"no interrupted run {base.name}* lies in this folder: name its folder with --output")
         return max(states, key=lambda state: state.stat().st_mtime).parents[2]
-    folder = base
-    while _is_occupied(folder):
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+    later = (base.with_name(f"{base.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([base], later) if not _is_occupied(folder))
 
 
 def require_usable(folder: Path, *, overwrite: bool) -> None:

@@ -138,12 +138,11 @@ def from_anywhere(kind: Any, name: str, options: dict[str, Any] | None = None) -
     from huggingface_hub.constants import HF_HUB_CACHE
 
     load = partial(kind.from_pretrained, name, trust_remote_code=False, **(options or {}))
-    if Path(name).is_dir():
-        return load(local_files_only=True)
     try:
         return load(local_files_only=True)
     except OSError:
-        pass
+        if Path(name).is_dir():
+            raise
     try:
         return load()
     except OSError as error:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
 
 from ghostclip.distributed import gathered, refused_together
 from ghostclip.distributed.agreement import digest_of
@@ -84,7 +83,7 @@ class FinetuneTrainer(DPTrainer):
             kind = "exponential" if run.options.average == "ema" else "tail"
             self._averages = AveragedWeights(run.model, optimizer, kind=kind, start=run.mechanism.steps // 2)
         super().__init__(run.model, arguments, train_dataset=run.split.training, optimizers=(optimizer, None))
-        self.add_callback(_StepEnd(self))
+        self.add_callback(_step_end(self))
         # All ranks write through the engine, and none needs what DistributedDataParallel adds.
         self._is_placed |= run.ranks.count > 1
 
@@ -202,11 +201,12 @@ class FinetuneTrainer(DPTrainer):
         self.run.model.zero_grad(set_to_none=True)
 
 
-class _StepEnd(TrainerCallback):
-    """Tells a trainer where a step ends, and Trainer's loop what follows from it."""
+def _step_end(trainer: FinetuneTrainer) -> Any:
+    """Return what tells a trainer where a step ends, and Trainer's loop what follows from it."""
+    from transformers import TrainerCallback
 
-    def __init__(self, trainer: FinetuneTrainer) -> None:
-        self._trainer = trainer
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= trainer.finish_step()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= self._trainer.finish_step()
+    return StepEnd()

@@ -181,12 +181,24 @@ class DPTrainer(Trainer):
             warn_if_untested(library)
         refuse(self)
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: Any = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+    ) -> NoReturn:
         """Refuse: trials on the same records cost ε.
 
         Args:
-            *args: As Trainer's.
-            **kwargs: As Trainer's.
+            hp_space: As Trainer's.
+            compute_objective: As Trainer's.
+            n_trials: As Trainer's.
+            direction: As Trainer's.
+            backend: As Trainer's.
+            hp_name: As Trainer's.
 
         Raises:
             NotOfferedError: Always.

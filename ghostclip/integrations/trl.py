@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -217,6 +218,9 @@ class _OfPairs:
 
     _libraries: tuple[str, ...] = _LIBRARIES
 
+    # Returns what stands for a model: called with all chosen answers and all rejected ones, it calls it twice.
+    _in_halves: Callable[[nn.Module], Any]
+
     def compute_loss(
         self: Any,
         model: nn.Module,
@@ -230,10 +234,6 @@ class _OfPairs:
         if not self._computing:
             return trainer.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return trainer.compute_loss(self._in_halves(model), inputs)
-
-    def _in_halves(self, model: nn.Module) -> Any:
-        """Return what stands for the model: called with all chosen answers and all rejected ones, it calls it twice."""
-        raise NotImplementedError
 
     def _checked_example(self) -> Any:
         """Each answer as a text of its own, for the checks."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -124,11 +125,10 @@ def per_sample_gradient_report(  # noqa: PLR0913 - the public function names eve
     relative = RTOL.get(dtype, 1e-4) if rtol is None else rtol
     absolute = relative * largest if atol is None else atol
     rows: list[Comparison] = []
-    for name in strategies:
-        for reduction in reductions:
-            run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
-            with uncompared():
-                rows += run.compared(x, wanted, relative, absolute)
+    for name, reduction in product(strategies, reductions):
+        run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
+        with uncompared():
+            rows += run.compared(x, wanted, relative, absolute)
     return LayerReport(tuple(rows))
 
 
