@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,14 +83,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield path
         return
     try:
-        handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+        temporary.touch(exist_ok=False)
         try:
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -100,12 +98,18 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def picture(path: Path, *, size: tuple[float, float]) -> Iterator[Figure]:
-    """Give an empty figure, of a size in inches, that is drawn into a file atomically when the block ends well."""
+    """Give an empty figure, of a size in inches, that is drawn into a file atomically when the block ends well.
+
+    All axes in it get a grid and a legend.
+    """
     # The object interface: pyplot would choose a window system and keep global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     yield figure
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary)
 
@@ -114,9 +118,3 @@ def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -55,9 +55,8 @@ def write_uncounted_(tensor: Tensor, value: Tensor, version: int) -> None:
 is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which another is a view, None where it is none: ``Tensor._base``."""
-    return tensor._base
+# The tensor of which another is a view, None where it is none: ``Tensor._base``.
+base_of: Final[Callable[[Tensor], Tensor | None]] = operator.attrgetter("_base")
 
 
 def memory_key(tensor: Tensor) -> int:
@@ -78,14 +77,11 @@ def shares_memory(tensor: Tensor) -> bool:
 
 def alias_as(kind: type[_T], tensor: Tensor) -> _T:
     """Return a leaf of a subclass, uninitialised, that requires grad, on the same memory: ``Tensor._make_subclass``."""
-    made: Any = Tensor._make_subclass(kind, tensor, True)
-    return made
+    return Tensor._make_subclass(kind, tensor, True)
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of all elements of tensors of one dtype and device: ``torch._utils._flatten_dense_tensors``."""
-    flat: Tensor = _flatten_dense_tensors(tensors)
-    return flat
+# A copy of all elements of tensors of one dtype and device: ``torch._utils._flatten_dense_tensors``.
+flattened: Final[Callable[[Sequence[Tensor]], Tensor]] = _flatten_dense_tensors
 
 
 def unflattened(flat_N: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -93,19 +89,12 @@ def unflattened(flat_N: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(_unflatten_dense_tensors(flat_N, tensors))
 
 
-def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source into its target: ``torch._foreach_copy_``."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def move_all_(targets: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
-    """Move every target by a share (0 to 1) of the way to its counterpart, in place: ``torch._foreach_lerp_``."""
-    torch._foreach_lerp_(list(targets), list(towards), weight)
-
-
-def add_all_(targets: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-    """Add to every target, in place: ``torch._foreach_add_``."""
-    torch._foreach_add_(list(targets), list(more))
+# Copies every source into its target: ``torch._foreach_copy_``.
+copy_all_: Final[Callable[..., object]] = torch._foreach_copy_
+# Moves every target by a share (0 to 1) of the way to its counterpart, in place: ``torch._foreach_lerp_``.
+move_all_: Final[Callable[..., object]] = torch._foreach_lerp_
+# Adds to every target, in place: ``torch._foreach_add_``.
+add_all_: Final[Callable[..., object]] = torch._foreach_add_
 
 
 # Whether autocast is on for any type of device: ``torch._C._is_any_autocast_enabled``.
@@ -140,9 +129,8 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors)))
 
 
-def weak_table() -> Any:
-    """Return a dict from tensors, by identity, that holds none of them: ``torch.utils.weak``."""
-    return WeakTensorKeyDictionary()
+# Makes a dict from tensors, by identity, that holds none of them: ``torch.utils.weak``.
+weak_table: Final[Callable[[], Any]] = WeakTensorKeyDictionary
 
 
 # ---------------------------------------------------------------- nodes of autograd's graph
@@ -333,19 +321,12 @@ def in_backward() -> bool:
     return backward_number() != NO_BACKWARD
 
 
-def will_run(node: Any) -> bool:
-    """Return whether the backward that is running will come to a node: ``torch._C._will_engine_execute_node``."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
-def is_full_backward() -> bool:
-    """Return whether the backward that is running is for all leaves: ``torch.autograd._is_checkpoint_valid``."""
-    return bool(torch.autograd._is_checkpoint_valid())
-
-
-def at_the_end(call: Callable[[], None]) -> None:
-    """Call a function once the backward that is running has ended: ``Variable._execution_engine.queue_callback``."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+# Whether the backward that is running will come to a node: ``torch._C._will_engine_execute_node``.
+will_run: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
+# Whether the backward that is running is for all leaves: ``torch.autograd._is_checkpoint_valid``.
+is_full_backward: Final[Callable[[], bool]] = torch.autograd._is_checkpoint_valid
+# Calls a function once the backward that is running has ended: ``Variable._execution_engine.queue_callback``.
+at_the_end: Final[Callable[[Callable[[], None]], None]] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 # (pack, unpack) of the innermost hooks on saved tensors that ``torch.autograd.graph.saved_tensors_hooks`` set, or None;
@@ -360,21 +341,12 @@ saving_hooks: Final[Callable[[], Any]] = partial(torch._C._autograd._top_saved_t
 subclasses_off: Final[Callable[[], AbstractContextManager[None]]] = torch._C.DisableTorchFunctionSubclass
 
 
-def overrides_off() -> AbstractContextManager[None]:
-    """Return a context in which no override of a torch function is called: ``torch._C.DisableTorchFunction``."""
-    context: Any = torch._C.DisableTorchFunction()
-    return context
-
-
-def overrides_on() -> AbstractContextManager[None]:
-    """Return a context in which overrides are called even inside an override: ``torch._C._EnableTorchFunction``."""
-    context: Any = torch._C._EnableTorchFunction()
-    return context
-
-
-def begin_mode(mode: TorchFunctionMode) -> None:
-    """Let a mode see all torch functions, as ``with`` does, from now on: ``torch.overrides._push_mode``."""
-    torch.overrides._push_mode(mode)
+# A context in which no override of a torch function is called: ``torch._C.DisableTorchFunction``.
+overrides_off: Final[Callable[[], AbstractContextManager[None]]] = torch._C.DisableTorchFunction
+# A context in which overrides are called even inside an override: ``torch._C._EnableTorchFunction``.
+overrides_on: Final[Callable[[], AbstractContextManager[None]]] = torch._C._EnableTorchFunction
+# Lets a mode see all torch functions, as ``with`` does, from now on: ``torch.overrides._push_mode``.
+begin_mode: Final[Callable[[TorchFunctionMode], None]] = torch.overrides._push_mode
 
 
 def end_mode(mode: TorchFunctionMode) -> None:
@@ -383,21 +355,12 @@ def end_mode(mode: TorchFunctionMode) -> None:
         torch.overrides._pop_mode()
 
 
-def active_modes() -> int:
-    """Return how many modes see torch functions; one that is being asked does not: ``_len_torch_function_stack``."""
-    return torch._C._len_torch_function_stack()
-
-
+# How many modes see torch functions; one that is being asked does not: ``_len_torch_function_stack``.
+active_modes: Final[Callable[[], int]] = torch._C._len_torch_function_stack
 # A mode that sees the operations of ATen; the class itself, to derive from.
 DispatchMode = _python_dispatch.TorchDispatchMode
-
-
-def dispatch_modes_off() -> AbstractContextManager[Any]:
-    """Return a context in which no `DispatchMode` sees an operation: ``_python_dispatch._disable_current_modes``."""
-    context: AbstractContextManager[Any] = _python_dispatch._disable_current_modes()
-    return context
-
-
+# A context in which no `DispatchMode` sees an operation: ``_python_dispatch._disable_current_modes``.
+dispatch_modes_off: Final[Callable[[], AbstractContextManager[Any]]] = _python_dispatch._disable_current_modes
 # The transform of ``torch.func`` that is running, None where none is: ``torch._C._functorch.peek_interpreter_stack``.
 transform: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
 
@@ -447,24 +410,10 @@ def qualified_name(func: Any) -> str | None:
 TreeSpec = _pytree.TreeSpec
 
 
-def tree_leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return the leaves of nested containers, in order: ``torch.utils._pytree``."""
-    return _pytree.tree_leaves(tree, is_leaf=is_leaf)
-
-
-def tree_map(call: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return the same containers around other leaves: ``torch.utils._pytree``."""
-    return _pytree.tree_map(call, tree, is_leaf=is_leaf)
-
-
-def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of nested containers and what is around them: ``torch.utils._pytree``."""
-    return _pytree.tree_flatten(tree)
-
-
-def tree_unflatten(leaves: Iterable[Any], structure: TreeSpec) -> Any:
-    """Return containers around leaves: ``torch.utils._pytree``."""
-    return _pytree.tree_unflatten(leaves, structure)
+# The leaves of nested containers, in order; the same containers around other leaves: ``torch.utils._pytree``.
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+# Leaves and what is around them, and containers around leaves: ``torch.utils._pytree``.
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 
 
 # ---------------------------------------------------------------- modules
@@ -477,21 +426,10 @@ AnyLazyNorm = batchnorm._LazyNormBase
 AnyDropout = dropout._DropoutNd
 
 
-def parameter_table(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own parameters by name, the table itself: ``Module._parameters``."""
-    return module._parameters
-
-
-def buffer_table(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own buffers by name, the table itself: ``Module._buffers``."""
-    return module._buffers
-
-
-def child_table(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own submodules by name, the table itself: ``Module._modules``."""
-    return module._modules
-
-
+# A module's own parameters, buffers and submodules by name, the tables themselves: ``Module._parameters`` and its like.
+parameter_table: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_parameters")
+buffer_table: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_buffers")
+child_table: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_modules")
 _tables: Final = operator.itemgetter("_parameters", "_modules")
 
 
@@ -500,9 +438,8 @@ def parameter_and_child_tables(attributes: Iterable[Mapping[str, Any]]) -> list[
     return list(chain.from_iterable(map(_tables, attributes)))
 
 
-def non_persistent(module: nn.Module) -> set[str]:
-    """Return the names of a module's buffers that are not saved: ``Module._non_persistent_buffers_set``."""
-    return module._non_persistent_buffers_set
+# The names of a module's buffers that are not saved: ``Module._non_persistent_buffers_set``.
+non_persistent: Final[Callable[[nn.Module], set[str]]] = operator.attrgetter("_non_persistent_buffers_set")
 
 
 def child_of(module: nn.Module, name: str) -> Any:
@@ -616,19 +553,15 @@ def copy_hooks(old: nn.Module, new: nn.Module) -> None:
 FLAT_WEIGHTS: Final = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
-def flat_weights(module: nn.RNNBase) -> list[Any]:
-    """Return the tensors that a recurrent layer computes with: ``RNNBase._flat_weights``."""
-    return module._flat_weights
+# The tensors that a recurrent layer computes with: ``RNNBase._flat_weights``.
+flat_weights: Final[Callable[[nn.RNNBase], list[Any]]] = operator.attrgetter("_flat_weights")
+# The names of the parameters behind `flat_weights`: ``RNNBase._flat_weights_names``.
+flat_weight_names: Final[Callable[[nn.RNNBase], Sequence[str]]] = operator.attrgetter("_flat_weights_names")
 
 
 def set_flat_weights(module: nn.RNNBase, weights: list[Any]) -> None:
     """Let a recurrent layer compute with others, in the order of `flat_weight_names`: ``RNNBase._flat_weights``."""
     module._flat_weights = weights
-
-
-def flat_weight_names(module: nn.RNNBase) -> Sequence[str]:
-    """Return the names of the parameters behind `flat_weights`: ``RNNBase._flat_weights_names``."""
-    return module._flat_weights_names
 
 
 def is_call_of(frame: FrameType, module: Any) -> bool:
@@ -667,14 +600,11 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded_tensor(tensor):
         return tensor
     with torch.no_grad():
-        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+        return tensor.to_local()  # type: ignore[attr-defined]
 
 
-def microbatches_of(schedule: Any) -> int:
-    """Return the number of microbatches of a schedule of a pipeline: ``_n_microbatches``."""
-    count: int = schedule._n_microbatches
-    return count
+# The number of microbatches of a schedule of a pipeline: ``_n_microbatches``.
+microbatches_of: Final[Callable[[Any], int]] = operator.attrgetter("_n_microbatches")
 
 
 def sends_within_a_rank(stage: Any) -> bool:
@@ -690,10 +620,14 @@ def in_context_parallel() -> bool:
 
     Reads ``DTensor._op_dispatcher._custom_op_handlers``, which that replaces; nothing is imported to tell.
     """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    return "torch.distributed.tensor.experimental" in sys.modules and _is_handled(attention)
+
+
+def _is_handled(operation: Any) -> bool:
+    """Return whether somebody computes an operation on sharded tensors in the place of torch."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is None or "torch.distributed.tensor.experimental" not in sys.modules:
-        return False
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in kind._op_dispatcher._custom_op_handlers
+    return kind is not None and operation in kind._op_dispatcher._custom_op_handlers
 
 
 def gathered_modules(model: nn.Module) -> list[Any]:
@@ -728,24 +662,21 @@ class _Arrived(torch.autograd.Function):
 
 def arrived(tensor: Any) -> Tensor:
     """Wait for a tensor that `is_arriving`, and return the plain one, in the graph: ``AsyncCollectiveTensor.wait``."""
-    plain: Tensor = _Arrived.apply(tensor)
-    return plain
+    return _Arrived.apply(tensor)
 
 
 def part_of(tensor: Any, gradient: Sequence[Any] | None = None) -> Tensor:
     """Return this rank's part of any tensor, in the graph, once it has arrived: ``DTensor.to_local()``."""
     # `gradient`: how that of a DTensor's part will lie on its mesh; None for as the tensor.
     if not is_sharded_tensor(tensor):
-        plain: Tensor = tensor
-        return plain
+        return tensor
     part: Tensor = tensor.to_local(grad_placements=gradient)
     return arrived(part) if is_arriving(part) else part
 
 
 def in_loss_parallel() -> bool:
     """Return whether ``loss_parallel`` is on: ``_op_dispatcher._custom_op_handlers``."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and torch.ops.aten.nll_loss_forward.default in kind._op_dispatcher._custom_op_handlers
+    return _is_handled(torch.ops.aten.nll_loss_forward.default)
 
 
 def data_mesh(module: Any) -> Any:
@@ -828,9 +759,8 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def running_wrapper() -> Any:
-    """Return the wrapper whose forward is running, or None: ``DistributedDataParallel._get_active_ddp_module``."""
-    return DistributedDataParallel._get_active_ddp_module()
+# The wrapper whose forward is running, or None: ``DistributedDataParallel._get_active_ddp_module``.
+running_wrapper: Final[Callable[[], Any]] = DistributedDataParallel._get_active_ddp_module
 
 
 # ---------------------------------------------------------------- the compiler
@@ -889,9 +819,8 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
-def functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function without changes in place: ``torch.func.functionalize``, which is of no stable form."""
-    return torch.func.functionalize(function)
+# Makes the same function without changes in place: ``torch.func.functionalize``, which is of no stable form.
+functional: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch.func.functionalize
 
 
 def is_repeatable(operation: Any) -> bool:
@@ -929,10 +858,9 @@ def compiled(graph: Any, inputs: Sequence[Tensor], options: Mapping[str, Any]) -
     # `inputs` have the shapes it is compiled for, `options` are Inductor's. `save_compiled` writes what comes back.
     from torch._inductor.standalone_compile import standalone_compile
 
-    function: Callable[..., Any] = standalone_compile(
+    return standalone_compile(
         graph, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": dict(options)}
     )
-    return function
 
 
 def save_compiled(function: Any, path: Path) -> None:
@@ -944,8 +872,7 @@ def load_compiled(path: Path) -> Callable[..., Any]:
     """Return what `save_compiled` wrote, in a file trusted as torch's cache is: ``CompiledArtifact.load``."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
-    function: Callable[..., Any] = CompiledArtifact.load(path=str(path), format="binary")
-    return function
+    return CompiledArtifact.load(path=str(path), format="binary")
 
 
 def compiler_cache() -> str | None:

@@ -11,7 +11,6 @@ import difflib
 import inspect
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter
@@ -33,20 +32,24 @@ def _number(value: object, name: str) -> float:
         raise InvalidOptionError(f"{name}={value!r}: expected one number ({error}).") from error
 
 
+def _number_that(holds: Callable[[float], bool], must: str, value: object, name: str) -> float:
+    """Return a value as a float; refuse one of which something does not hold, with what it must be."""
+    number = _number(value, name)
+    if not holds(number):
+        raise InvalidOptionError(f"{name}={value!r}: must {must}.")
+    return number
+
+
 def positive(value: object, name: str, *, allow_infinity: bool = False) -> float:
     """Check that 0 < value < ∞ (or ≤ ∞), and return it as a float."""
-    number = _number(value, name)
-    if not number > 0 or (math.isinf(number) and not allow_infinity):
-        raise InvalidOptionError(f"{name}={value!r}: must be {'' if allow_infinity else 'finite and '}greater than 0.")
-    return number
+    if allow_infinity:
+        return _number_that(lambda number: number > 0, "be greater than 0", value, name)
+    return _number_that(lambda number: 0 < number < math.inf, "be finite and greater than 0", value, name)
 
 
 def non_negative(value: object, name: str) -> float:
     """Check that 0 ≤ value < ∞, and return it as a float."""
-    number = _number(value, name)
-    if not number >= 0 or math.isinf(number):
-        raise InvalidOptionError(f"{name}={value!r}: must be finite and at least 0.")
-    return number
+    return _number_that(lambda number: 0 <= number < math.inf, "be finite and at least 0", value, name)
 
 
 def positive_int(value: object, name: str) -> int:
@@ -58,18 +61,12 @@ def positive_int(value: object, name: str) -> int:
 
 def fraction(value: object, name: str) -> float:
     """Check that 0 < value ≤ 1, as for a sampling rate or a share of memory, and return it as a float."""
-    number = _number(value, name)
-    if not 0 < number <= 1:
-        raise InvalidOptionError(f"{name}={value!r}: must be greater than 0 and at most 1.")
-    return number
+    return _number_that(lambda number: 0 < number <= 1, "be greater than 0 and at most 1", value, name)
 
 
 def probability(value: object, name: str) -> float:
     """Check that 0 < value < 1, as for δ, and return it as a float."""
-    number = _number(value, name)
-    if not 0 < number < 1:
-        raise InvalidOptionError(f"{name}={value!r}: must lie strictly between 0 and 1.")
-    return number
+    return _number_that(lambda number: 0 < number < 1, "lie strictly between 0 and 1", value, name)
 
 
 def choice(value: object, name: str, choices: Iterable[str]) -> str:
@@ -109,21 +106,26 @@ def did_you_mean(value: object, known: Iterable[str], *, otherwise: str = "") ->
 def suggests_options(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function that is called with an option it does not have name the nearest one that it has."""
     # Python does so by itself from 3.13 on.
+    signature = inspect.signature(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            unknown = re.search(r"unexpected keyword argument '(\w+)'$", str(error))
-            # One frame: the call itself has failed, and nothing inside the function has run.
-            below = error.__traceback__ and error.__traceback__.tb_next
-            if unknown is None or below is not None:
-                raise
-            suggestion = did_you_mean(unknown.group(1), inspect.signature(function).parameters)
-            raise TypeError(f"{error}{suggestion}") from None
+        _bound(function, signature, args, kwargs)
+        return function(*args, **kwargs)
 
     return called
+
+
+def _bound(
+    function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """Return what a function's parameters are given in a call, which is answered as Python does where that is wrong."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = next((name for name in kwargs if name not in signature.parameters), None)
+        meant = "" if unknown is None else did_you_mean(unknown, signature.parameters)
+        raise TypeError(f"{function.__qualname__}() {error}{meant}") from None
 
 
 def takes(*options: Parameter, made: Callable[..., Any] = dict) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -137,12 +139,7 @@ def takes(*options: Parameter, made: Callable[..., Any] = dict) -> Callable[[Cal
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> R:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                unknown = next((name for name in kwargs if name not in signature.parameters), None)
-                nearest = "" if unknown is None else did_you_mean(unknown, signature.parameters)
-                raise TypeError(f"{function.__qualname__}() {error}{nearest}") from None
+            bound = _bound(function, signature, args, kwargs)
             bound.apply_defaults()
             values = {option.name: bound.arguments.pop(option.name) for option in options}
             return function(**bound.arguments, **{last.name: made(**values)})

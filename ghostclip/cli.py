@@ -97,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        # The interpreter's own flush at the end goes nowhere: whoever read the output has gone.
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except GhostClipError as error:
         stopped = isinstance(error, OutputError) and error.__cause__ is not None
@@ -193,13 +195,6 @@ def _version() -> str:
     # From what is installed: importing torch would take a second.
     torch = importlib.metadata.version("torch")
     return f"ghostclip {ghostclip.__version__} (torch {torch}, Python {platform.python_version()})"
-
-
-def _forget_stdout() -> None:
-    """Let the interpreter's own flush at the end go nowhere: whoever read the output has gone."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
@@ -474,11 +475,10 @@ class GhostClipper:
             return
         output_grads = list(grads) or [None]
         if any(grad is None for grad in output_grads) or not all(map(is_output, map(edge_of, roots))):
-            message = (
+            raise GhostClipError(
                 "a backward through a part of a model does not begin at the outputs of that part with gradients from "
                 "the next: let the schedule of the pipeline run it."
             )
-            raise GhostClipError(message)
 
     def _scale(self, *, per_sample: bool) -> float:
         return self._state.scale(self._capture.forward, per_sample=per_sample)
@@ -490,23 +490,18 @@ class GhostClipper:
     @property
     def per_sample_norms(self) -> Tensor:
         """Norm of every sample's whole gradient in the last backward, shape ``(B,)``, rounded up. Not private."""
-        if self._decisions.norm_GB is None:
-            raise GhostClipError("per_sample_norms: no backward has been run yet.")
+        _known(self._decisions.norm_GB, "per_sample_norms")
         return self._decisions.whole_norms().clone()
 
     @property
     def group_norms(self) -> Tensor:
         """Norm of every sample's gradient in each clip group, shape ``(B, G)``, rounded up. Not private."""
-        if self._decisions.norm_GB is None:
-            raise GhostClipError("group_norms: no backward has been run yet.")
-        return columns(self._decisions.norm_GB)
+        return columns(_known(self._decisions.norm_GB, "group_norms"))
 
     @property
     def clip_coefficients(self) -> Tensor:
         """Clip coefficients of the last backward, ``(B,)``, or ``(B, G)`` with several clip groups. Not private."""
-        if self._decisions.coef_GB is None:
-            raise GhostClipError("clip_coefficients: no backward has been run yet.")
-        coef_GB = self._decisions.coef_GB
+        coef_GB = _known(self._decisions.coef_GB, "clip_coefficients")
         return coef_GB[0].clone() if len(coef_GB) == 1 else columns(coef_GB)
 
     @property
@@ -779,12 +774,8 @@ class GhostClipper:
         Returns:
             A context; see `Savepoint`.
         """
-        generation = self._state.generation
         restore_sums, forget = self._store.snapshot()
-
-        def restore_generation() -> None:
-            self._state.generation = generation
-
+        restore_generation = partial(setattr, self._state, "generation", self._state.generation)
         return Savepoint(restore_sums, self._decisions.snapshot(), restore_generation, forget=forget)
 
     def merge_passes(self, *, since: int) -> None:
@@ -834,3 +825,10 @@ class GhostClipper:
 
     def _warn(self, text: str) -> None:
         self._say(text, level=logging.WARNING)
+
+
+def _known(values_GB: list[Tensor] | None, name: str) -> list[Tensor]:
+    """Return what a backward has left; refuse where none has been run."""
+    if values_GB is None:
+        raise GhostClipError(f"{name}: no backward has been run yet.")
+    return values_GB

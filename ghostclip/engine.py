@@ -217,7 +217,8 @@ class PrivacyEngine:
         check_options(options, self.noise_level)
         prepared = Prepared.of(optimizer, data_loader)
         planned = options.mechanism and options.mechanism.for_epochs(epochs)
-        budget = _target(target_epsilon, target_delta, when_spent)
+        epsilon = _validate.positive(target_epsilon, "target_epsilon")
+        budget = Budget(epsilon, _validate.probability(target_delta, "target_delta"), when_spent=when_spent)
         sampling = self._sampled(prepared.data_loader, options, planned)
         self._warn_of(target_delta, sampling)
         request = Request(
@@ -397,9 +398,7 @@ class PrivacyEngine:
             >>> type(model[1]).__name__
             'GroupNorm'
         """
-        fixed = ModuleValidator.fix(module)
-        ModuleValidator.validate(fixed, strict=True)
-        return fixed
+        return ModuleValidator.fix_and_validate(module)
 
     def save_checkpoint(  # noqa: PLR0913 - Opacus's arguments
         self,
@@ -595,9 +594,3 @@ class PrivacyEngine:
         if text is not None:
             self._warned_of_delta = True
             warnings.warn(text, stacklevel=4)
-
-
-def _target(epsilon: float, delta: float, when_spent: str) -> Budget:
-    """Return the budget of `make_private_with_epsilon`, whose options have names of their own in an error."""
-    epsilon, delta = _validate.positive(epsilon, "target_epsilon"), _validate.probability(delta, "target_delta")
-    return Budget(epsilon, delta, when_spent=when_spent)

@@ -15,6 +15,8 @@ from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.kernels.bounds import widened
 from ghostclip.kernels.head import Form, HeadCall, vocabulary_losses
 
+# Options of a head's loss that those of its samples hand on.
+_HEAD_OPTIONS: Final = ("bias", "ignore_index", "label_smoothing", "logit_scale", "logit_cap", "z_loss")
 # On the node of a product with a number that follows no data: see `scheduled`.
 SCHEDULED: Final = "ghostclip_scheduled"
 
@@ -61,11 +63,10 @@ def token_losses(
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
     if label_smoothing and _torch.is_sharded_tensor(logits):
-        message = (
+        raise InvalidOptionError(
             f"token_losses: label_smoothing={label_smoothing} of logits whose classes lie on several ranks, which "
             "torch's loss_parallel does not compute. Give logits.full_tensor(), or leave it at 0."
         )
-        raise InvalidOptionError(message)
     logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
     scores_NV = widened(logits.flatten(0, 1))
     losses_N = functional.cross_entropy(
@@ -169,11 +170,10 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
         or weight.dim() != 2
         or weight.shape[1] != hidden.shape[-1]
     ):
-        message = (
+        raise LossReductionError(
             f"linear_cross_entropy: hidden states of shape {tuple(hidden.shape)}, a weight of {tuple(weight.shape)} "
             f"and labels of {tuple(labels.shape)}; expected (*L, I), (V, I) and L, L of one axis at least."
         )
-        raise LossReductionError(message)
     kind = hidden.device.type
     if _torch.autocast_is_on(kind):
         narrow = torch.get_autocast_dtype(kind)
@@ -182,19 +182,15 @@ def linear_cross_entropy(  # noqa: PLR0913 - each option is one of the loss's ow
     return vocabulary_losses(hidden, weight, bias, labels.long(), HeadCall(form))
 
 
-def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
+@_validate.takes(*_validate.options_of(linear_cross_entropy, *_HEAD_OPTIONS))
+def head_losses(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
     shift: bool = True,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    logit_cap: float | None = None,
-    z_loss: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
+    options: dict[str, Any],
 ) -> Tensor:
     """`token_losses` from hidden states, without the logits in memory: see `linear_cross_entropy`.
 
@@ -205,14 +201,10 @@ def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
         hidden: Hidden states, shape ``(B, T, I)``.
         weight: As for `linear_cross_entropy`.
         labels: Classes, shape ``(B, T)``, int64.
-        bias: As for `linear_cross_entropy`.
-        ignore_index: The label of positions that do not count.
         shift: As for `token_losses`.
-        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
-        logit_scale: As for `linear_cross_entropy`.
-        logit_cap: As for `linear_cross_entropy`.
-        z_loss: As for `linear_cross_entropy`.
         reduction: Whether a sample's positions are averaged or summed.
+        options: `bias`, `ignore_index`, `label_smoothing`, `logit_scale`, `logit_cap` and `z_loss`, each by its own
+            name, as for `linear_cross_entropy`.
 
     Returns:
         Losses, shape ``(B,)``, float32 at least, in nats.
@@ -222,18 +214,8 @@ def head_losses(  # noqa: PLR0913 - each option is one of the loss's own
     """
     _validate.choice(reduction, "reduction", ("mean", "sum"))
     hidden, labels = _aligned(hidden, labels, "head_losses: hidden states", "(B, T, I)", shift=shift)
-    losses_BT = linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        logit_cap=logit_cap,
-        z_loss=z_loss,
-    )
-    return _of_samples(losses_BT, labels, ignore_index=ignore_index, reduction=reduction)
+    losses_BT = linear_cross_entropy(hidden, weight, labels, **options)
+    return _of_samples(losses_BT, labels, ignore_index=options["ignore_index"], reduction=reduction)
 
 
 def _of_samples(losses_BT: Tensor, labels: Tensor, *, ignore_index: int, reduction: str) -> Tensor:
@@ -249,9 +231,8 @@ def _of_samples(losses_BT: Tensor, labels: Tensor, *, ignore_index: int, reducti
 def _aligned(values: Tensor, labels: Tensor, what: str, expected: str, *, shift: bool) -> tuple[Tensor, Tensor]:
     """Return what every position's prediction is made from, and what it is to predict."""
     if values.dim() != 3 or labels.shape != values.shape[:2]:
-        message = (
+        raise LossReductionError(
             f"{what} of shape {tuple(values.shape)} and labels of shape {tuple(labels.shape)}; expected {expected} and "
             "(B, T). Do not flatten them: the samples' axis must remain."
         )
-        raise LossReductionError(message)
     return (values[:, :-1], labels[:, 1:]) if shift else (values, labels)

@@ -43,11 +43,9 @@ from ghostclip.facade import (
     GradSampleModule,
     KnownCriterion,
     PrivateCriterion,
-    defer,
-    run_in,
     strategy_of,
-    watch_forwards,
 )
+from ghostclip.facade.criterion import Deferral
 from ghostclip.facade.module import mode_of
 from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.language.vocabulary_head import CHOICES, by_record
@@ -141,7 +139,7 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
                 require_agreement("loss_reduction", clipper.loss_reduction)
             private = _around(clipper, optimizer, replace(request, module=module), noise_source)
             if around is not None:
-                run_in(cast(GradSampleModule, private[0]), around)
+                cast(GradSampleModule, private[0]).around = around
         undo.pop_all()
     return private
 
@@ -275,7 +273,7 @@ def _around(
     wrap = GradSampleModule if request.options.wrap_model else GradSampleHooks
     private_module = wrap(request.module, clipper=clipper)
     if isinstance(private_module, GradSampleModule):
-        watch_forwards(private_module, noting)
+        private_module.watch = noting
     returned: PrivateOptimizer = private_optimizer
     if isinstance(optimizer, JoinedOptimizer):
         returned = [MemberOptimizer(member, private_optimizer) for member in optimizer.members]
@@ -296,7 +294,7 @@ def _around(
     may = unasked and request.options.vocabulary_head == "logits" and hindered(clipper) is None
     if isinstance(private_module, GradSampleModule) and (asked or may):
         takeover = Takeover(left=left_of(private_optimizer, request.releases), asked=asked)
-        defer(private_module, private_criterion, takeover)
+        private_module.deferral = private_criterion.deferral = Deferral(clipper, private_criterion, takeover)
     if asked or unasked or request.mode in _TWO_PASS or request.options.memory_budget < 1:
         return private_module, returned, private_criterion, loader
     return private_module, returned, loader

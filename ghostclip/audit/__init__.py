@@ -6,30 +6,17 @@ An audit gives a *lower* bound. One above the claim contradicts it; one below on
 """
 
 from ghostclip.audit.canaries import CanaryDataset, GradientCanaries, flip_coins, mislabelled
-from ghostclip.audit.methods import (
-    METHODS,
-    ApproximateTradeOff,
-    Finding,
-    GaussianTradeOff,
-    audit_scores,
-    gaussian_delta,
-    gaussian_epsilon,
-)
+from ghostclip.audit.methods import Finding, audit_scores
 from ghostclip.audit.scores import CanaryRecorder, Scores, load_scores
 
 __all__ = [
-    "METHODS",
-    "ApproximateTradeOff",
     "CanaryDataset",
     "CanaryRecorder",
     "Finding",
-    "GaussianTradeOff",
     "GradientCanaries",
     "Scores",
     "audit_scores",
     "flip_coins",
-    "gaussian_delta",
-    "gaussian_epsilon",
     "load_scores",
     "mislabelled",
 ]

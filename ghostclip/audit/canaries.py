@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ghostclip._validate import fraction, positive_int, probability
 from ghostclip.audit.scores import Scores
@@ -35,7 +35,7 @@ def flip_coins(count: int, *, inclusion: float = 0.5, seed: int | None = None) -
     return np.asarray(np.random.default_rng(seed).random(positive_int(count, "count")) < chance)
 
 
-class CanaryDataset(Dataset[Any]):
+class CanaryDataset(ConcatDataset[Any]):
     """A data set followed by those canaries that were included.
 
     The number of records of the result depends on the coins, and a private loader takes its sampling rate from that
@@ -54,18 +54,8 @@ class CanaryDataset(Dataset[Any]):
         count = len(canaries)  # type: ignore[arg-type]
         if len(included) != count:
             raise DataError(f"{count} canaries and {len(included)} coins: one coin for each.")
-        self.dataset, self.canaries = dataset, canaries
-        self._chosen = [int(index) for index in np.flatnonzero(np.asarray(included, dtype=bool))]
-        self._records = len(dataset)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return self._records + len(self._chosen)
-
-    def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        return self.dataset[index] if index < self._records else self.canaries[self._chosen[index - self._records]]
+        chosen = np.flatnonzero(np.asarray(included, dtype=bool)).tolist()
+        super().__init__([dataset, Subset(canaries, chosen)])  # type: ignore[arg-type]
 
 
 def mislabelled(

@@ -125,33 +125,22 @@ class OperatingPoint:
     fnr_upper: float
 
     def epsilon(self, *, delta: float) -> float:
-        """Return the ε below which these error rates are impossible."""
-        return float(_epsilons(self.fpr_upper, self.fnr_upper, delta))
+        """Return the ε below which these error rates are impossible: log((1 - fnr - δ)/fpr), or with both exchanged.
+
+        Reference:
+            Kairouz, Oh, Viswanath 2015, Theorem 2.1; Jagielski, Ullman, Oprea 2020, Section 4.
+        """
+        rates = np.asarray([self.fpr_upper, self.fnr_upper])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(np.log(np.maximum(1 - rates[::-1] - delta, 0.0) / rates).max().clip(0.0))
 
     def mu(self) -> float:
-        """Return the μ below which these error rates are impossible for a Gaussian mechanism."""
-        return float(_mus(self.fpr_upper, self.fnr_upper))
+        """Return the μ below which these error rates are impossible for a Gaussian mechanism: Φ⁻¹(1-fpr) - Φ⁻¹(fnr).
 
-
-def _epsilons(fpr: ArrayLike, fnr: ArrayLike, delta: float) -> Array:
-    """Return log((1 - fnr - δ)/fpr), or with both exchanged, whichever is more.
-
-    Reference:
-        Kairouz, Oh, Viswanath 2015, Theorem 2.1; Jagielski, Ullman, Oprea 2020, Section 4.
-    """
-    rates = np.asarray([fpr, fnr], dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        epsilons: Array = np.log(np.maximum(1 - rates[::-1] - delta, 0.0) / rates).max(axis=0).clip(0.0)
-    return epsilons
-
-
-def _mus(fpr: ArrayLike, fnr: ArrayLike) -> Array:
-    """Return Φ⁻¹(1-fpr) - Φ⁻¹(fnr).
-
-    Reference:
-        Dong, Roth, Su 2022, Equation (6); Nasr et al. 2023, Section 4.2.
-    """
-    return np.maximum(0.0, -special.ndtri(fpr) - special.ndtri(fnr))
+        Reference:
+            Dong, Roth, Su 2022, Equation (6); Nasr et al. 2023, Section 4.2.
+        """
+        return max(0.0, float(-special.ndtri(self.fpr_upper) - special.ndtri(self.fnr_upper)))
 
 
 def union_points(scores: Scores, *, alpha: float) -> list[OperatingPoint]:
@@ -302,17 +291,15 @@ def _most_rejected(rejected: Callable[[float], bool], highest: float) -> float:
     return low
 
 
-METHODS: Final = ("one-run", "one-run-f-dp", "one-run-gaussian", "clopper-pearson", "gaussian")
-"""The first three for canaries of one training, the last two for scores of independent runs."""
-
-
 _ABOUT = {
-    "clopper-pearson": "independent runs; exact bounds on both error rates",
-    "gaussian": "independent runs; exact bounds on both error rates, converted as if the trade-off curve were Gaussian",
     "one-run": "canaries of one run, included by coin",
     "one-run-f-dp": "canaries of one run, included by coin; trade-off curve of (epsilon, delta)-DP",
     "one-run-gaussian": "canaries of one run, included by coin; converted as if the trade-off curve were Gaussian",
+    "clopper-pearson": "independent runs; exact bounds on both error rates",
+    "gaussian": "independent runs; exact bounds on both error rates, converted as if the trade-off curve were Gaussian",
 }
+METHODS: Final = tuple(_ABOUT)
+"""The first three for canaries of one training, the last two for scores of independent runs."""
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,8 @@ def _columns(path: Path) -> tuple[Mapping[str, Sequence[object]], list[int]]:
     if path.suffix.lower() == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
-            rows = []
-            for row in reader:
-                rows.append(row)
-                lines.append(reader.line_num)
+            numbered = [(row, reader.line_num) for row in reader]
+            rows, lines = [row for row, _ in numbered], [line for _, line in numbered]
     else:
         rows = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(rows, dict):

@@ -125,9 +125,8 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
     said = [text for text in (delta_too_large(delta, args["samples"]), epsilon_too_large(bounds.upper)) if text]
     for text in said:
         print(f"warning: {text}", file=sys.stderr)
-    plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
     values = {
-        **solved, "epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta, "segments": segments,
+        **solved, **_plain(bounds, delta), "segments": segments,
         "sampling": "full" if full else "poisson", "neighbours": relation, "accountant": args["accountant"],
         "warnings": said,
     }  # fmt: skip
@@ -137,6 +136,12 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
         with Working("drawing"):
             _plot(segments, args, args["plot"])
     return 0
+
+
+def _plain(bounds: Bounds, delta: float) -> dict[str, float | str]:
+    """Return bounds as JSON holds them."""
+    upper, lower = ("inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower))
+    return {"epsilon": upper, "epsilon_lower_bound": lower, "delta": delta}
 
 
 def _rounded(value: float, towards: Callable[[float], int]) -> str:
@@ -162,8 +167,6 @@ def _plot(segments: list[Segment], args: dict[str, Any], path: Path) -> None:
         axes.plot(at, [one.lower for one in curve], color=BLUE, lw=1.4, ls="--", label="no accountant can go below")
         axes.plot([total], [here], "o", color=BLACK, markersize=7, zorder=5, label=this)
         axes.set(xlabel="optimizer steps", ylabel=f"ε at δ = {args['delta']:g}", xlim=(0, None), ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
 
 
 def _until(segments: Sequence[Segment], steps: int) -> list[Segment]:
@@ -307,9 +310,8 @@ def run_ledger(args: dict[str, Any]) -> int:
         print(f"epsilon <= {rounded_up(bounds.upper)} at delta = {delta:g}")
         print(f"no accountant can go below epsilon = {rounded_down(bounds.lower)}")
         print("whole lines that were cut off its end are missed only by a checkpoint that has seen them")
-    plain = ["inf" if math.isinf(value) else value for value in (bounds.upper, bounds.lower)]
-    values = {"epsilon": plain[0], "epsilon_lower_bound": plain[1], "delta": delta}
-    write_json(args["json"], {"ledger": str(path), "releases": releases, **values, "mechanisms": parts})
+    values = {"ledger": str(path), "releases": releases, **_plain(bounds, delta), "mechanisms": parts}
+    write_json(args["json"], values)
     return 0
 
 

@@ -4,7 +4,7 @@ The objects hold no hooks and compute nothing: all of that is the clipper's.
 """
 
 from ghostclip.facade.criterion import KnownCriterion, PrivateCriterion, PrivateLoss
-from ghostclip.facade.module import MODES, GradSampleHooks, GradSampleModule, defer, run_in, strategy_of, watch_forwards
+from ghostclip.facade.module import MODES, GradSampleHooks, GradSampleModule, strategy_of
 
 __all__ = [
     "MODES",
@@ -13,8 +13,5 @@ __all__ = [
     "KnownCriterion",
     "PrivateCriterion",
     "PrivateLoss",
-    "defer",
-    "run_in",
     "strategy_of",
-    "watch_forwards",
 ]

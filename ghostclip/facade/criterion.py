@@ -477,59 +477,26 @@ class DeferredOutput:
             return DeferredOutput(self.call, (*self.path, ("call", (args, kwargs))))
         return self.resolve()(*args, **kwargs)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.resolve())
-
-    def __len__(self) -> int:
-        return len(self.resolve())
-
-    def __bool__(self) -> bool:
-        return bool(self.resolve())
-
-    def __int__(self) -> int:
-        return int(self.resolve())
-
-    def __index__(self) -> int:
-        return operator.index(self.resolve())
-
-    def __float__(self) -> float:
-        return float(self.resolve())
-
-    def __neg__(self) -> Any:
-        return -self.resolve()
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.resolve()
-
     __hash__ = object.__hash__
 
-    def __repr__(self) -> str:
-        return repr(self.resolve())
+
+def _on_values(operation: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    """Return a method that computes an operation on the values of its operands."""
+
+    def method(*operands: Any) -> Any:
+        return operation(*map(_resolved, reversed(operands) if reflected else operands))
+
+    return method
 
 
-def _binary(name: str) -> Callable[[DeferredOutput, Any], Any]:
-    operation = getattr(operator, name)
-
-    def forwards(self: DeferredOutput, other: Any) -> Any:
-        return operation(self.resolve(), _resolved(other))
-
-    return forwards
-
-
-def _reflected(name: str) -> Callable[[DeferredOutput, Any], Any]:
-    operation = getattr(operator, name)
-
-    def backwards(self: DeferredOutput, other: Any) -> Any:
-        return operation(_resolved(other), self.resolve())
-
-    return backwards
-
-
+_BUILT_IN: Final[tuple[Callable[..., Any], ...]] = (iter, len, bool, int, float, repr)
+for _function in _BUILT_IN:
+    setattr(DeferredOutput, f"__{_function.__name__}__", _on_values(_function))
+for _name in ("index", "neg", "contains", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(DeferredOutput, f"__{_name}__", _on_values(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(DeferredOutput, f"__{_name}__", _binary(_name))
-    setattr(DeferredOutput, f"__r{_name}__", _reflected(_name))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(DeferredOutput, f"__{_name}__", _binary(_name))
+    setattr(DeferredOutput, f"__{_name}__", _on_values(getattr(operator, _name)))
+    setattr(DeferredOutput, f"__r{_name}__", _on_values(getattr(operator, _name), reflected=True))
 
 
 def _resolved(item: Any) -> Any:

@@ -11,18 +11,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NoReturn, cast, get_args
+from typing import Any, Final, NoReturn, get_args
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from ghostclip import _torch
-from ghostclip._validate import did_you_mean
-from ghostclip.clipper import GhostClipper, Reduction, Strategy
+from ghostclip._validate import defaults, did_you_mean, takes
+from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import InvalidOptionError, UnsupportedError, UnsupportedModelError
-from ghostclip.facade.criterion import Deferral, PrivateCriterion
-from ghostclip.graph.takeover import Takeover
+from ghostclip.facade.criterion import Deferral
 from ghostclip.rules import registry
 from ghostclip.validation.fixers import ModuleValidator
 
@@ -201,7 +200,6 @@ class ClipperHandle:
         Raises:
             InvalidOptionError: Always.
         """
-        del strict, force_functorch
         raise InvalidOptionError(
             "add_hooks(): a clipper is attached once, when the model is wrapped. After remove_hooks() make the model "
             "private again: engine.make_private, or GradSampleModule(model)."
@@ -252,22 +250,23 @@ class ClipperHandle:
         return self.clipper
 
 
+# Options of a clipper that a facade makes; `force_functorch` has no effect.
+_WRAPPING: Final = defaults({"batch_first": True, "loss_reduction": "mean", "strict": True, "force_functorch": False})
+
+
 def attached_clipper(
-    m: nn.Module, clipper: GhostClipper | None, *, strict: bool, batch_first: bool, loss_reduction: Any
+    m: nn.Module, options: dict[str, Any], *, strategy: Strategy = "hooks", max_grad_norm: float | None = None
 ) -> GhostClipper:
-    """Return the given clipper, or a new one that leaves per-sample gradients and clips nothing yet."""
-    if clipper is None:
-        if strict:
-            ModuleValidator.validate(m, strict=True)
-        clipper = GhostClipper(
-            m,
-            max_grad_norm=math.inf,
-            strategy="hooks",
-            loss_reduction=cast(Reduction, loss_reduction),
-            batch_first=batch_first,
-        )
+    """Attach a clipper; without a bound it clips nothing yet, or by 1 in two passes, and leaves plain gradients."""
+    if options["strict"]:
+        ModuleValidator.validate(m, strict=True)
+    bound = math.inf if strategy in ("hooks", "auto", "bookkeeping") else 1.0
+    clipper = GhostClipper(
+        m, max_grad_norm=bound if max_grad_norm is None else max_grad_norm, strategy=strategy,
+        batch_first=options["batch_first"], loss_reduction=options["loss_reduction"],
+    )  # fmt: skip
+    if max_grad_norm is None:
         clipper.leave_plain_gradients()
-    _IN_USE.add(clipper)
     return clipper
 
 
@@ -279,21 +278,11 @@ _TOLD: WeakSet[GradSampleModule] = WeakSet()
 class GradSampleHooks(ClipperHandle):
     """Handle that `make_private(wrap_model=False)` returns instead of a model, and that ends the clipping."""
 
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        clipper: GhostClipper | None = None,
-    ) -> None:
-        del force_functorch
+    @takes(*_WRAPPING)
+    def __init__(self, m: nn.Module, *, clipper: GhostClipper | None = None, options: dict[str, Any]) -> None:
         self._module = m
-        self.clipper = attached_clipper(
-            m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction
-        )
+        self.clipper = clipper or attached_clipper(m, options)
+        _IN_USE.add(self.clipper)
 
 
 class GradSampleModule(ClipperHandle, nn.Module):
@@ -308,12 +297,11 @@ class GradSampleModule(ClipperHandle, nn.Module):
 
     Args:
         m: The model.
-        batch_first: Whether the leading axis of the model's inputs is the batch.
-        loss_reduction: "mean" or "sum", as the loss is reduced over the batch.
-        strict: Whether modules that `ModuleValidator` finds are refused at once; what cannot be clipped exactly is
-            refused when it runs, whatever this says.
-        force_functorch: Of no effect: per-sample gradients are the same however they are formed.
-        clipper: The clipper attached to the model already; it says what the arguments above do.
+        clipper: The clipper attached to the model already; it says what the options do.
+        options: `batch_first`, whether the leading axis of the model's inputs is the batch; `loss_reduction`, "mean" or
+            "sum", as the loss is reduced over the batch; `strict`, whether modules that `ModuleValidator` finds are
+            refused at once (what cannot be clipped exactly is refused when it runs, whatever this says);
+            `force_functorch`, of no effect: per-sample gradients are the same however they are formed.
 
     Example:
         >>> wrapped = ghostclip.GradSampleModule(model)
@@ -322,20 +310,17 @@ class GradSampleModule(ClipperHandle, nn.Module):
         torch.Size([8, 8, 4])
     """
 
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        clipper: GhostClipper | None = None,
-    ) -> None:
-        del force_functorch
+    # A context of every private forward, one of every forward, which sees its errors, and what lets the model and its
+    # criterion compute forward, loss and backward as one graph, once that takes over.
+    around: Callable[[], AbstractContextManager[None]] | None
+    watch: Callable[[], AbstractContextManager[None]] | None
+    deferral: Deferral | None
+
+    @takes(*_WRAPPING)
+    def __init__(self, m: nn.Module, *, clipper: GhostClipper | None = None, options: dict[str, Any]) -> None:
         super().__init__()
-        attached = attached_clipper(m, clipper, strict=strict, batch_first=batch_first, loss_reduction=loss_reduction)
-        self.__dict__["clipper"] = attached
+        self.__dict__["clipper"] = attached = clipper or attached_clipper(m, options)
+        _IN_USE.add(attached)
         self.__dict__["deferral"] = self.__dict__["around"] = self.__dict__["watch"] = None
         self.train(m.training)
         self.add_module("_module", m)
@@ -351,9 +336,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
         Returns:
             What the model returns.
         """
-        deferral = self.__dict__.get("deferral")
-        if deferral is not None and deferral.defers(self):
-            return deferral.output(args, kwargs)
+        if self.deferral is not None and self.deferral.defers(self):
+            return self.deferral.output(args, kwargs)
         if self.clipper is None and self.training and torch.is_grad_enabled() and self not in _TOLD:
             _TOLD.add(self)
             _log.warning(
@@ -361,15 +345,10 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 "private",
                 type(self._module).__name__,
             )
-        watch = self.__dict__.get("watch")
-        with nullcontext() if watch is None else watch(), self._around():
-            return self._module(*args, **kwargs)
-
-    def _around(self) -> AbstractContextManager[None]:
-        """Return the context that a private forward runs in."""
-        around = self.__dict__.get("around")
         clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
-        return around() if around is not None and clips else nullcontext()
+        around = self.around if clips else None
+        with (self.watch or nullcontext)(), (around or nullcontext)():
+            return self._module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Discard what was accumulated since the last step, per-sample gradients included.
@@ -479,19 +458,3 @@ def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *re
     inside = prefix + _PREFIX
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inside)]:
         state_dict[inside + key[len(prefix) :]] = state_dict.pop(key)
-
-
-def defer(module: GradSampleModule, criterion: PrivateCriterion, takeover: Takeover) -> None:
-    """Let a private model and its criterion compute forward, loss and backward as one graph, once that takes over."""
-    assert module.clipper is not None
-    module.__dict__["deferral"] = criterion.deferral = Deferral(module.clipper, criterion, takeover)
-
-
-def run_in(module: GradSampleModule, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let every private forward of a model run in a context; its other forwards do not."""
-    module.__dict__["around"] = around
-
-
-def watch_forwards(module: GradSampleModule, watch: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let every forward of a model run in a context that sees its errors."""
-    module.__dict__["watch"] = watch

@@ -139,8 +139,7 @@ def _load(kind: Any, name: str, classes: dict[str, Any]) -> PreTrainedModel:
         # Adapters remember where their model lies, and are loaded from other folders.
         name = str(Path(name).resolve())
     try:
-        model: PreTrainedModel = from_anywhere(kind, name, classes)
-        return model
+        return from_anywhere(kind, name, classes)
     except InvalidOptionError as error:
         raise InvalidOptionError(f"--model {name}: {error}") from error
     except Exception as error:  # the loader raises whatever its parsers raise, down to bare Exception
@@ -211,13 +210,6 @@ def held_out_quality(model: nn.Module, samples: SampleDataset, options: Finetune
     return Quality(total / predictions, right / count if classes else None)
 
 
-def dummy_samples(count: int, width: int, model: nn.Module, options: FinetuneOptions) -> dict[str, Tensor]:
-    """Return full-length samples of random tokens, for whatever must be tried without private data."""
-    ids_BT = torch.randint(vocabulary_of(model), (count, width), generator=torch.Generator().manual_seed(0))
-    labels = torch.ones(count, dtype=torch.int64) if options.task == "classify" else ids_BT
-    return {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "labels": labels}
-
-
 def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
     """Clip dummy samples, so that a model that cannot be private is refused before anything is written.
 
@@ -240,7 +232,10 @@ def try_private(model: nn.Module, width: int, options: FinetuneOptions) -> int:
     with clip as clipper:
 
         def trial(size: int) -> None:
-            batch = dummy_samples(size, width, model, options)
+            # Full-length samples of random tokens.
+            ids_BT = torch.randint(vocabulary_of(model), (size, width), generator=torch.Generator().manual_seed(0))
+            labels = torch.ones(size, dtype=torch.int64) if options.task == "classify" else ids_BT
+            batch = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "labels": labels}
             clipper.backward(sample_losses(model, batch, options.dtype, fused=fused)[0])
 
         trial(2)

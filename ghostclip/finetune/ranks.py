@@ -19,6 +19,7 @@ from torch import nn
 from ghostclip._files import reason_of
 from ghostclip._validate import refuse_any
 from ghostclip.distributed import gathered
+from ghostclip.distributed.agreement import require_equal
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions, word
 from ghostclip.scaling import Mesh
@@ -142,14 +143,9 @@ def joined(ranks: Ranks) -> Iterator[None]:
 
 def require_same(options: FinetuneOptions) -> None:
     """Refuse processes that were given different options; called in all of them."""
-    first, *others = gathered("options", options.recorded())
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if other[name] != value:
-                raise InvalidOptionError(
-                    f"{word(name)} is {other[name]} in process {rank} and {value} in process 0: start all of them "
-                    "with the same options"
-                )
+    by_rank = gathered("options", options.recorded())
+    for name in by_rank[0]:
+        require_equal(word(name), [of_one[name] for of_one in by_rank], "Start all of them with the same options.")
 
 
 def is_in_parts(mesh: Mesh) -> bool:

@@ -163,9 +163,6 @@ def draw(
         lower.axhline(budget[0], color=BLACK, linewidth=1.2, linestyle="--", label=label)
         lower.set(ylim=(0.0, 1.15 * max(budget[0], *spent)), xlim=(0, last))
         lower.set(ylabel=f"ε at δ = {budget[1]:.3g}", xlabel="private step")
-        for axes in (upper, lower):
-            axes.grid(alpha=0.25)
-            axes.legend(frameon=False)
 
 
 _WIDTH, _LABEL = 100, 14

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ghostclip.finetune import models
 from ghostclip.finetune.models import Quality, held_out_quality, try_private
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.ranks import Ranks, divide, is_in_parts
-from ghostclip.finetune.samples import BYTES, choose_tokens, describe_source, read_samples
+from ghostclip.finetune.samples import BYTES, choose_tokens, read_samples
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile
 
@@ -37,7 +38,7 @@ RESUME_STATE, LEDGER = f"{RESUME_FOLDER}/state.pt", f"{RESUME_FOLDER}/ledger.txt
 
 def choose_folder(requested: Path | None, *, resume: bool) -> Path:
     """Return the folder given; else the newest interrupted run to resume, or the first default that holds nothing."""
-    base, number = FinetuneOptions.output, 1
+    base = FinetuneOptions.output
     if requested is not None:
         return requested
     if resume:
@@ -45,11 +46,8 @@ def choose_folder(requested: Path | None, *, resume: bool) -> Path:
         if not states:
             raise ResumeError(f"no interrupted run {base.name}* lies in this folder: name its folder with --output")
         return max(states, key=lambda state: state.stat().st_mtime).parents[2]
-    folder = base
-    while _is_occupied(folder):
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+    later = (base.with_name(f"{base.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([base], later) if not _is_occupied(folder))
 
 
 def require_usable(folder: Path, *, overwrite: bool) -> None:
@@ -263,7 +261,8 @@ class FinetuneRun:
         self.physical_batch = try_private(self.model, self.width, options)
         self.state = state or RunState(seed=seed, fingerprint=fingerprint, before=self.evaluate()._asdict())
         self.data: dict[str, Any] = {
-            "source": describe_source(options.data), "tokens": self.tokens.description, "documents": split.documents,
+            "source": str(options.data or "Python's own documentation (pydoc_data.topics)"),
+            "tokens": self.tokens.description, "documents": split.documents,
             "training": len(split.training), "held_out": len(split.held_out),
             "evaluated": min(options.eval_samples, len(split.held_out)), "most_per_document": split.most_per_document,
             "passage_length": self.width, "unit": options.unit,

@@ -138,12 +138,11 @@ def from_anywhere(kind: Any, name: str, options: dict[str, Any] | None = None) -
     from huggingface_hub.constants import HF_HUB_CACHE
 
     load = partial(kind.from_pretrained, name, trust_remote_code=False, **(options or {}))
-    if Path(name).is_dir():
-        return load(local_files_only=True)
     try:
         return load(local_files_only=True)
     except OSError:
-        pass
+        if Path(name).is_dir():
+            raise
     try:
         return load()
     except OSError as error:
@@ -164,7 +163,9 @@ _Row = Mapping[str, object]
 def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]:
     """Return the documents of a source that hold more than white space, in an order that no machine decides."""
     if path is None:
-        documents = _python_documentation()
+        from pydoc_data.topics import topics
+
+        documents = [topics[name] for name in sorted(topics)]
     elif path.exists():
         documents = [text for file in _text_files(path) for text in _read_file(file, text_column)]
     else:
@@ -196,17 +197,6 @@ def read_rows(path: Path | None, columns: Sequence[str]) -> list[tuple[str, ...]
     if not rows:
         raise DataError(f"{path}: holds no row, so there is nothing to train on")
     return rows
-
-
-def describe_source(path: Path | None) -> str:
-    """Return the name of a source, for people."""
-    return "Python's own documentation (pydoc_data.topics)" if path is None else str(path)
-
-
-def _python_documentation() -> list[str]:
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)]
 
 
 def _text_files(path: Path) -> list[Path]:

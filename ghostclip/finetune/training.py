@@ -122,7 +122,7 @@ class FinetuneTrainer(DPTrainer):
         """Go on from the resume point, or write the first one, and create the schedule from the run's step on."""
         run, private, done = self.run, self.private_run, self.run.state.step
         steps = run.mechanism.steps
-        private.training.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
+        private.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
         with refused_together("beginning of the training"):
             if self.begun:
                 entries = private.engine.load_checkpoint(
@@ -183,10 +183,8 @@ class FinetuneTrainer(DPTrainer):
         loss = sum(recent) / len(recent) if recent else math.nan
         done, epsilon = f"step {self.state.global_step} of {self.state.max_steps}", self.private_run.epsilon()
         text = f"{done}: loss {loss:.3f}, ε {epsilon:.2f}"
-        for callback in self.callback_handler.callbacks:
-            bar = getattr(callback, "training_bar", None)
-            if bar is not None:
-                bar.set_postfix_str(text)
+        for bar in self._bars():
+            bar.set_postfix_str(text)
         if self.args.disable_tqdm:
             print(text, file=sys.stderr)
 

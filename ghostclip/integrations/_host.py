@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,11 +55,14 @@ TESTED: Final[dict[str, tuple[str, str]]] = {
 @lru_cache
 def warn_if_untested(distribution: str) -> None:
     """Warn, once in a process, of a distribution older than in `TESTED`; note a newer one at level DEBUG."""
+    # Of all these hosts, or of what they need.
+    from packaging.version import Version
+
     first, last = TESTED[distribution]
     installed = metadata.version(distribution)
-    figures = _figures(installed)
-    older = figures[: len(_figures(first))] < _figures(first)
-    if not older and figures[: len(_figures(last))] <= _figures(last):
+    figures, oldest, newest = (Version(version).release for version in (installed, first, last))
+    older = figures[: len(oldest)] < oldest
+    if not older and figures[: len(newest)] <= newest:
         return
     tested = first if first == last else f"{first} to {last}"
     said = (
@@ -71,11 +73,6 @@ def warn_if_untested(distribution: str) -> None:
         warnings.warn(said, stacklevel=3)
     else:
         _log.debug(said)
-
-
-def _figures(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (1, 15, 0) for "1.15.0rc1"."""
-    return tuple(int(digits) for digits in re.split("[^0-9.]", version, maxsplit=1)[0].split(".") if digits)
 
 
 _MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")

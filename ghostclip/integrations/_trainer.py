@@ -6,25 +6,24 @@ releases. Options and overrides that contradict a private training are refused, 
 
 Before the first step two records show that the loss is the model's own, and a record's alone: it may depend on the
 records beside it without any mixing of rows, through the length that they are padded to (a softmax over all positions,
-positions counted from a padded end), which no engine sees.
+positions counted from a padded end). The engine looks for that in batches, but not where ranks hold a model in parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from ghostclip._validate import refuse_any
 from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.collation import unlike_pair
 from ghostclip.data.physical_batches import count_rows, rows_of
-from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import (
     DataError,
     InvalidOptionError,
@@ -33,49 +32,54 @@ from ghostclip.errors import (
     UnsupportedModelError,
 )
 from ghostclip.facade import GradSampleModule
+from ghostclip.graph.takeover import hindered
 from ghostclip.integrations._host import Contradiction, HostTraining, PrivacyArguments, refuse_options
 from ghostclip.language.tasks import without_trace
 from ghostclip.language.vocabulary_head import OWN
-from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer
 
-Loss = Callable[[dict[str, Any]], Tensor | None]
 
-
-def require_own_loss(batch: Mapping[str, Any], *, native: Loss, ours: Loss, tolerance: float) -> None:
+def require_own_loss(
+    batch: Mapping[str, Any],
+    *,
+    native: Callable[[dict[str, Any]], Tensor | None],
+    ours: Callable[[dict[str, Any]], Tensor],
+    tolerance: float,
+) -> None:
     """Check, on a few records, that the loss in the place of the model's own, if it has one, is the same."""
     # Up to the relative `tolerance`, by rounding.
     for record in _records(batch):
-        theirs = native(dict(record))
-        if theirs is None or not bool(theirs.isfinite().all()):
+        loss = native(dict(record))
+        if loss is None or not bool(loss.isfinite().all()):
             continue
-        actual = ours(dict(record))
-        if actual is not None and not _alike(theirs, actual, tolerance):
+        theirs, actual = float(loss), float(ours(dict(record)))
+        if not _alike(theirs, actual, tolerance):
             raise LossReductionError(
-                f"the model's own loss of one record is {float(theirs):.5g}, that of the record's labels "
-                f"{float(actual):.5g}, so that it adds something (a balancing or auxiliary loss?) or computes another. "
-                f"Switch that off in the model's config, or {OWN}."
+                f"the model's own loss of one record is {theirs:.5g}, that of the record's labels {actual:.5g}, so "
+                "that it adds something (a balancing or auxiliary loss?) or computes another. Switch that off in the "
+                f"model's config, or {OWN}."
             )
 
 
-def require_padding_without_effect(batch: Mapping[str, Any], *, ours: Loss, tolerance: float) -> None:
+def require_padding_without_effect(
+    batch: Mapping[str, Any], *, ours: Callable[[dict[str, Any]], Tensor], tolerance: float
+) -> None:
     """Check that the loss of a record is the same without the padding that longer records give it."""
     # The batch: a few records of different lengths, with an attention mask. `tolerance` is relative, for rounding.
     for record in _records(batch):
         cut = _without_padding(record)
         if cut is None:
             continue
-        padded, alone = ours(dict(record)), ours(cut)
-        if padded is not None and alone is not None and not _alike(padded, alone, tolerance):
+        padded, alone = float(ours(dict(record))), float(ours(cut))
+        if not _alike(padded, alone, tolerance):
             raise SampleMixingError(
-                f"a record's loss is {float(alone):.5g} alone and {float(padded):.5g} with the padding of a longer "
-                "record beside it, so that the longest record of a batch changes all others' gradients. Let the "
-                "collator pad all records to one length (padding='max_length'), or on the side and with the positions "
-                "that the model expects."
+                f"a record's loss is {alone:.5g} alone and {padded:.5g} with the padding of a longer record beside it, "
+                "so that the longest record of a batch changes all others' gradients. Let the collator pad all records "
+                "to one length (padding='max_length'), or on the side and with the positions that the model expects."
             )
 
 
-def _records(batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _records(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     size = count_rows(batch) or 0
     for number in range(size):
         yield rows_of(dict(batch), size, slice(number, number + 1))
@@ -96,8 +100,8 @@ def _without_padding(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return cut
 
 
-def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return abs(float(one) - float(other)) <= tolerance * max(1.0, abs(float(one)))
+def _alike(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(1.0, abs(one))
 
 
 _OURS: Final = ("ghostclip", "transformers", "trl")
@@ -185,13 +189,13 @@ def _refuse_overrides(trainer: Any) -> None:
 
 
 def _refuse_data(dataset: Any) -> None:
-    if dataset is None:
-        raise DataError("train_dataset=None: a training needs one.")
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"train_dataset {type(dataset).__name__} (streaming): private sampling draws records by number from a data "
-            "set of known length. Make it one: a list, or datasets.Dataset.from_generator (streaming=False)."
-        )
+    refuse_any(
+        (dataset is None, "train_dataset=None: a training needs one."),
+        (not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"),
+         f"train_dataset {type(dataset).__name__} (streaming): private sampling draws records by number from a data "
+         "set of known length. Make it one: a list, or datasets.Dataset.from_generator (streaming=False)."),
+        error=DataError,
+    )  # fmt: skip
 
 
 def _refuse_model(trainer: Any) -> None:
@@ -221,66 +225,46 @@ class Ticket(dict[str, Any]):
         self.is_last, self.records = is_last, 0
 
 
-class Tickets(Dataset[Ticket]):
-    """The tickets of an epoch: some parts for each of its steps, which are releases."""
-
-    def __init__(self, steps: int, parts: int) -> None:
-        self._steps, self._parts = steps, parts
-
-    def __getitem__(self, number: int) -> Ticket:
-        return Ticket(is_last=(number + 1) % self._parts == 0)
-
-    def __len__(self) -> int:
-        return self._steps * self._parts
-
-
-class PrivateRun:
+class PrivateRun(HostTraining):
     """What makes the training of one trainer private, with `steps` releases an epoch; lives as long as the trainer."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], arguments: Any) -> None:
+        super().__init__(arguments, max_grad_norm=arguments.max_grad_norm, rank=lambda: int(arguments.process_index))
         self._arguments = arguments
         self._records = dataset, collate
-        self.training = HostTraining(
-            arguments, max_grad_norm=arguments.max_grad_norm, rank=lambda: int(arguments.process_index)
-        )
-        self.engine: PrivacyEngine = self.training.engine
         self.steps = len(self._private_loader().private_sampler)
+        # What the host takes for batches: some parts for each step.
+        self.batches = range(self.steps * int(arguments.gradient_accumulation_steps))
         self._pass: Iterator[Any] | None = None
         self._physical: Any = None
         self._manager: BatchMemoryManager | None = None
-
-    @property
-    def optimizer(self) -> DPOptimizer | None:
-        """What releases, once it is made."""
-        optimizer: DPOptimizer | None = self.training.optimizer
-        return optimizer
 
     # What the host is given
 
     def tickets(self) -> DataLoader[Ticket]:
         """Return the loader that the host iterates over: as many batches as it expects, without records."""
-        parts = int(self._arguments.gradient_accumulation_steps)
-        tickets = Tickets(self.steps, parts)
         # One by one by a sampler: a resumed training passes over the first ones of it.
-        return DataLoader(tickets, batch_sampler=[[number] for number in range(len(tickets))], collate_fn=itemgetter(0))
+        one_by_one = [[number] for number in self.batches]
+        return DataLoader(self.batches, batch_sampler=one_by_one, collate_fn=self._ticket)  # type: ignore[arg-type]
 
-    def make_private(self, model: nn.Module, optimizer: Optimizer) -> Any:
+    def begin(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """Return the host's optimizer made private; the model stays what it is."""
-        arguments, loader = self._arguments, self.training.loader
-        assert loader is not None, "made with the run"
+        assert self.loader is not None, "made with the run"
         model.train()
-        _, private = self.training.make_private(model, optimizer, steps=self.planned_steps, wrap_model=False)
+        _, private = self.make_private(model, optimizer, steps=self.planned_steps, wrap_model=False)
         self._manager = BatchMemoryManager(
-            data_loader=loader,
-            max_physical_batch_size=arguments.physical_batch or int(arguments.train_batch_size),
-            optimizer=self.training.optimizer,
+            data_loader=self.loader,
+            max_physical_batch_size=self.options.physical_batch or int(self._arguments.train_batch_size),
+            optimizer=self.optimizer,
         )
+        # Whether graphs may take over unasked.
+        self.unhindered = hindered(self.optimizer.clipper) is None
         return private
 
     def releases(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer is the private one, of a training that has not ended."""
-        private = self.optimizer
-        return private is not None and optimizer is private and private.clipper.attached
+        clipper = getattr(self.optimizer, "clipper", None)
+        return optimizer is self.optimizer and clipper is not None and bool(clipper.attached)
 
     # A step
 
@@ -288,7 +272,6 @@ class PrivateRun:
         """Return the mean loss of the next logical batch, run in physical ones up to the release; 0 without records."""
         # `work` runs forward and backward on a part and returns its mean loss; the ticket is told how many tokens were
         # computed, counted in `main_input`.
-        assert self.optimizer is not None, "made private before the first step"
         losses: list[tuple[Tensor, int]] = []
         counts, in_parts = [0, 0], self.optimizer.clipper.is_sharded
         while True:
@@ -317,7 +300,6 @@ class PrivateRun:
 
     def rehearse(self, losses: Callable[[], Tensor]) -> None:
         """Run a forward and backward whose sums are dropped; the engine's checks see it."""
-        assert self.optimizer is not None, "made private before the first step"
         clipper = self.optimizer.clipper
         try:
             with without_trace(clipper.model):
@@ -331,11 +313,11 @@ class PrivateRun:
         if self._pass is not None:
             self._pass.close()  # type: ignore[attr-defined]
             self._pass = None
-        self.training.leave()
+        self.leave()
 
-    def epsilon(self) -> float:
-        """Return ε at the δ that was given, of all releases up to now."""
-        return self.training.epsilon()
+    def _ticket(self, numbers: list[int]) -> Ticket:
+        parts = int(self._arguments.gradient_accumulation_steps)
+        return Ticket(is_last=(numbers[0] + 1) % parts == 0)
 
     def _next_physical(self) -> Any:
         for _ in range(2):
@@ -369,7 +351,7 @@ class PrivateRun:
             prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
         )
         ranks = int(arguments.world_size)
-        return self.training.private_loader(plain, ranks=ranks, accumulated=parts, source="train_dataset")
+        return self.private_loader(plain, ranks=ranks, accumulated=parts, source="train_dataset")
 
 
 def _count(part: Any, main_input: str, counts: list[int]) -> None:

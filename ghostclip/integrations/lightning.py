@@ -14,6 +14,7 @@ classes here take their bases from what is in use, and importing them imports ne
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +22,12 @@ from functools import lru_cache, wraps
 from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ghostclip import _tree, _validate
 from ghostclip.data import DPDataLoader
 from ghostclip.data.physical_batches import count_rows
-from ghostclip.distributed import world_size
+from ghostclip.distributed import gathered
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import (
     Contradiction,
@@ -36,6 +37,7 @@ from ghostclip.integrations._host import (
     refuse_options,
     warn_if_untested,
 )
+from ghostclip.privacy import checkpoints
 
 _PLACES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -129,15 +131,6 @@ def refuse(trainer: Any) -> None:
         )
 
 
-def _of_module(name: str) -> Callable[..., Any]:
-    """Return a method that calls the data module's own."""
-
-    def call(self: DPLightningDataModule, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.datamodule, name)(*args, **kwargs)
-
-    return call
-
-
 class DPLightningDataModule:
     """Stands for a data module whose training loader samples as the accountant assumes; the rest is the module's own.
 
@@ -157,13 +150,11 @@ class DPLightningDataModule:
 
     def __new__(cls, datamodule: Any, generator: torch.Generator | None = None) -> DPLightningDataModule:
         """Make an instance of the class that also derives from Lightning's."""
-        del generator
         base = base_of(datamodule)
         kind: Any = cls
         if not issubclass(cls, base):
             kind = joined(kind, (base,))
-        made: DPLightningDataModule = object.__new__(kind)
-        return made
+        return object.__new__(kind)
 
     def __init__(self, datamodule: Any, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -174,17 +165,17 @@ class DPLightningDataModule:
         """Return the module's training loader with private sampling."""
         return DPDataLoader.from_data_loader(self.datamodule.train_dataloader(), generator=self.generator)
 
-    prepare_data = _of_module("prepare_data")
-    setup = _of_module("setup")
-    teardown = _of_module("teardown")
-    val_dataloader = _of_module("val_dataloader")
-    test_dataloader = _of_module("test_dataloader")
-    predict_dataloader = _of_module("predict_dataloader")
-    transfer_batch_to_device = _of_module("transfer_batch_to_device")
-    on_before_batch_transfer = _of_module("on_before_batch_transfer")
-    on_after_batch_transfer = _of_module("on_after_batch_transfer")
-    state_dict = _of_module("state_dict")
-    load_state_dict = _of_module("load_state_dict")
+
+def _of_module(name: str) -> Callable[..., Any]:
+    """Return a method that calls the data module's own."""
+    return lambda self, *args, **kwargs: getattr(self.datamodule, name)(*args, **kwargs)
+
+
+for _name in (
+    "prepare_data", "setup", "teardown", "val_dataloader", "test_dataloader", "predict_dataloader", "state_dict",
+    "load_state_dict", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer",
+):  # fmt: skip
+    setattr(DPLightningDataModule, _name, _of_module(_name))
 
 
 # Options of `PrivacyArguments` that a callback takes.
@@ -309,7 +300,6 @@ class PrivacyCallback:
         else:
             loader = source.instance
             self._replace(source, "instance", self._private(lambda: loader, trainer))
-        del pl_module
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the optimizers private.
@@ -328,12 +318,14 @@ class PrivacyCallback:
         if self._draws is None:
             source = trainer.fit_loop._data_source
             getattr(source.instance, source.name)()
+        # As Lightning counts the releases of the whole training; infinite where it does not know.
+        planned = trainer.estimated_stepping_batches
         model, indices = self._private_part(pl_module, trainer.optimizers)
         optimizers = [trainer.optimizers[index] for index in indices]
         _, private = self.training.make_private(
             model,
             optimizers[0] if len(optimizers) == 1 else optimizers,
-            steps=self._planned_steps(trainer),
+            steps=None if math.isinf(planned) else int(planned),
             wrap_model=False,
         )
         made = dict(zip(indices, [private] if len(optimizers) == 1 else private, strict=True))
@@ -352,12 +344,8 @@ class PrivacyCallback:
             trainer: The trainer.
             pl_module: Its module.
         """
-        del trainer, pl_module
         if self._randomness is not None and self._rank < len(self._randomness):
-            cpu, cuda = self._randomness[self._rank]
-            torch.set_rng_state(cpu)
-            if cuda is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(cuda)
+            checkpoints.continue_generators(self._randomness[self._rank])
         self._randomness = None
 
     # What is said, and kept
@@ -372,7 +360,6 @@ class PrivacyCallback:
             batch: Its batch.
             batch_idx: Its number.
         """
-        del outputs, batch
         if batch_idx == 0:
             self._warn_of_monitors(trainer)
         if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
@@ -392,15 +379,9 @@ class PrivacyCallback:
         """Return the positions of the generators that dropout draws from, of all ranks; the account is the optimizer's.
 
         Returns:
-            For each rank the CPU's, and the GPU's or None. Lightning asks on all ranks and saves what the first says.
+            Those of each rank. Lightning asks on all ranks and saves what the first says.
         """
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        generators = torch.get_rng_state(), cuda
-        if world_size() == 1:
-            return {"randomness": [generators]}
-        states: list[Any] = [None] * world_size()
-        distributed.all_gather_object(states, generators)
-        return {"randomness": states}
+        return {"randomness": gathered("generators", checkpoints.generators())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the positions until training starts.
@@ -418,7 +399,6 @@ class PrivacyCallback:
             pl_module: Its module.
             stage: Only "fit" was private.
         """
-        del trainer, pl_module
         if stage == "fit":
             self._restore()
 
@@ -430,7 +410,6 @@ class PrivacyCallback:
             pl_module: Its module.
             exception: What ended the training.
         """
-        del trainer, pl_module, exception
         self._restore()
 
     # A step
@@ -478,10 +457,10 @@ class PrivacyCallback:
 
         def unseen(*inputs: Any) -> Tensor:
             with forgotten(pl_module) as attributes, clipper.unwatched(), trainer.precision_plugin.train_step_context():
-                attributes.update(log=_log_nothing, log_dict=_log_nothing)
+                # Nothing is logged of a step that is only looked at.
+                attributes.update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
                 output = pl_module.training_step(*inputs)
-                result: Tensor = output["loss"] if isinstance(output, Mapping) else output
-                return result
+                return output["loss"] if isinstance(output, Mapping) else output
 
         with trainer.precision_plugin.train_step_context():
             clipper.know_loss(loss, unseen, inputs, {}, criterion=pl_module)
@@ -518,16 +497,6 @@ class PrivacyCallback:
                 "and no others, in manual optimization (self.automatic_optimization = False)."
             )
         return part, chosen
-
-    def _planned_steps(self, trainer: Any) -> int | None:
-        """Return the releases of the whole training, as Lightning counts them; None where it does not know."""
-        assert self.training.loader is not None, "the loader is made first"
-        length, limit = len(self.training.loader), trainer.limit_train_batches
-        per_epoch = min(length, limit) if isinstance(limit, int) else int(length * (limit or 1.0))
-        bounds = [trainer.max_steps] if trainer.max_steps > 0 else []
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            bounds.append(trainer.max_epochs * per_epoch)
-        return min(bounds) if bounds else None
 
     def _private(self, make_loader: Callable[[], Any], trainer: Any) -> Any:
         """Return the draws of this training, made at the first call."""
@@ -575,10 +544,6 @@ class _Draws:
 
     def __len__(self) -> int:
         return len(self.loader)
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    """Log nothing of a step that is only looked at."""
 
 
 def _together(outputs: list[tuple[Any, int]]) -> Any:

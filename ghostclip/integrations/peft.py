@@ -3,8 +3,8 @@
 LoRA, DoRA, IA3, prompts and prefixes are ordinary parameters to ghostclip, whichever of `get_peft_model` and
 `make_private` is called first. What goes wrong is quieter: adapters that are trainable and never get a gradient,
 because they were added beside the layer that runs, or because the optimizer was made before them. Losses fall all the
-same where anything else is trained, and ε is spent. `watch_adapters` says so after the first steps; `DPTrainer` calls
-it.
+same where anything else is trained, and ε is spent. `AdapterWatch` says so after the first steps; `DPTrainer` makes
+one.
 
 LoHa, RandLora, C3A and SHiRA form their weights by autograd functions of their own, or by sparse tensors, behind which
 no sample's gradient is seen: `use_plain_operations` has them do the same by torch's operations; `DPTrainer` calls it.
@@ -50,12 +50,12 @@ class AdapterWatch:
         follows from the model's structure in all but contrived cases; it is not covered by ε.
     """
 
-    def __init__(self, model: nn.Module, optimizer: DPOptimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._seen = 0
         self._still: set[str] | None = None
         self.untrained: list[str] = []
-        optimizer.attach_step_hook(self._look)
+        release_of(optimizer).attach_step_hook(self._look)
 
     def _look(self, optimizer: DPOptimizer) -> None:
         if self._seen >= _STEPS or not any(optimizer.clipper.rows_seen):
@@ -90,16 +90,6 @@ class AdapterWatch:
 def _is_still(optimizer: DPOptimizer, parameter: nn.Parameter) -> bool:
     total = optimizer.clipper.summed_gradient(parameter)
     return total is not None and not bool(total.count_nonzero())
-
-
-def watch_adapters(model: nn.Module, optimizer: Any) -> AdapterWatch:
-    """Warn, in the first steps, of trainable parameters that are not trained; the watch's `untrained` names them."""
-    return AdapterWatch(model, release_of(optimizer))
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Return whether a model holds adapters of peft."""
-    return bool(getattr(model, "peft_config", None))
 
 
 def use_plain_operations() -> None:

@@ -25,17 +25,16 @@ from ghostclip import _torch
 from ghostclip._memory import is_out_of_memory
 from ghostclip.errors import DataError, LossReductionError, NotOfferedError, ResumeError
 from ghostclip.graph import GraphOptions, GraphStep
-from ghostclip.graph.takeover import Takeover, hindered, left_of
+from ghostclip.graph.takeover import Takeover, left_of
 from ghostclip.integrations._host import PrivacyArguments, forgotten, suggests_fields, warn_if_untested
 from ghostclip.integrations._trainer import (
     PrivateRun,
     Ticket,
-    Tickets,
     refuse,
     require_own_loss,
     require_padding_without_effect,
 )
-from ghostclip.integrations.peft import is_adapted, use_plain_operations, watch_adapters
+from ghostclip.integrations.peft import AdapterWatch, use_plain_operations
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
 from ghostclip.language.vocabulary_head import losses_of, use_fused
 from ghostclip.optim import DPOptimizer
@@ -105,14 +104,11 @@ class DPTrainer(Trainer):
     # Of newer versions: what compute_loss returns is not divided by the number of accumulated batches.
     loss_is_scaled_for_ga = True
     private_run: PrivateRun | None = None
+    _libraries: tuple[str, ...] = ("transformers", "accelerate")
     _computing = False
     _loss_is_known = False
     _is_placed = False
-    # Whether the loss is computed without logits; None before that was decided.
-    _fused: bool | None = None
     _graph: GraphStep | None = None
-    # The clipper of the training, and whether graphs may take over unasked.
-    _unhindered: tuple[Any, bool] | None = None
     _said_eager = False
     # Losses of the records of a physical batch, and the mean that compute_loss has returned of them, with its version.
     _losses: tuple[Tensor, Tensor, int] | None = None
@@ -146,7 +142,6 @@ class DPTrainer(Trainer):
     def _releasing(self) -> DPOptimizer:
         """What releases, in a private step."""
         assert self.private_run is not None, "called in a private step"
-        assert self.private_run.optimizer is not None, "called in a private step"
         return self.private_run.optimizer
 
     @property
@@ -183,7 +178,7 @@ class DPTrainer(Trainer):
 
     def _require_options(self) -> None:
         """Refuse options that contradict a private training; trainers with options of their own add to it."""
-        for library in ("transformers", "accelerate"):
+        for library in self._libraries:
             warn_if_untested(library)
         refuse(self)
 
@@ -246,7 +241,8 @@ class DPTrainer(Trainer):
         Returns:
             Records; of the training loader those that are drawn from.
         """
-        drawn_from = isinstance(dataloader.dataset, Tickets)
+        run = self.private_run
+        drawn_from = run is not None and dataloader.dataset is run.batches
         return len(self.train_dataset) if drawn_from else super().num_examples(dataloader)
 
     # A step
@@ -267,11 +263,11 @@ class DPTrainer(Trainer):
         inner = getattr(plain, "optimizer", plain)
         bare = inner if isinstance(inner, WrappedOptimizer) else plain
         if self.private_run is not None and not self.private_run.releases(bare):
-            self.optimizer = self.private_run.make_private(self.model, bare)
-            if is_adapted(self.model):
+            self.optimizer = self.private_run.begin(self.model, bare)
+            if getattr(self.model, "peft_config", None):
                 warn_if_untested("peft")
                 use_plain_operations()
-                watch_adapters(self.model, self.optimizer)
+                AdapterWatch(self.model, self.optimizer)
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -288,7 +284,6 @@ class DPTrainer(Trainer):
         Raises:
             DataError: If the batch is not from the private loader.
         """
-        del num_items_in_batch
         if not isinstance(inputs, Ticket) or self.private_run is None:
             raise DataError(
                 f"training_step() was given a {type(inputs).__name__} that the private loader did not hand out. Let "
@@ -326,7 +321,8 @@ class DPTrainer(Trainer):
         batch = dict(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
-            if self._has_own_loss():
+            if not type(self).compute_loss.__module__.startswith("ghostclip."):
+                # A subclass of the user's computes the loss.
                 self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, batch), {}, criterion=self.model)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
@@ -335,10 +331,6 @@ class DPTrainer(Trainer):
             # Somebody else's loss, or a change to ours: proved to be a mean of the records' own.
             self.accelerator.backward(loss)
         return loss.detach()
-
-    def _has_own_loss(self) -> bool:
-        """Return whether a subclass of the user's computes the loss."""
-        return not type(self).compute_loss.__module__.startswith("ghostclip.")
 
     def _unseen_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the loss of a batch as without a clipper; what is noted in attributes meanwhile is forgotten."""
@@ -350,20 +342,13 @@ class DPTrainer(Trainer):
         plain, known = type(self).compute_loss is DPTrainer.compute_loss, task_of(self.model) is not None
         if self.args.grad_sample_mode != "graph":
             compiles = self.args.grad_sample_mode == "auto" and self.args.compile is not False
-            compiles = compiles and plain and known and self.compute_loss_func is None and not self._is_fused()
-            return compiles and self._is_unhindered()
+            compiles = compiles and plain and known and self.compute_loss_func is None and not self._is_fused
+            return compiles and self.private_run is not None and self.private_run.unhindered
         known = plain and (self.compute_loss_func is not None or known)
         if not known and not self._said_eager:
             self._said_eager = True
             _log.warning("grad_sample_mode='graph': computed eagerly, as the loss is not one that DPTrainer computes.")
         return known
-
-    def _is_unhindered(self) -> bool:
-        """Return whether graphs may take over unasked."""
-        clipper = self._releasing.clipper
-        if self._unhindered is None or self._unhindered[0] is not clipper:
-            self._unhindered = clipper, hindered(clipper) is None
-        return self._unhindered[1]
 
     def _compiled_step(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run forward and backward of a physical batch as one graph, and return the records' losses."""
@@ -380,8 +365,7 @@ class DPTrainer(Trainer):
             takeover = Takeover(left=left_of(optimizer, self.private_run.planned_steps), asked=asked)
             self._graph = GraphStep(optimizer.clipper, losses, options=GraphOptions(backend=backend), takeover=takeover)
             self._graph.reads = self.compute_loss_func
-        losses_B: Tensor = self._graph(dict(inputs))
-        return losses_B
+        return self._graph(dict(inputs))
 
     def compute_loss(
         self,
@@ -423,7 +407,8 @@ class DPTrainer(Trainer):
     ) -> tuple[Tensor, Any]:
         """Return the loss of each record, or a mean that the engine will prove, and the outputs."""
         task = task_of(self.model)
-        if self.args.memory_budget < 1 and _takes(without_adapters(self.model), "use_cache"):
+        forward = without_adapters(self.model).forward
+        if self.args.memory_budget < 1 and "use_cache" in inspect.signature(forward).parameters:
             # A block that fills a cache cannot be run again.
             inputs = {**inputs, "use_cache": False}
         if self.compute_loss_func is not None:
@@ -442,19 +427,18 @@ class DPTrainer(Trainer):
                 clipper.know_loss(losses, function, arguments, options, criterion=function)
             return losses, outputs
         if task is not None:
-            fused = not logits and self._is_fused()
+            fused = not logits and self._is_fused
             return losses_of(model, inputs, task, smoothing=smoothing, fused=fused)
         return super().compute_loss(model, inputs, return_outputs=True)
 
+    @functools.cached_property
     def _is_fused(self) -> bool:
-        """Return whether the loss is computed without logits; a trainer with a loss of its own may want them."""
-        if self._fused is None:
-            allowed = not self._needs_logits() and self.args.grad_sample_mode not in ("hooks", "graph")
-            bare = without_adapters(self.model)
-            task = task_of(bare)
-            language = task is not None and bool(task.predicts)
-            self._fused = language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
-        return self._fused
+        """Whether the loss is computed without logits; a trainer with a loss of its own may want them."""
+        allowed = not self._needs_logits() and self.args.grad_sample_mode not in ("hooks", "graph")
+        bare = without_adapters(self.model)
+        task = task_of(bare)
+        language = task is not None and bool(task.predicts)
+        return language and use_fused(bare, self.args.vocabulary_head, allowed=allowed)
 
     def _needs_logits(self) -> bool:
         """Return whether the loss is another's, which may want logits."""
@@ -467,15 +451,16 @@ class DPTrainer(Trainer):
             model: The model.
 
         Raises:
-            GhostClipError: If it is not the model's own, or another with other records beside it.
+            LossReductionError: If it is not the model's own.
+            SampleMixingError: If it is another with the padding of a longer record.
         """
         half = self.args.bf16 or any(p.dtype.itemsize < 4 for p in model.parameters() if p.is_floating_point())
         tolerance = _ALIKE_16 if half else _ALIKE
         example, lengths_differ = self._checked_example()
         batch = self._prepare_inputs(example)
 
-        def ours(part: dict[str, Any], smoothing: float = 0.0) -> Tensor:
-            return _mean(self._record_losses(model, part, smoothing=smoothing)[0])
+        def ours(part: dict[str, Any]) -> Tensor:
+            return _mean(self._record_losses(model, part, smoothing=0.0)[0])
 
         # A model that is compiled would be for these forwards alone.
         with evaluating(model), torch.compiler.set_stance("force_eager"):
@@ -516,11 +501,14 @@ class DPTrainer(Trainer):
             # Between backward and release there is no gradient whose norm could be logged.
             logs.pop("grad_norm", None)
             logs["epsilon"] = epsilon = self.private_run.epsilon()
-            for callback in self.callback_handler.callbacks:
-                bar = getattr(callback, "training_bar", None)
-                if bar is not None:
-                    bar.set_postfix(epsilon=f"{epsilon:.2f}", refresh=False)
+            for bar in self._bars():
+                bar.set_postfix(epsilon=f"{epsilon:.2f}", refresh=False)
         super().log(logs, start_time)
+
+    def _bars(self) -> list[Any]:
+        """Return the progress bars of the training that are shown."""
+        bars = (getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks)
+        return [bar for bar in bars if bar is not None]
 
 
 def _private(creates: Callable[..., Any]) -> Callable[..., Any]:
@@ -544,16 +532,12 @@ def _apart(accelerator: Any) -> Iterator[None]:
     """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts."""
     names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
     for name in names:
-        setattr(accelerator, name, _as_it_is)
+        setattr(accelerator, name, lambda values: values)
     try:
         yield
     finally:
         for name in names:
             delattr(accelerator, name)
-
-
-def _as_it_is(values: Any) -> Any:
-    return values
 
 
 def _mean(loss: Tensor) -> Tensor:
@@ -564,11 +548,6 @@ def _mean(loss: Tensor) -> Tensor:
             "ghostclip.losses.token_losses."
         )
     return loss.mean() if loss.dim() else loss
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    """Return whether a model's forward has an argument of some name."""
-    return name in inspect.signature(model.forward).parameters
 
 
 def _scalar_loss(outputs: Any) -> Tensor | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ghostclip.data.physical_batches import rows_of
 from ghostclip.errors import InvalidOptionError, NotOfferedError
-from ghostclip.integrations._host import PrivacyArguments, suggests_fields, warn_if_untested
+from ghostclip.integrations._host import PrivacyArguments, suggests_fields
 from ghostclip.integrations.transformers import DPTrainer
 from ghostclip.kernels.bounds import widened
 from ghostclip.language.tasks import without_adapters
@@ -44,6 +46,7 @@ except ImportError as error:
 __all__ = ["DPDPOConfig", "DPDPOTrainer", "DPRewardConfig", "DPRewardTrainer", "DPSFTConfig", "DPSFTTrainer"]
 
 _log = logging.getLogger(__name__)
+_LIBRARIES: Final = ("transformers", "accelerate", "trl")
 # Logits that are formed at a time for metrics.
 _AT_ONCE: Final = 1 << 22
 # Sums over pairs, of terms that a pair's own log-probabilities determine.
@@ -91,7 +94,7 @@ class PlainHead:
         assert labels is not None, "trl's head is asked for the log-probabilities of labels"
         rows = labels.shape[0]
         parts = _halves(rows) if self._pairs else [slice(0, rows)]
-        scored = [self._scored(_rows(inputs, rows, part), labels[part]) for part in parts]
+        scored = [self._scored(rows_of(inputs, rows, part), labels[part]) for part in parts]
         return FusedCausalLMOutput(**{name: torch.cat([part[name] for part in scored]) for name in scored[0]})
 
     def _scored(self, inputs: dict[str, Any], labels_BT: Tensor) -> dict[str, Tensor]:
@@ -146,8 +149,9 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
     `loss_type="dft"`. With `packing=True` (`packing_strategy="wrapped"`) a packed row is a record: a warning says so.
     """
 
+    _libraries: tuple[str, ...] = _LIBRARIES
+
     def _require_options(self) -> None:
-        warn_if_untested("trl")
         if getattr(self, "padding_free", False) and self.args.packing:
             raise InvalidOptionError(
                 f"packing_strategy={self.args.packing_strategy!r} puts all packed rows of a batch into one "
@@ -183,7 +187,7 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
         """
         if not self._computing:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._is_fused():
+        if self._is_fused:
             tiled: Any = TiledHead(model)
             # For its metrics, as below.
             super().compute_loss(tiled, inputs)
@@ -212,6 +216,11 @@ class DPSFTTrainer(SFTTrainer, DPTrainer):
 class _OfPairs:
     """What trainers of pairs have in common, before trl's: each half of a batch is a call of the model of its own."""
 
+    _libraries: tuple[str, ...] = _LIBRARIES
+
+    # Returns what stands for a model: called with all chosen answers and all rejected ones, it calls it twice.
+    _in_halves: Callable[[nn.Module], Any]
+
     def compute_loss(
         self: Any,
         model: nn.Module,
@@ -225,10 +234,6 @@ class _OfPairs:
         if not self._computing:
             return trainer.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return trainer.compute_loss(self._in_halves(model), inputs)
-
-    def _in_halves(self, model: nn.Module) -> Any:
-        """Return what stands for the model: called with all chosen answers and all rejected ones, it calls it twice."""
-        raise NotImplementedError
 
     def _checked_example(self) -> tuple[Any, bool]:
         """Each answer as a text of its own, for the checks."""
@@ -244,7 +249,6 @@ class DPDPOTrainer(_OfPairs, DPOTrainer, DPTrainer):
     """
 
     def _require_options(self) -> None:
-        warn_if_untested("trl")
         if self.args.vocabulary_head == "fused":
             raise InvalidOptionError(
                 "vocabulary_head='fused': preferences compare log-probabilities of both answers, computed from logits. "
@@ -277,14 +281,10 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
     The model runs once on all chosen answers and once on all rejected ones.
     """
 
-    def _require_options(self) -> None:
-        warn_if_untested("trl")
-        super()._require_options()
-
     def _in_halves(self, model: nn.Module) -> Any:
         def call(**inputs: Any) -> Any:
             rows = inputs["input_ids"].shape[0]
-            halves = [model(**_rows(inputs, rows, half)).logits for half in _halves(rows)]
+            halves = [model(**rows_of(inputs, rows, half)).logits for half in _halves(rows)]
             return SimpleNamespace(logits=torch.cat(halves))
 
         return call
@@ -293,20 +293,12 @@ class DPRewardTrainer(_OfPairs, RewardTrainer, DPTrainer):
         self, model: nn.Module, inputs: Any, *, smoothing: float, logits: bool = False
     ) -> tuple[Tensor, Any]:
         """Return the reward of each text, which the checks look at in the place of losses."""
-        del smoothing, logits
         outputs = model(**inputs)
         return outputs.logits.squeeze(-1), outputs
 
 
 def _halves(rows: int) -> list[slice]:
     return [slice(0, rows // 2), slice(rows // 2, rows)]
-
-
-def _rows(inputs: dict[str, Any], rows: int, chosen: slice) -> dict[str, Any]:
-    return {
-        name: value[chosen] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
-        for name, value in inputs.items()
-    }
 
 
 def _beside(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

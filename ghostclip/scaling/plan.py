@@ -11,7 +11,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -57,6 +56,12 @@ class Facts:
     def backwards(self) -> list[int]:
         """How many backwards each way runs."""
         return [1, *(2 if WAYS[label] == "ghost" else 1 for label in self.coverages)]
+
+    def row(self, what: str, value: int | Sequence[int], how: str, *, private: bool = False) -> "Row":
+        """Return a row; a number is that of all ways, or of the private ones alone."""
+        if isinstance(value, int):
+            value = (0 if private else value, *(value,) * len(self.coverages))
+        return Row(what, tuple(value), how)
 
 
 def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: int = 1) -> Facts:
@@ -143,13 +148,6 @@ class Row:
     how: str
 
 
-def _row(facts: Facts, what: str, value: int | Sequence[int], how: str, *, private: bool = False) -> Row:
-    """Return a row; a number is that of all ways, or of the private ones alone."""
-    if isinstance(value, int):
-        value = (0 if private else value, *(value,) * len(facts.coverages))
-    return Row(what, tuple(value), how)
-
-
 def _sent(size: int, ranks: int) -> int:
     return size * (ranks - 1) // ranks
 
@@ -164,7 +162,7 @@ def readable_flops(number: int) -> str:
 
 def fixed(facts: Facts, optimizer: str) -> list[Row]:
     """Return the memory that does not depend on the batch."""
-    mesh, row, state = facts.mesh, partial(_row, facts), OPTIMIZERS[optimizer]
+    mesh, row, state = facts.mesh, facts.row, OPTIMIZERS[optimizer]
     values, trained = held_values(facts.model, mesh.dp), held_values(facts.model, mesh.dp, trainable=True)
     part = f"values of a device (tp {mesh.tp}, dp {mesh.dp}) x {WIDE} B"
     rows = [
@@ -216,7 +214,7 @@ def a_sample(facts: Facts) -> list[Row]:
                 said = f"factors of all {parts} microbatches, until the last stage has its norms"
             beyond = max(beyond, int((MEMORY_BUDGET - 1) * activations))
         clipping.append(beyond // samples)
-    return [_row(facts, "activations", activations // samples, how), _row(facts, "clipping", clipping, said)]
+    return [facts.row("activations", activations // samples, how), facts.row("clipping", clipping, said)]
 
 
 def _beyond(facts: Facts, coverage: Coverage) -> int:
@@ -248,7 +246,7 @@ def _beyond(facts: Facts, coverage: Coverage) -> int:
 
 def wire(facts: Facts, batch_size: int) -> list[Row]:
     """Return the bytes that a device sends in a physical batch."""
-    mesh, row, rows = facts.mesh, partial(_row, facts), []
+    mesh, row, rows = facts.mesh, facts.row, []
     shard = held_values(facts.model, mesh.dp, trainable=True)
     if mesh.dp > 1:
         whole, part = sum(facts.units), f"{mesh.dp - 1}/{mesh.dp}"
@@ -304,7 +302,7 @@ def _exchanged(facts: Facts) -> tuple[int, int]:
 
 
 def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
-    tp, row = facts.mesh.tp, partial(_row, facts)
+    tp, row = facts.mesh.tp, facts.row
     ring, rows = f"x 2 x {tp - 1}/{tp}", []
 
     def reduced(parts: Sequence[tuple[Shard, int]]) -> int:
@@ -332,7 +330,7 @@ def _wire_of_tensors(facts: Facts, batch_size: int) -> list[Row]:
 
 def flops(facts: Facts, batch_size: int) -> list[Row]:
     """Return the FLOPs of a device in a physical batch."""
-    plain, row = facts.plain, partial(_row, facts)
+    plain, row = facts.plain, facts.row
 
     def scaled(number: int) -> int:
         return number * batch_size // facts.samples

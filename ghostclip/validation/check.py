@@ -7,15 +7,15 @@ batch whose private forward and backward fit in memory.
 from __future__ import annotations
 
 import copy
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from ghostclip import _torch
 from ghostclip._memory import peak_bytes
@@ -32,7 +32,7 @@ from ghostclip.validation.validate import Report, validate
 
 # Steps that prove how the model uses its parameters, and make what is made once.
 _WARM_UP = 3
-_SECONDS, _LEAST, _MOST = 0.5, 3, 20
+_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,31 +43,21 @@ class StepCost:
     peak: int | None  # bytes of tensors above what existed before; None where the device offers no measure
 
 
-def ordinary_cost(model: nn.Module, batch: Any, loss_fn: LossFn) -> StepCost:
-    """Measure ordinary forwards and backwards."""
-    # The model has no clipper; its gradients are left empty.
+def _costs(model: nn.Module, batch: Any, loss_fn: LossFn, make_clipper: Callable[[], GhostClipper]) -> list[StepCost]:
+    """Measure ordinary forwards and backwards, and those that end in a clipped sum."""
+    # The model has no clipper, before and afterwards, and its gradients are left empty.
 
-    def step() -> None:
+    def ordinary() -> None:
         loss_fn(model, batch).mean().backward()
         model.zero_grad(set_to_none=True)
 
-    return _cost_of(step, model)
+    def private() -> None:
+        clipper.backward(loss_fn(model, batch))
+        clipper.reset()
 
-
-def private_cost(
-    model: nn.Module, batch: Any, loss_fn: LossFn, *, strategy: Strategy, reduction: Reduction, batch_first: bool
-) -> StepCost:
-    """Measure forwards and backwards that end in a clipped sum."""
-    # The model has no clipper, before and afterwards.
-    with GhostClipper(
-        model, max_grad_norm=1.0, strategy=strategy, loss_reduction=reduction, batch_first=batch_first
-    ) as clipper:
-
-        def step() -> None:
-            clipper.backward(loss_fn(model, batch))
-            clipper.reset()
-
-        return _cost_of(step, model)
+    costs = [_cost_of(ordinary, model)]
+    with make_clipper() as clipper:
+        return [*costs, _cost_of(private, model)]
 
 
 def _cost_of(step: Callable[[], None], model: nn.Module) -> StepCost:
@@ -76,19 +66,8 @@ def _cost_of(step: Callable[[], None], model: nn.Module) -> StepCost:
         for _ in range(_WARM_UP):
             step()
         peak = peak_bytes(step, device)
-        times: list[float] = []
-        while len(times) < _LEAST or (sum(times) < _SECONDS and len(times) < _MOST):
-            _wait_for(device)
-            began = time.perf_counter()
-            step()
-            _wait_for(device)
-            times.append(time.perf_counter() - began)
-    return StepCost(statistics.median(times), peak)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+        return StepCost(timer.blocked_autorange(min_run_time=_SECONDS).median, peak)
 
 
 # A copy in float64 may still compute parts in float32, as norms of transformers do.
@@ -212,8 +191,12 @@ def check(  # noqa: PLR0913 - the public function names every choice
     batch = plain_batch(batch)
     loss_fn = as_loss_fn(loss, batch)
     count_samples(batch, axis=0 if batch_first else 1)
+    make_clipper = partial(
+        GhostClipper, model, max_grad_norm=1.0, strategy=strategy, loss_reduction=loss_reduction,
+        batch_first=batch_first,
+    )  # fmt: skip
     # Refuses a model that has a clipper, by name.
-    GhostClipper(model, max_grad_norm=1.0, strategy=strategy, loss_reduction=loss_reduction).remove()
+    make_clipper().remove()
     with preserved(model), torch.enable_grad():
         subject, data, precision = _in_float64(model, batch, loss_fn)
         report = validate(
@@ -224,11 +207,7 @@ def check(  # noqa: PLR0913 - the public function names every choice
         del subject
         if not report.results:
             return Check(report, precision, gradients)
-        ordinary = ordinary_cost(model, batch, loss_fn)
-        private = private_cost(
-            model, batch, loss_fn, strategy=strategy, reduction=loss_reduction, batch_first=batch_first
-        )
-    return Check(report, precision, gradients, ordinary, private)
+        return Check(report, precision, gradients, *_costs(model, batch, loss_fn, make_clipper))
 
 
 def _in_float64(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[nn.Module, Any, str]:
@@ -374,7 +353,16 @@ def find_physical_batch(
     if not trainable:
         raise InvalidOptionError(f"model {type(model).__name__}: it has no trainable parameter.")
 
-    with _clipper(model, trainable, batch_first=batch_first) as clipper:
+    try:
+        owned: GhostClipper | None = clipper_of(trainable)
+    except InvalidOptionError:
+        owned = None
+    if owned is not None and owned.has_clipped_sum:
+        raise InvalidOptionError(
+            "find_physical_batch: the model has gradients that no step has released. Call it before the training."
+        )
+    made = nullcontext(owned) if owned else GhostClipper(model, max_grad_norm=1.0, batch_first=batch_first)
+    with made as clipper:
 
         def step(size: int) -> None:
             samples = [number % rows for number in range(size)]
@@ -390,20 +378,3 @@ def find_physical_batch(
             )
         del room
     return size
-
-
-@contextmanager
-def _clipper(model: nn.Module, trainable: list[nn.Parameter], *, batch_first: bool) -> Iterator[GhostClipper]:
-    """Yield the clipper of a private model, or one for the time being."""
-    # Refused where the model's own has sums that a step has not released.
-    try:
-        clipper = clipper_of(trainable)
-    except InvalidOptionError:
-        with GhostClipper(model, max_grad_norm=1.0, batch_first=batch_first) as made:
-            yield made
-        return
-    if clipper.has_clipped_sum:
-        raise InvalidOptionError(
-            "find_physical_batch: the model has gradients that no step has released. Call it before the training."
-        )
-    yield clipper

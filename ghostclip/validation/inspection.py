@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from ghostclip import _torch, _tree, _validate
 from ghostclip.capture.call_sites import CallSite
 from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.hooks import in_place_of
+from ghostclip.capture.inputs import batch_size_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipper import GhostClipper, Strategy
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
@@ -136,36 +138,22 @@ def _counting(module: nn.Module, block: BlockCost, running: list[BlockCost], flo
         yield
 
 
-class _Sizes:
-    """Listens to a backward and keeps nothing but what call sites note themselves."""
-
-    def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Form the factors and drop them."""
-        with torch.no_grad():
-            use.parameter_factors(grad)
-
-
 def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> list[CallSite]:
     """Run one step on shapes, and return where parameters met samples, with the sizes of both."""
     # `losses` runs the forward. The sites hold no tensor of the step.
-    capture = CaptureContext(model, batch_first=axis == 0, on_backward=_ignored, on_loss=_ignored)
+
+    @torch.no_grad()
+    def form_factors(use: ParamUse, grad: Tensor) -> None:
+        use.parameter_factors(grad)
+
+    capture = CaptureContext(model, batch_first=axis == 0, on_backward=lambda *_: None, on_loss=lambda *_: None)
     try:
         loss = losses().sum()
-        with capture.listening(_Sizes()):
+        with capture.listening(SimpleNamespace(receive=form_factors)):
             capture.run_backward([loss], [None])
         return list(capture.sites.table.values())
     finally:
         capture.close()
-
-
-def planned(model: nn.Module, losses: Callable[[], Tensor], *, strategy: str, axis: int) -> Coverage:
-    """Plan one step from shapes alone."""
-    # `losses` runs the forward.
-    return coverage_of(model, call_sites(model, losses, axis=axis), strategy=strategy)
-
-
-def _ignored(*args: Any) -> None:
-    return None
 
 
 # Values that an optimizer keeps for every trainable one.
@@ -263,7 +251,6 @@ class Inspection:
         problems: What is refused, and how to mend it.
         plain: A step without privacy; None where the model could not be run.
         parameters: Elements of all parameters, and of the trainable ones.
-        parameter_bytes: Bytes of all parameters and of the trainable ones' gradients.
         by_shapes: The plan was made on the meta device.
         memory: Bytes of a private step; None where the model could not be run.
         optimizer: Whose state is counted.
@@ -276,7 +263,6 @@ class Inspection:
     problems: list[Problem] = field(default_factory=list)
     plain: OrdinaryStep | None = None
     parameters: tuple[int, int] = (0, 0)
-    parameter_bytes: int = 0
     by_shapes: bool = False
     memory: StepMemory | None = None
     optimizer: str = "adamw"
@@ -321,7 +307,7 @@ class Inspection:
             "model": self.title,
             "batch_size": self.batch_size,
             "ok": self.ok,
-            "problems": [{"place": p.place, "found": p.found, "remedy": p.remedy} for p in self.problems],
+            "problems": list(map(asdict, self.problems)),
             "flop_ratio": self.flop_ratio,
             "memory_ratio_at_most": self.memory_ratio,
             "memory": None if self.memory is None else self.memory.as_dict(self.devices),
@@ -399,8 +385,8 @@ def inspect_model(
         problems += [] if problem.place in {known.place for known in problems} else [problem]
     plain = memory = None
     size = _batch_size(source)
-    parameter_bytes = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
     if not problems:
+        parameter_bytes = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
         coverage, plain = _priced(source, coverage, by_shapes=proof is not None)
         # What the forward keeps was counted, which is more than the inputs of the layers that coverage knows of.
         coverage.base_bytes = parameter_bytes + plain.saved
@@ -416,7 +402,6 @@ def inspect_model(
         problems,
         plain,
         (sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)),
-        parameter_bytes,
         proof is not None,
         memory,
         optimizer,
@@ -431,7 +416,8 @@ def _priced(source: Source, coverage: Coverage, *, by_shapes: bool) -> tuple[Cov
         losses = _losses(attempt)
         try:
             if by_shapes:
-                coverage = planned(source.model, losses, strategy=coverage.strategy, axis=source.batch_axis)
+                sites = call_sites(source.model, losses, axis=source.batch_axis)
+                coverage = coverage_of(source.model, sites, strategy=coverage.strategy)
             return coverage, plain_step(source.model, losses)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failure = error
@@ -468,12 +454,7 @@ def _attempt(source: Source, strategy: Strategy) -> tuple[Coverage, GhostClipErr
 
 
 def _batch_size(source: Source) -> int:
-    from ghostclip.capture.inputs import batch_size_of
-
-    batch = source.batch
-    if isinstance(batch, dict):
-        return batch_size_of((), batch, source.batch_axis)
-    return batch_size_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, source.batch_axis)
+    return batch_size_of(*source.arguments, source.batch_axis)
 
 
 def _losses(source: Source) -> Callable[[], Tensor]:

@@ -12,6 +12,8 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -22,6 +24,7 @@ from ghostclip import _tree
 from ghostclip._validate import options_of, takes
 from ghostclip.capture.opaque_modules import uncompared
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipping.coefficients import clip_coefficients
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.facade.module import strategy_of
 
@@ -122,11 +125,10 @@ def per_sample_gradient_report(  # noqa: PLR0913 - the public function names eve
     relative = RTOL.get(dtype, 1e-4) if rtol is None else rtol
     absolute = relative * largest if atol is None else atol
     rows: list[Comparison] = []
-    for name in strategies:
-        for reduction in reductions:
-            run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
-            with uncompared():
-                rows += run.compared(x, wanted, relative, absolute)
+    for name, reduction in product(strategies, reductions):
+        run = _Run(module, batch_first=batch_first, strategy=name, loss_reduction=reduction)
+        with uncompared():
+            rows += run.compared(x, wanted, relative, absolute)
     return LayerReport(tuple(rows))
 
 
@@ -197,7 +199,6 @@ def compute_microbatch_grad_sample(
         DataError: The batch is empty.
         InvalidOptionError: The module has no trainable parameter, or gives another output each time.
     """
-    del loss_reduction
     if is_batch_empty(x):
         raise DataError("there is no sample to compute a gradient of. Give a batch of at least one sample.")
     module = copy.deepcopy(module)
@@ -272,12 +273,14 @@ class _Run:
         return clipper
 
     def compared(self, x: Inputs, wanted: Mapping[str, Tensor], relative: float, absolute: float) -> list[Comparison]:
+        row = partial(Comparison, self.strategy, self.loss_reduction)
+
         def difference(what: str, actual: Tensor | None, wanted: Tensor) -> Comparison:
             actual = torch.zeros_like(wanted) if actual is None else actual.detach()
             if actual.shape != wanted.shape:
-                return self._row(f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}", math.inf, 0.0)
+                return row(f"{what}: shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}", math.inf, 0.0)
             off, size = actual.double() - wanted.double(), float(wanted.abs().max()) if wanted.numel() else 0.0
-            return self._row(what, float(off.abs().max()) if off.numel() else 0.0, absolute + relative * size)
+            return row(what, float(off.abs().max()) if off.numel() else 0.0, absolute + relative * size)
 
         flat = torch.cat([grad.flatten(1).double() for grad in wanted.values()], 1)
         norms_B = flat.norm(dim=1)
@@ -285,9 +288,9 @@ class _Run:
         try:
             clipper = self.backward(x, bound)
         except GhostClipError as error:
-            return [self._row(f"refused: {error}", math.inf, 0.0)]
+            return [row(f"refused: {error}", math.inf, 0.0)]
         rows = [difference("norms", clipper.per_sample_norms, norms_B)]
-        coef_B = (bound / norms_B.clamp(min=1e-300)).clamp(max=1.0)
+        coef_B = clip_coefficients(norms_B, bound)
         parameters = dict(self.module.named_parameters())
         for name, grads in wanted.items():
             clipped = torch.einsum("b,b...->...", coef_B, grads.double())
@@ -296,9 +299,6 @@ class _Run:
                 rows.append(difference(f"per-sample gradient of {name}", self.grad_samples.get(name), grads))
         clipper.remove()
         return rows
-
-    def _row(self, what: str, error: float, allowed: float) -> Comparison:
-        return Comparison(self.strategy, self.loss_reduction, what, error, allowed)
 
 
 def _chosen(requested: str | Sequence[str] | None, known: Sequence[str], option: str) -> list[str]:

@@ -5,13 +5,13 @@ downloaded and no weights are read.
 """
 
 import importlib
-import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,23 +23,20 @@ from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModelErro
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The stand-in's sizes, by the names that configurations have for them.
-_SMALL: Final[dict[str, int]] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("hidden_dim", "moe_intermediate_size", "shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("d_kv", "head_dim"), 8),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_key_value_heads"), 2),
-    **dict.fromkeys(("vocab_size",), 128),
-    **dict.fromkeys(("projection_dim",), 16),
-    **dict.fromkeys(("image_size",), 32),
-    **dict.fromkeys(("patch_size",), 8),
+# The stand-in's sizes, with the names that configurations have for them.
+_SIZES: Final = {
+    2: "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers "
+    "num_experts_per_tok num_key_value_heads",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_local_experts num_experts n_routed_experts",
+    8: "d_kv head_dim patch_size",
+    16: "projection_dim",
+    32: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim image_size",
+    48: "intermediate_size d_ff n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim hidden_dim moe_intermediate_size "
+    "shared_expert_intermediate_size",
+    128: "vocab_size",
 }
+_SMALL: Final = {name: size for size, names in _SIZES.items() for name in names.split()}
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions")
 _AUTO_CLASSES: Final = (
     "AutoModelForSpeechSeq2Seq",
@@ -174,13 +171,17 @@ class Source:
     batch_axis: int = 0
     stand_in: bool = False
 
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with, by position and by name."""
+        if isinstance(self.batch, Mapping):
+            return (), dict(self.batch)
+        return tuple(self.batch) if isinstance(self.batch, (tuple, list)) else (self.batch,), {}
+
     def call(self) -> Any:
         """Return what the model returns on the batch."""
-        if isinstance(self.batch, Mapping):
-            return self.model(**self.batch)
-        if isinstance(self.batch, (tuple, list)):
-            return self.model(*self.batch)
-        return self.model(self.batch)
+        args, kwargs = self.arguments
+        return self.model(*args, **kwargs)
 
 
 def load_source(request: InspectionRequest) -> Source:
@@ -227,7 +228,8 @@ def _from_factory(request: InspectionRequest) -> Source:
     return Source(model, batch, f"{request.model} ({type(model).__name__}), {how}", request.batch_axis)
 
 
-def _module_and_name(text: str) -> tuple[ModuleType, str]:
+def _module_and_name(text: str) -> tuple[ModuleType | SimpleNamespace, str]:
+    """Import or run what has a factory; return its names, and that of the factory."""
     owner, _, name = text.rpartition(":")
     if not owner or not name:
         raise InvalidOptionError(f"{text}: name both the file or module and the function: path/to/file.py:factory")
@@ -239,21 +241,15 @@ def _module_and_name(text: str) -> tuple[ModuleType, str]:
             raise InvalidOptionError(f"{text}: {owner} cannot be imported ({type(error).__name__}: {error})") from error
         finally:
             sys.path.remove("")
-    path = Path(owner)
-    if not path.is_file():
+    if not Path(owner).is_file():
         raise InvalidOptionError(f"{text}: no such file: {owner}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return SimpleNamespace(**runpy.run_path(owner)), name
     except (Exception, SystemExit) as error:
         raise InvalidOptionError(f"{owner} cannot be run: {type(error).__name__}: {error}") from error
-    return module, name
 
 
-def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:
+def _function(module: ModuleType | SimpleNamespace, name: str, text: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -271,7 +267,7 @@ def _called(function: Callable[..., Any], request: InspectionRequest, text: str)
         raise InvalidOptionError(f"{text}: {type(error).__name__}: {error}") from error
 
 
-def _batch_for(model: nn.Module, module: ModuleType, request: InspectionRequest) -> tuple[Any, str]:
+def _batch_for(model: nn.Module, module: ModuleType | SimpleNamespace, request: InspectionRequest) -> tuple[Any, str]:
     name = "example_batch"
     if hasattr(module, name):
         return _called(_function(module, name, name), request, name), f"batch of {name}()"

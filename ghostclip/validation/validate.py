@@ -71,7 +71,7 @@ class StrategyResult:
     sensitivity: float | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """The evidence on one model, batch and loss.
 
@@ -101,11 +101,6 @@ class Report:
     def ok(self) -> bool:
         """Whether the model can be trained privately with this loss, as far as this batch shows."""
         return not self.problems
-
-    @property
-    def batch_axes(self) -> dict[str, str]:
-        """Which rows belong to which sample at the operations of each parameter, where evidence decided it."""
-        return {row.name: row.axes for row in self.coverage or () if row.axes}
 
     def raise_if_bad(self) -> None:
         """Raise what was found.
@@ -184,24 +179,6 @@ def is_random(subject: Subject, batch: Any) -> bool:
     with torch.no_grad(), same_randomness(subject.model.parameters()):
         values = [subject.loss_fn(subject.model, batch).detach().double() for _ in range(3)]
     return not all(torch.allclose(value, values[0], rtol=1e-6, equal_nan=True) for value in values)
-
-
-def in_one_graph(subject: Subject, batch: Any) -> Reference:
-    """Differentiate every sample's loss of one forward, for models that draw random numbers."""
-    # The loss has shape ``(B,)``; gradients are for the random numbers of that forward.
-    grads = []
-    for sample in range(subject.batch_size):
-        subject.loss(batch)[sample].backward()
-        grads.append(subject.collect())
-    return Reference(grads)
-
-
-def one_by_one(subject: Subject, batch: Any) -> Reference:
-    """Differentiate the loss of every sample alone, given to the model as a batch of one."""
-    singles = (
-        taken(batch, [sample], batch_size=subject.batch_size, axis=subject.axis) for sample in range(subject.batch_size)
-    )
-    return Reference([subject.gradient(single) for single in singles])
 
 
 def loss_problem(subject: Subject, batch: Any, reference: Reference, *, reduction: str) -> Problem | None:
@@ -294,8 +271,10 @@ def validate(  # noqa: PLR0913 - the public function names every choice
     strategies: list[Strategy] = [strategy] if isinstance(strategy, str) else list(strategy)
     for name in strategies:
         GhostClipper(model, max_grad_norm=max_grad_norm or 1.0, strategy=name, loss_reduction=loss_reduction).remove()
+    report = Report(type(model).__name__, subject.batch_size, tolerance=tolerance_of(subject))
     with preserved(model), torch.enable_grad():
-        return _Validation(subject, batch, strategies, max_grad_norm, loss_reduction).report()
+        _Validation(subject, batch, strategies, loss_reduction, report).run(max_grad_norm)
+    return report
 
 
 @dataclass
@@ -305,33 +284,17 @@ class _Validation:
     subject: Subject
     batch: Any
     strategies: Sequence[Strategy]
-    max_grad_norm: float | None
     reduction: Reduction
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    results: list[StrategyResult] = field(default_factory=list)
-    coverage: Coverage | None = None
-    per_sample: bool = False
+    report: Report
 
-    def report(self) -> Report:
-        """Run all checks."""
+    def run(self, max_grad_norm: float | None) -> None:
+        """Run all checks, and put down in the report what they find."""
+        self.report.loss = f"a scalar, declared as the {self.reduction}"
         for error in ModuleValidator.validate(self.subject.model):
-            self.problems.append(Problem.from_error(error, place="model"))
-        bound = None
+            self.report.problems.append(Problem.from_error(error, place="model"))
         if self._engine_accepts():
             with without_dropout(self.subject.model):
-                bound = self._compare()
-        return Report(
-            model=type(self.subject.model).__name__,
-            batch_size=self.subject.batch_size,
-            max_grad_norm=bound,
-            loss="one for each sample" if self.per_sample else f"a scalar, declared as the {self.reduction}",
-            problems=self.problems,
-            notes=self.notes,
-            results=self.results,
-            coverage=self.coverage,
-            tolerance=tolerance_of(self.subject),
-        )
+                self.report.max_grad_norm = self._compare(max_grad_norm)
 
     def _engine_accepts(self) -> bool:
         """Run the engine once as it would in training; whatever it refuses is a problem with a place."""
@@ -343,55 +306,68 @@ class _Validation:
                 refusal = error
             finally:
                 clipper.reset()
-            self.coverage = clipper.coverage()
+            self.report.coverage = clipper.coverage()
         if refusal is None:
             return True
         start = find_mixing(self.subject, self.batch) if isinstance(refusal, SampleMixingError) else None
         of_loss = isinstance(refusal, LossReductionError) or str(refusal).startswith("the loss")
         place = "loss_fn" if of_loss else "model"
         problem = _mixing(start) if start is not None else Problem.from_error(refusal, place=place)
-        if problem.place not in {known.place for known in self.problems}:
-            self.problems.append(problem)
-        self.notes.append("The engine refused the batch, so that nothing could be compared with one sample at a time.")
+        if problem.place not in {known.place for known in self.report.problems}:
+            self.report.problems.append(problem)
+        note = "The engine refused the batch, so that nothing could be compared with one sample at a time."
+        self.report.notes.append(note)
         return False
 
-    def _compare(self) -> float | None:
+    def _compare(self, max_grad_norm: float | None) -> float | None:
         """Compare with one sample at a time; returns C."""
         random = is_random(self.subject, self.batch)
         with torch.no_grad():
-            self.per_sample = self.subject.loss(self.batch).dim() == 1
+            per_sample = self.subject.loss(self.batch).dim() == 1
+        if per_sample:
+            self.report.loss = "one for each sample"
         try:
-            reference = self._reference(random=random)
+            reference = self._reference(random=random, per_sample=per_sample)
         except (RuntimeError, ValueError, IndexError) as error:
             remedy = "Make it work on any number of samples; an average over the batch is not needed per sample."
             text = " ".join(str(error).split())
-            self.problems.append(Problem("loss_fn on one sample alone", f"{type(error).__name__}: {text}", remedy))
+            self.report.problems.append(
+                Problem("loss_fn on one sample alone", f"{type(error).__name__}: {text}", remedy)
+            )
             return None
         if reference is None:
             return None
         if not random:
-            reduction = "none" if self.per_sample else self.reduction
+            reduction = "none" if per_sample else self.reduction
             problem = loss_problem(self.subject, self.batch, reference, reduction=reduction)
             if problem is not None:
                 start = find_mixing(self.subject, self.batch)
-                self.problems.append(problem if start is None else _mixing(start))
+                self.report.problems.append(problem if start is None else _mixing(start))
                 return None
-        bound = self.max_grad_norm or reference.bound()
+        bound = max_grad_norm or reference.bound()
         parts = [] if random else [(i, without(self.subject, self.batch, i)) for i in left_out(self.subject)]
         for strategy in self.strategies:
             self._compare_strategy(strategy, bound, reference, parts)
         return bound
 
-    def _reference(self, *, random: bool) -> Reference | None:
+    def _reference(self, *, random: bool, per_sample: bool) -> Reference | None:
+        """Differentiate every sample's loss, alone or, where random numbers are drawn, of one forward."""
+        subject, grads = self.subject, []
         if not random:
-            return one_by_one(self.subject, self.batch)
-        if self.per_sample:
-            self.notes.append(
+            for sample in range(subject.batch_size):
+                single = taken(self.batch, [sample], batch_size=subject.batch_size, axis=subject.axis)
+                grads.append(subject.gradient(single))
+            return Reference(grads)
+        if per_sample:
+            self.report.notes.append(
                 "The loss draws random numbers besides dropout: gradients were compared within one forward, and no "
                 "sample was left out."
             )
-            return in_one_graph(self.subject, self.batch)
-        self.notes.append(
+            for sample in range(subject.batch_size):
+                subject.loss(self.batch)[sample].backward()
+                grads.append(subject.collect())
+            return Reference(grads)
+        self.report.notes.append(
             "The loss draws random numbers besides dropout and is a scalar: whether it is a sum of the samples' own "
             "losses could not be checked. Return losses of shape (B,) to have it checked."
         )
@@ -403,18 +379,18 @@ class _Validation:
         try:
             result = self._compared(strategy, bound, reference, parts)
         except GhostClipError as error:
-            self.problems.append(Problem.from_error(error, place=f"strategy '{strategy}'"))
+            self.report.problems.append(Problem.from_error(error, place=f"strategy '{strategy}'"))
             return
-        self.results.append(result)
+        self.report.results.append(result)
         tolerance = tolerance_of(self.subject)
         if result.error > tolerance or result.norm_error > tolerance:
             finding = f"the clipped sum is off by {result.error:.2g} and norms by {result.norm_error:.2g} (relative)"
             remedy = "This should not happen: please report the model. Meanwhile choose a strategy that is exact here."
-            self.problems.append(Problem(f"strategy '{strategy}'", finding, remedy))
+            self.report.problems.append(Problem(f"strategy '{strategy}'", finding, remedy))
         if result.sensitivity is not None and result.sensitivity > 1 + tolerance:
             finding = f"leaving out one sample moves the clipped sum by {result.sensitivity:.4f} C"
             remedy = "One sample's gradient depends on the others: see the other problems, or freeze what mixes them."
-            self.problems.append(Problem(f"strategy '{strategy}'", finding, remedy))
+            self.report.problems.append(Problem(f"strategy '{strategy}'", finding, remedy))
 
     def _compared(
         self, strategy: Strategy, bound: float, reference: Reference, parts: Sequence[tuple[int, Any]]

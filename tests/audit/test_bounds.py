@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ghostclip.audit import (
+from ghostclip.audit import Scores, audit_scores
+from ghostclip.audit.methods import (
     METHODS,
     ApproximateTradeOff,
     GaussianTradeOff,
-    Scores,
-    audit_scores,
+    OperatingPoint,
+    clopper_pearson_upper,
     gaussian_delta,
     gaussian_epsilon,
+    union_points,
 )
-from ghostclip.audit.methods import OperatingPoint, clopper_pearson_upper, union_points
 from ghostclip.errors import DataError, InvalidOptionError
 from tests.audit.checks import scores_of_runs
 

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from ghostclip.audit import ApproximateTradeOff, GaussianTradeOff, Scores, audit_scores, flip_coins
-from ghostclip.audit.methods import Guesses, approximate_dp_p_value, contradicts_f_dp, make_guesses
+from ghostclip.audit import Scores, audit_scores, flip_coins
+from ghostclip.audit.methods import (
+    ApproximateTradeOff,
+    GaussianTradeOff,
+    Guesses,
+    approximate_dp_p_value,
+    contradicts_f_dp,
+    make_guesses,
+)
 from tests.audit.test_bounds import most_failures
 
 DELTA = 1e-5

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ghostclip.audit import METHODS, CanaryRecorder, flip_coins
+from ghostclip.audit import CanaryRecorder, flip_coins
+from ghostclip.audit.methods import METHODS
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ REFUSED = {
     "a device": "--device cuda:1 with 2 processes: each has its own",
     "no size": "--physical-batch-size auto with --mesh dp=2",
     "wrong on one": "rank 1 was refused, and no rank goes on without it: --epsilon is -1",
-    "other epsilon on one": "--epsilon is 3.0 in process 1 and 8.0 in process 0",
+    "other epsilon on one": "--epsilon of rank 1 is 3.0, of rank 0 8.0",
 }
 QUICK = ("copies", "wrong on one", "parts")
 

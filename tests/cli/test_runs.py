@@ -228,7 +228,7 @@ def test_keys_are_fresh_after_a_crash_and_go_on_after_a_stop(finetune, text_file
 
     def create_scheduler(self, **given):
         schedule, private = plain(self, **given), self.private_run
-        sampler = private.training.loader.batch_sampler
+        sampler = private.loader.batch_sampler
         keys.append((private.optimizer.noise_source.state_dict()["key"], sampler.state_dict()["key"]))
         return schedule
 

@@ -114,7 +114,7 @@ def sft_dft(folder: Path) -> None:
 
 def _fused(world: World, *given: Any, **options: Any) -> Any:
     trainer = _supervised(world, *given, vocabulary_head="fused", **options)
-    assert trainer._is_fused()
+    assert trainer._is_fused
     return trainer
 
 

@@ -186,6 +186,6 @@ def test_trainer_computes_losses_without_logits_by_default(tmp_path):
         torch.manual_seed(2)
         trainer, model = _trained(tmp_path / choice, vocabulary_head=choice)
         trainer.train()
-        assert trainer._is_fused() is (choice == "auto")
+        assert trainer._is_fused is (choice == "auto")
         results[choice] = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(results["auto"], results["logits"], rtol=1e-4, atol=1e-5)

@@ -26,7 +26,6 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.graph.trace:forward",
     "ghostclip.distributed.weights:forward",
     "ghostclip.distributed.pipelined:step",
-    "ghostclip.integrations.lightning:_log_nothing",
     "ghostclip.integrations.trl:__call__",
     "ghostclip.scaling.models:_attention",
 }

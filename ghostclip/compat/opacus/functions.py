@@ -70,7 +70,7 @@ def delta_eps_mu(*, eps: float, mu: float) -> float:
         Balle and Wang 2018, Theorem 8; Dong, Roth, Su 2022, Corollary 1.
     """
     # Imported when it is used: scipy's statistics take long to load.
-    from ghostclip.audit import gaussian_delta
+    from ghostclip.audit.methods import gaussian_delta
 
     return gaussian_delta(non_negative(eps, "eps"), mu=positive(mu, "mu"))
 
@@ -85,7 +85,7 @@ def eps_from_mu(*, mu: float, delta: float) -> float:
     Returns:
         ε ≥ 0.
     """
-    from ghostclip.audit import gaussian_epsilon
+    from ghostclip.audit.methods import gaussian_epsilon
 
     return gaussian_epsilon(positive(mu, "mu"), delta=probability(delta, "delta"))
 
@@ -212,7 +212,6 @@ def compute_grad_samples_microbatch_and_opacus(
 
 def get_grad_sample_modes(use_ew: bool = False) -> list[str]:  # noqa: FBT001, FBT002 - Opacus's signature
     """Return the strategies that a check of a layer goes through; Opacus's "ew" is one of them, "hooks"."""
-    del use_ew
     return list(STRATEGIES)
 
 
@@ -227,11 +226,6 @@ def params(optimizer: Optimizer) -> list[nn.Parameter]:
 def has_params(module: nn.Module) -> bool:
     """Return whether a module itself, not its children, owns a parameter."""
     return next(module.parameters(recurse=False), None) is not None
-
-
-def has_trainable_params(module: nn.Module) -> bool:
-    """Return whether a module itself, not its children, owns a trainable parameter."""
-    return requires_grad(module)
 
 
 def requires_grad(module: nn.Module, *, recurse: bool = False) -> bool:

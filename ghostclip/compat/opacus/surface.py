@@ -77,9 +77,9 @@ MODULES: Final[dict[str, str]] = {
     "utils.batch_splitting_sampler": ".loading: BatchSplittingSampler",
     "utils.fast_gradient_clipping_utils": ".training: DPLossFastGradientClipping DPTensorFastGradientClipping "
     "common_clipper",
-    "utils.fsdp_utils": ".functions: has_params has_trainable_params iterate_submodules",
-    "utils.module_utils": ".functions: are_state_dict_equal clone_module get_submodule has_trainable_params "
-    "parametrized_modules requires_grad trainable_modules trainable_parameters",
+    "utils.fsdp_utils": ".functions: has_params has_trainable_params=requires_grad iterate_submodules",
+    "utils.module_utils": ".functions: are_state_dict_equal clone_module get_submodule "
+    "has_trainable_params=requires_grad parametrized_modules requires_grad trainable_modules trainable_parameters",
     "utils.packed_sequences": ".functions: compute_seq_lengths",
     "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report=LayerReport "
     "compute_grad_sample is_batch_empty "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, ModuleValidator, PrivacyEngine
+from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, PrivacyEngine
 from ghostclip._validate import choice, defaults, options_of, takes
 from ghostclip.assembly.options import Options, clip_policy
 from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
@@ -30,7 +29,7 @@ from ghostclip.clipping.bounds import PerParameter, QuantileAdaptation
 from ghostclip.distributed import SharedNoise
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleHooks, PrivateCriterion, PrivateLoss, strategy_of
-from ghostclip.facade.module import ClipperHandle, clipper_of
+from ghostclip.facade.module import ClipperHandle, attached_clipper, clipper_of
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import release_of
 from ghostclip.privacy.budget import Budget
@@ -51,11 +50,8 @@ class Described(type):
 _WRAPPING = options_of(GradSampleModule, "batch_first", "loss_reduction", "strict", "force_functorch")
 
 
-def _attached(m: nn.Module, strategy: Any, bound: float, wrap: dict) -> GhostClipper:
-    if wrap["strict"]:
-        ModuleValidator.validate(m, strict=True)
-    options = {name: wrap[name] for name in ("batch_first", "loss_reduction")}
-    clipper = GhostClipper(m, max_grad_norm=bound, strategy=strategy, **options)
+def _attached(m: nn.Module, strategy: Any, bound: float | None, wrap: dict) -> GhostClipper:
+    clipper = attached_clipper(m, wrap, strategy=strategy, max_grad_norm=bound)
     for parameter in clipper.trainable_parameters():
         # Scripts ask for it in every mode.
         parameter.grad_sample = None  # type: ignore[attr-defined]
@@ -120,11 +116,7 @@ def prepare_module(
         InvalidOptionError: If the mode is unknown or refused.
         UnsupportedModuleError: With ``strict``, if there are modules that mix samples.
     """
-    strategy = strategy_of(grad_sample_mode)
-    default = math.inf if strategy in ("hooks", "auto", "bookkeeping") else 1.0
-    clipper = _attached(model, strategy, default if max_grad_norm is None else max_grad_norm, wrap)
-    if max_grad_norm is None:
-        clipper.leave_plain_gradients()
+    clipper = _attached(model, strategy_of(grad_sample_mode), max_grad_norm, wrap)
     return (GradSampleModule if wrap_model else GradSampleHooks)(model, clipper=clipper)
 
 
