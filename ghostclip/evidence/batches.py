@@ -117,9 +117,11 @@ class Batch:
         known = [row_map and row_map.of_first(most) for row_map in self.maps]
         return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=())
 
-    def exchanged(self) -> Any:
-        """Return the inputs with every sample replaced by another, and other means over the batch."""
-        return self.of_samples([1, *[0] * (self.size - 1)])
+    def exchanged(self) -> list[Any]:
+        """Return inputs with every sample replaced by another, and with other means over the batch."""
+        # Of two samples that change places the mean stays the same.
+        orders = [[1, 0], [1, 1]] if self.size == 2 else [[1, *[0] * (self.size - 1)]]
+        return [self.of_samples(order) for order in orders]
 
     def copied(self, samples: Sequence[int]) -> Any:
         """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind."""

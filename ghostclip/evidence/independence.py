@@ -234,16 +234,19 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
     every, plain = range(batch.size), plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
-        outputs = []
-        for earlier in (batch.inputs, batch.exchanged()):
+        outputs = _Outputs(batch, every, every, TOLERANCE, coarsest)
+        differ, base = list[bool | None](), list[Tensor]()
+        for earlier in (batch.inputs, *batch.exchanged()):
             before.restore()
             state.restore()
             plain(earlier)
             if not state.changed():
                 return ()
-            outputs.append(plain(batch.inputs))
-        differ = _Outputs(batch, every, every, TOLERANCE, coarsest).differ(*outputs)
-        return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
+            found = plain(batch.inputs)
+            base = base or found
+            moved = outputs.differ(base, found)
+            differ.append(moved and not (before.drawn() and _meets_other_numbers(run, batch, earlier, before)))
+        return tuple(differ)
 
     return tried(model, batch, look)
 
