@@ -374,7 +374,11 @@ class GhostClipper:
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards of the model run as without a clipper: they are only written down."""
-        return self._capture.unwatched()
+        return self._capture.watching(on=False)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards are watched, within one in which they are not."""
+        return self._capture.watching(on=True)
 
     def clip_groups(self) -> Layout:
         """Return the clip groups of the parameters that are trainable now, with their bounds."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -419,13 +419,33 @@ class _Record:
 @contextmanager
 def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
     """Note each microbatch's backward, and request none of its weight gradients."""
-    record, backward = _Record(stage, clipper), stage.backward_one_chunk
-    with clipper.holding(loss_elsewhere=not stage.is_last) as pending:
+    record, sizes = _Record(stage, clipper), dict[int, int]()
+    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+
+    @functools.wraps(forward)
+    def run_forward(number: int, *args: Any, **options: Any) -> Any:
+        def records_of(size: int) -> int:
+            # The rows after the samples are copies.
+            sizes[number] = size
+            before = sum(of for other, of in sizes.items() if other < number)
+            return size if samples is None else min(size, max(0, samples - before))
+
+        clipper.note_copies(records_of)
+        try:
+            with clipper.watched():
+                return forward(number, *args, **options)
+        finally:
+            clipper.note_copies(None)
+
+    # To find out what shapes stages exchange, torch runs them, from torch 2.13 on with a backward to their inputs, on
+    # memory that nobody has written: none of it is a batch, or proves anything of one.
+    with clipper.unwatched(), clipper.holding(loss_elsewhere=not stage.is_last) as pending:
 
         @functools.wraps(backward)
-        def run(number: int, *args: Any, **options: Any) -> None:
+        def run_backward(number: int, *args: Any, **options: Any) -> None:
             before = len(pending)
-            backward(number, *args, **options)
+            with clipper.watched():
+                backward(number, *args, **options)
             if len(pending) != before + 1 or number in record.held:
                 raise GhostClipError(
                     f"stage {stage.stage_index}: the backward of microbatch {number} reached no trainable parameter, "
@@ -433,40 +453,15 @@ def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iter
                 )
             record.held[number] = pending[-1]
 
-        stage.backward_one_chunk, stage.dw_builder = run, _nothing_is_left
+        stage.forward_one_chunk, stage.backward_one_chunk = run_forward, run_backward
+        stage.dw_builder = _nothing_is_left
         # What lies in ``.grad`` is of steps before: a schedule divides it by its microbatches.
         stage.scale_grads = _as_they_are
         try:
-            with nullcontext() if samples is None else _counting(stage, clipper, samples):
-                yield record
+            yield record
         finally:
-            del stage.backward_one_chunk, stage.scale_grads
+            del stage.forward_one_chunk, stage.backward_one_chunk, stage.scale_grads
             stage.dw_builder = None
-
-
-@contextmanager
-def _counting(stage: Stage, clipper: GhostClipper, samples: int) -> Iterator[None]:
-    """Tell a clipper how many samples of each microbatch are records: the rows after them are copies."""
-    forward, sizes = stage.forward_one_chunk, {}
-
-    @functools.wraps(forward)
-    def run(number: int, *args: Any, **options: Any) -> Any:
-        def records_of(size: int) -> int:
-            sizes[number] = size
-            before = sum(of for other, of in sizes.items() if other < number)
-            return min(size, max(0, samples - before))
-
-        clipper.note_copies(records_of)
-        try:
-            return forward(number, *args, **options)
-        finally:
-            clipper.note_copies(None)
-
-    stage.forward_one_chunk = run
-    try:
-        yield
-    finally:
-        del stage.forward_one_chunk
 
 
 def _is_gloo(stage: Stage) -> bool:

@@ -122,8 +122,9 @@ def clipped(rank: int, ranks: int, name: str, *, resets: bool = True) -> dict:
     own = [parameter for stage in stages for parameter in stage.submod.parameters()]
     found = {names[id(parameter)]: parameter.grad.clone() for parameter in own}
     passes = [one.backward_passes for one in clipper.clippers]
+    forwards = [one.unchecked.forwards for one in clipper.clippers]
     clipper.remove()
-    return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes}
+    return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes, "forwards": forwards}
 
 
 def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:

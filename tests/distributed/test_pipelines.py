@@ -43,6 +43,8 @@ def test_clipped_sums_are_those_of_one_process(found, name):
     for rank in found:
         torch.testing.assert_close(rank[name]["norms"], alone.norms_B, rtol=1e-12, atol=0)
         assert set(rank[name]["passes"]) == {1}
+        # torch's look for the shapes that stages exchange is none of them.
+        assert set(rank[name]["forwards"]) == {2 * pipelines.MICROBATCHES}
     assert sums.keys() == alone.clipped.keys()
     for key, value in alone.clipped.items():
         torch.testing.assert_close(sums[key], value, rtol=1e-11, atol=1e-14)
