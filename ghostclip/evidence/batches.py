@@ -42,6 +42,7 @@ class Batch:
     # how the rows of each output map to samples, None where that is not known; empty where nothing is
     maps: Sequence[RowMap | None] = ()
     trained: frozenset[int] = frozenset()  # numbers of the outputs that need gradients and may hold rows of samples
+    hands_on: bool = False  # whether another part of the model takes the outputs, be they numbers of whatever type
     outputs: Sequence[Tensor] = ()  # what the forward returned, where it drew no random numbers; else empty
 
     seed: int = 0  # another one for every proof
