@@ -317,6 +317,10 @@ def other_samples(rank: int, ranks: int) -> dict[str, str]:
             private.step(ids, target=targets)
         said[f"other {case}"] = str(refused.value)
         assert private.clipper.backward_passes == 0
+    for case, table in {"table": torch.zeros(SAMPLES + 1, 2), "number": torch.zeros(())}.items():
+        with pytest.raises(InvalidOptionError) as refused:
+            private.step(inputs, target=labels, beside=table)
+        said[f"no rows: {case}"] = str(refused.value)
     private.step(inputs, target=labels)
     assert private.clipper.backward_passes == 1
     as_if_drawn(optimizer, SAMPLES)
@@ -356,15 +360,16 @@ def empty(rank: int, ranks: int) -> list[int]:
     run = PrivateRun(TensorDataset(*batch()), model=model, batch_size=1, max_grad_norm=BOUND, loss_reduction="sum")
     engine, private, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
     sizes = []
-    for _ in range(2):
-        for ids, targets in loader:
+    for accumulated in (1, 2):
+        for number, (ids, targets) in enumerate(loader, 1):
             private.step(ids, target=targets, losses=(found := [torch.zeros(())]))
             assert len(found) == (MICROBATCHES if len(ids) and rank == ranks - 1 else 0)
-            optimizer.step()
-            optimizer.zero_grad()
+            if number % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
             sizes.append(len(ids))
     private.remove_hooks()
-    assert sum(entry[2] for entry in engine.accountant.history) == len(sizes)
+    assert sum(entry[2] for entry in engine.accountant.history) == len(loader) * 3 // 2
     return sizes
 
 
