@@ -774,8 +774,9 @@ class GhostClipper:
         return getattr(self._discards(), "__self__", None)
 
     def mark_empty_batch(self) -> None:
-        """Count a batch without samples as a clipped sum of zero."""
+        """Count a batch without samples as a backward whose clipped sum is zero."""
         self._store.has_sum = True
+        self._decisions.close(0, None)
 
     def savepoint(self) -> Savepoint:
         """Return what puts the sums, which an optimizer owns, and all that was counted with them, back as they are now.
