@@ -49,6 +49,11 @@ class Size(NamedTuple):
     elements: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Size:
+        """Return that of a parameter's sum."""
+        return cls(parameter.numel(), torch.promote_types(parameter.dtype, torch.float32))
+
 
 class StageNoise(SharedNoise):
     """Noise for the parameters of some stages, equal to the bit to that of one process which has all stages.
@@ -78,6 +83,15 @@ class StageNoise(SharedNoise):
         self._sizes, self._own = sizes, indices
         self._copies, self._groups = copies, groups
 
+    def require_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that are not those of this rank's stages, as they were when the noise was made."""
+        if list(map(Size.of, parameters)) != [self._sizes[number] for number in self._own]:
+            raise InvalidOptionError(
+                f"the optimizer trains {len(parameters)} parameters, and noise was made for {len(self._own)} of this "
+                "rank's stages. Give it stage.submod.parameters() in their order, and freeze parameters before "
+                "make_private (or before the noise is made)."
+            )
+
     # Also here, beside `add_all_`: a source whose class has only one of the two is given tensors one by one.
     def add_(self, tensor: torch.Tensor, std: float) -> None:
         """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
@@ -89,12 +103,6 @@ class StageNoise(SharedNoise):
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
-        sizes = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
-        if sizes != [self._sizes[number] for number in self._own]:
-            raise InvalidOptionError(
-                f"noise was asked for {len(sizes)} sums that are not those of this rank's stages in their order. Give "
-                "the optimizer stage.submod.parameters(), as they were when the noise was made."
-            )
         for group in self._groups:
             add_up_(tensors, group)
         if std == 0 or not tensors:
@@ -361,10 +369,7 @@ class PipelineClipper:
     def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:
         """Return what noise depends on of all stages' sums, by stage, and which of them are of some parameters."""
         stage_of = {id(p): stage.stage_index for stage in self._stages for p in stage.submod.parameters()}
-        local = [
-            (stage_of[id(p)], number, Size(p.numel(), torch.promote_types(p.dtype, torch.float32)))
-            for number, p in enumerate(parameters)
-        ]
+        local = [(stage_of[id(p)], number, Size.of(p)) for number, p in enumerate(parameters)]
         # Stages are on one rank each, so that a number belongs to one parameter of its stage.
         entries = sorted(of for of_rank in gathered("noise of a pipeline", local, self._group) for of in of_rank)
         index_of = {(stage, number): index for index, (stage, number, _) in enumerate(entries)}

@@ -324,6 +324,13 @@ def other_samples(rank: int, ranks: int) -> dict[str, str]:
     private.step(inputs, target=labels)
     assert private.clipper.backward_passes == 1
     as_if_drawn(optimizer, SAMPLES)
+    first = next(model.parameters()).requires_grad_(rank > 0)
+    with pytest.raises(InvalidOptionError) as refused:
+        optimizer.step()
+    said["frozen later"] = str(refused.value)
+    first.requires_grad_()
+    private.step(inputs, target=labels)
+    as_if_drawn(optimizer, SAMPLES)
     optimizer.noise_multiplier = 1.0 + rank
     with pytest.raises(InvalidOptionError) as refused:
         optimizer.step()
