@@ -159,7 +159,6 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
         ("other none", "work on the same samples, and pipeline.step was given other inputs or targets there"),
         ("no rows: table", "a tensor of shape (13, 2) beside 12 records"),
         ("no rows: number", "a tensor of shape () beside 12 records"),
-        ("frozen later", "and freeze parameters before make_private"),
         ("other noise", "Set σ and C"),
         ("axis", "name the one axis of the mesh whose ranks have stages of one model"),
         ("forward", "call pipeline.step(inputs, target=...)"),
