@@ -404,6 +404,13 @@ class _Record:
         self.clipper = clipper
         self.held: dict[int, PendingBackward] = {}
         self._number = stage.stage_index
+        self._sizes: dict[int, int] = {}
+
+    def records_among(self, number: int, samples: int | None, size: int) -> int:
+        """Return how many of a microbatch's rows are records: those after the samples are copies."""
+        self._sizes[number] = size
+        before = sum(of for other, of in self._sizes.items() if other < number)
+        return size if samples is None else min(size, max(0, samples - before))
 
     def in_order(self) -> list[PendingBackward]:
         return [self.held[number] for number in sorted(self.held)]
@@ -424,18 +431,11 @@ class _Record:
 @contextmanager
 def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
     """Note each microbatch's backward, and request none of its weight gradients."""
-    record, sizes = _Record(stage, clipper), dict[int, int]()
-    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+    record, forward, backward = _Record(stage, clipper), stage.forward_one_chunk, stage.backward_one_chunk
 
     @functools.wraps(forward)
     def run_forward(number: int, *args: Any, **options: Any) -> Any:
-        def records_of(size: int) -> int:
-            # The rows after the samples are copies.
-            sizes[number] = size
-            before = sum(of for other, of in sizes.items() if other < number)
-            return size if samples is None else min(size, max(0, samples - before))
-
-        clipper.note_copies(records_of)
+        clipper.note_copies(functools.partial(record.records_among, number, samples))
         try:
             with clipper.watched():
                 return forward(number, *args, **options)

@@ -394,8 +394,6 @@ class Evidence:
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
         rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
-        if self.hands_on:
-            _refuse_of_all_samples(capture.model, [part for number, part in enumerate(parts) if number not in rows])
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         parts = parts or self._shown(capture, output)
         seen = _ReadForward(call, parts, None if probe is None else rows, state, self._shown, tracked)
@@ -444,6 +442,8 @@ class Evidence:
         if again:
             output, begun = read_again(), _torch.next_order()
             parts, tracked, probe = self._looked_at(capture, output)
+        if self.hands_on:
+            _refuse_of_all_samples(capture.model, parts, _rows_of(probe, parts))
         return output, begun, parts, tracked, probe
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
@@ -865,11 +865,11 @@ def _as_taken(output: Tensor, axis: int, forward: ForwardContext, shown: RowMap 
     return shown or (RowMap(FOLDED[0], axis) if several else WHOLE)
 
 
-def _refuse_of_all_samples(model: nn.Module, outputs: Iterable[Tensor]) -> None:
+def _refuse_of_all_samples(model: nn.Module, outputs: Sequence[Tensor], rows: Mapping[int, RowMap]) -> None:
     """Refuse outputs without samples that the next part of a model would send a gradient of all samples for."""
-    shape = next((tuple(output.shape) for output in outputs if output.requires_grad), None)
-    if shape is not None:
-        raise UncoveredParameterError(_OF_ALL_SAMPLES.format(model=type(model).__name__, shape=shape))
+    for number, output in enumerate(outputs):
+        if output.requires_grad and number not in rows:
+            raise UncoveredParameterError(_OF_ALL_SAMPLES.format(model=type(model).__name__, shape=tuple(output.shape)))
 
 
 def _has_packed(inputs: Any) -> bool:
