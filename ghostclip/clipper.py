@@ -375,7 +375,11 @@ class GhostClipper:
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards of the model run as without a clipper: they are only written down."""
-        return self._capture.unwatched()
+        return self._capture.watching(on=False)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards are watched, within one in which they are not."""
+        return self._capture.watching(on=True)
 
     def clip_groups(self) -> Layout:
         """Return the clip groups of the parameters that are trainable now, with their bounds."""
@@ -765,8 +769,9 @@ class GhostClipper:
         return getattr(self._discards(), "__self__", None)
 
     def mark_empty_batch(self) -> None:
-        """Count a batch without samples as a clipped sum of zero."""
+        """Count a batch without samples as a backward whose clipped sum is zero."""
         self._store.has_sum = True
+        self._decisions.close(0, None)
 
     def savepoint(self) -> Savepoint:
         """Return what puts the sums, which an optimizer owns, and all that was counted with them, back as they are now.

@@ -493,10 +493,10 @@ class CaptureContext:
             self.forward = latest
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Yield while forwards run as without a clipper, and no compiler takes them, as they are traced elsewhere."""
-        before, self._unwatched = self._unwatched, True
-        compiler = hooks.suspend_compiler()
+    def watching(self, *, on: bool) -> Iterator[None]:
+        """Yield while forwards are watched, or run as without a clipper: no compiler takes these, traced elsewhere."""
+        before, self._unwatched = self._unwatched, not on
+        compiler = None if on else hooks.suspend_compiler()
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,6 +49,11 @@ class Size(NamedTuple):
     elements: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Size:
+        """Return that of a parameter's sum."""
+        return cls(parameter.numel(), torch.promote_types(parameter.dtype, torch.float32))
+
 
 class StageNoise(SharedNoise):
     """Noise for the parameters of some stages, equal to the bit to that of one process which has all stages.
@@ -78,6 +83,15 @@ class StageNoise(SharedNoise):
         self._sizes, self._own = sizes, indices
         self._copies, self._groups = copies, groups
 
+    def require_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that are not those of this rank's stages, as they were when the noise was made."""
+        if list(map(Size.of, parameters)) != [self._sizes[number] for number in self._own]:
+            raise InvalidOptionError(
+                f"the optimizer trains {len(parameters)} parameters, and noise was made for {len(self._own)} of this "
+                "rank's stages. Give it stage.submod.parameters() in their order, and freeze parameters before "
+                "make_private (or before the noise is made)."
+            )
+
     # Also here, beside `add_all_`: a source whose class has only one of the two is given tensors one by one.
     def add_(self, tensor: torch.Tensor, std: float) -> None:
         """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
@@ -89,12 +103,6 @@ class StageNoise(SharedNoise):
         if not self._agreed:
             require_agreement("noise", self._source.fingerprint(), self._group)
             self._agreed = True
-        sizes = [Size(tensor.numel(), tensor.dtype) for tensor in tensors]
-        if sizes != [self._sizes[number] for number in self._own]:
-            raise InvalidOptionError(
-                f"noise was asked for {len(sizes)} sums that are not those of this rank's stages in their order. Give "
-                "the optimizer stage.submod.parameters(), as they were when the noise was made."
-            )
         for group in self._groups:
             add_up_(tensors, group)
         if std == 0 or not tensors:
@@ -361,10 +369,7 @@ class PipelineClipper:
     def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:
         """Return what noise depends on of all stages' sums, by stage, and which of them are of some parameters."""
         stage_of = {id(p): stage.stage_index for stage in self._stages for p in stage.submod.parameters()}
-        local = [
-            (stage_of[id(p)], number, Size(p.numel(), torch.promote_types(p.dtype, torch.float32)))
-            for number, p in enumerate(parameters)
-        ]
+        local = [(stage_of[id(p)], number, Size.of(p)) for number, p in enumerate(parameters)]
         # Stages are on one rank each, so that a number belongs to one parameter of its stage.
         entries = sorted(of for of_rank in gathered("noise of a pipeline", local, self._group) for of in of_rank)
         index_of = {(stage, number): index for index, (stage, number, _) in enumerate(entries)}
@@ -399,6 +404,13 @@ class _Record:
         self.clipper = clipper
         self.held: dict[int, PendingBackward] = {}
         self._number = stage.stage_index
+        self._sizes: dict[int, int] = {}
+
+    def records_among(self, number: int, samples: int | None, size: int) -> int:
+        """Return how many of a microbatch's rows are records: those after the samples are copies."""
+        self._sizes[number] = size
+        before = sum(of for other, of in self._sizes.items() if other < number)
+        return size if samples is None else min(size, max(0, samples - before))
 
     def in_order(self) -> list[PendingBackward]:
         return [self.held[number] for number in sorted(self.held)]
@@ -419,13 +431,26 @@ class _Record:
 @contextmanager
 def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
     """Note each microbatch's backward, and request none of its weight gradients."""
-    record, backward = _Record(stage, clipper), stage.backward_one_chunk
-    with clipper.holding(loss_elsewhere=not stage.is_last) as pending:
+    record, forward, backward = _Record(stage, clipper), stage.forward_one_chunk, stage.backward_one_chunk
+
+    @functools.wraps(forward)
+    def run_forward(number: int, *args: Any, **options: Any) -> Any:
+        clipper.note_copies(functools.partial(record.records_among, number, samples))
+        try:
+            with clipper.watched():
+                return forward(number, *args, **options)
+        finally:
+            clipper.note_copies(None)
+
+    # To find out what shapes stages exchange, torch runs them, from torch 2.13 on with a backward to their inputs, on
+    # memory that nobody has written: none of it is a batch, or proves anything of one.
+    with clipper.unwatched(), clipper.holding(loss_elsewhere=not stage.is_last) as pending:
 
         @functools.wraps(backward)
-        def run(number: int, *args: Any, **options: Any) -> None:
+        def run_backward(number: int, *args: Any, **options: Any) -> None:
             before = len(pending)
-            backward(number, *args, **options)
+            with clipper.watched():
+                backward(number, *args, **options)
             if len(pending) != before + 1 or number in record.held:
                 raise GhostClipError(
                     f"stage {stage.stage_index}: the backward of microbatch {number} reached no trainable parameter, "
@@ -433,40 +458,15 @@ def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iter
                 )
             record.held[number] = pending[-1]
 
-        stage.backward_one_chunk, stage.dw_builder = run, _nothing_is_left
+        stage.forward_one_chunk, stage.backward_one_chunk = run_forward, run_backward
+        stage.dw_builder = _nothing_is_left
         # What lies in ``.grad`` is of steps before: a schedule divides it by its microbatches.
         stage.scale_grads = _as_they_are
         try:
-            with nullcontext() if samples is None else _counting(stage, clipper, samples):
-                yield record
+            yield record
         finally:
-            del stage.backward_one_chunk, stage.scale_grads
+            del stage.forward_one_chunk, stage.backward_one_chunk, stage.scale_grads
             stage.dw_builder = None
-
-
-@contextmanager
-def _counting(stage: Stage, clipper: GhostClipper, samples: int) -> Iterator[None]:
-    """Tell a clipper how many samples of each microbatch are records: the rows after them are copies."""
-    forward, sizes = stage.forward_one_chunk, {}
-
-    @functools.wraps(forward)
-    def run(number: int, *args: Any, **options: Any) -> Any:
-        def records_of(size: int) -> int:
-            sizes[number] = size
-            before = sum(of for other, of in sizes.items() if other < number)
-            return min(size, max(0, samples - before))
-
-        clipper.note_copies(records_of)
-        try:
-            return forward(number, *args, **options)
-        finally:
-            clipper.note_copies(None)
-
-    stage.forward_one_chunk = run
-    try:
-        yield
-    finally:
-        del stage.forward_one_chunk
 
 
 def _is_gloo(stage: Stage) -> bool:

@@ -331,7 +331,8 @@ class Pipeline(nn.Module):
 
         Raises:
             GhostClipError: No clipper is attached, or the schedule runs no backward.
-            InvalidOptionError: On all ranks, if stages of one pipeline were given different inputs or targets.
+            InvalidOptionError: On all ranks, if stages of one pipeline were given different inputs or targets, or a
+                tensor without a row for each record.
         """
         if self.clipper is None or not self.clipper.attached:
             raise GhostClipError("pipeline.step: the pipeline is not private. Call make_private(module=pipeline, ...).")
@@ -429,8 +430,14 @@ class Pipeline(nn.Module):
 
 
 def _rows(leaf: Any, *, rows: Sequence[int], size: int) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != size:
+    if not isinstance(leaf, Tensor):
         return leaf
+    if leaf.dim() == 0 or len(leaf) != size:
+        raise InvalidOptionError(
+            f"pipeline.step: a tensor of shape {tuple(leaf.shape)} beside {size} records: the schedule cuts every "
+            "tensor into microbatches along its first axis. Give what all records share to a stage (a buffer, a plain "
+            "number), or one row for each record."
+        )
     return leaf[torch.tensor(rows, device=leaf.device)]
 
 

@@ -188,6 +188,9 @@ class SharedNoise:
         else:
             noisy_sums_(tensors, std, self._source, group=self._group)
 
+    def require_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that this noise is not for, before ranks agree on a step."""
+
     def require_one_draw(self, share: Share | None) -> Share:
         """Refuse a step with different draws, mechanisms or noise on the ranks, as `require_one_draw` does."""
         self._follow_first()

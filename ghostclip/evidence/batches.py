@@ -42,6 +42,7 @@ class Batch:
     # how the rows of each output map to samples, None where that is not known; empty where nothing is
     maps: Sequence[RowMap | None] = ()
     trained: frozenset[int] = frozenset()  # numbers of the outputs that need gradients and may hold rows of samples
+    hands_on: bool = False  # whether another part of the model takes the outputs, be they numbers of whatever type
     outputs: Sequence[Tensor] = ()  # what the forward returned, where it drew no random numbers; else empty
 
     seed: int = 0  # another one for every proof
@@ -117,9 +118,11 @@ class Batch:
         known = [row_map and row_map.of_first(most) for row_map in self.maps]
         return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=())
 
-    def exchanged(self) -> Any:
-        """Return the inputs with every sample replaced by another, and other means over the batch."""
-        return self.of_samples([1, *[0] * (self.size - 1)])
+    def exchanged(self) -> list[Any]:
+        """Return inputs with every sample replaced by another, and with other means over the batch."""
+        # Of two samples that change places the mean stays the same.
+        orders = [[1, 0], [1, 1]] if self.size == 2 else [[1, *[0] * (self.size - 1)]]
+        return [self.of_samples(order) for order in orders]
 
     def copied(self, samples: Sequence[int]) -> Any:
         """Return the inputs with some samples replaced by copies of the nearest other one before them, or behind."""

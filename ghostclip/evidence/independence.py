@@ -234,16 +234,19 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
     every, plain = range(batch.size), plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
-        outputs = []
-        for earlier in (batch.inputs, batch.exchanged()):
+        outputs = _Outputs(batch, every, every, TOLERANCE, coarsest)
+        differ, base = list[bool | None](), list[Tensor]()
+        for earlier in (batch.inputs, *batch.exchanged()):
             before.restore()
             state.restore()
             plain(earlier)
             if not state.changed():
                 return ()
-            outputs.append(plain(batch.inputs))
-        differ = _Outputs(batch, every, every, TOLERANCE, coarsest).differ(*outputs)
-        return (differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.exchanged(), before)),)
+            found = plain(batch.inputs)
+            base = base or found
+            moved = outputs.differ(base, found)
+            differ.append(moved and not (before.drawn() and _meets_other_numbers(run, batch, earlier, before)))
+        return tuple(differ)
 
     return tried(model, batch, look)
 
@@ -514,8 +517,12 @@ class _Outputs:
         axis = row_map.axis
         if one.is_complex() and two.is_complex():
             one, two = torch.view_as_real(one), torch.view_as_real(two)
-        if one.dtype not in self.tolerances or one.dim() != two.dim() or not one.numel():
+        compared = one.dtype in self.tolerances or self.batch.hands_on
+        if not compared or one.dim() != two.dim() or not one.numel():
             return None
+        if row_map.kind == "whole":
+            alike = one.shape == two.shape
+            return (one.expand(size, *one.shape), two.expand(len(self.order), *two.shape)) if alike else None
         if [*one.shape[:axis], *one.shape[axis + 1 :]] != [*two.shape[:axis], *two.shape[axis + 1 :]]:
             return None
         many = one.shape[axis] * len(self.order) if of_two.samples is None else size * len(of_two.samples)
@@ -555,7 +562,10 @@ class _Outputs:
         return bool((apart.abs().amax(2).amin(1) > near).any())
 
     def _differs(self, first: Tensor, second: Tensor) -> bool:
-        tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
+        # What is counted or chosen is the same or another.
+        tolerance = max(self.tolerances.get(first.dtype, 0.0), self.tolerances[self.coarsest])
+        if first.dtype not in self.tolerances:
+            tolerance, first, second = 0.0, first.double(), second.double()
         pieces = partial(_pieces, first, second, [self.order[place] for place in self.places], self.places)
         scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces())
         return any(bool(((one - two).abs().nan_to_num() > tolerance * scale).any()) for one, two in pieces())

@@ -26,7 +26,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
-from ghostclip.capture.row_maps import FOLDED, RowMap, refuse_other_axis
+from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, refuse_other_axis
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Resized, shapes_of
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
@@ -80,6 +80,10 @@ _MIXED_INPUT: Final = (
     "samples together (a mean over the batch, rows in another order): the gradient of one sample would depend on "
     "others, and no clipping bounds that. Compute each sample's input from that sample's outputs alone, its row in its "
     "place."
+)
+_OF_ALL_SAMPLES: Final = (
+    "{model} returns an output of shape {shape} without an axis for the samples, which leads to parameters: the next "
+    "stage would send the gradient of all samples together for it. Return one row for each sample, or detach it."
 )
 _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind on one device, which names the module."
 
@@ -442,6 +446,8 @@ class Evidence:
         if again:
             output, begun = read_again(), _torch.next_order()
             parts, tracked, probe = self._looked_at(capture, output)
+        if self.hands_on:
+            _refuse_of_all_samples(capture.model, parts, _rows_of(probe, parts))
         return output, begun, parts, tracked, probe
 
     def _refuse_mixing(self, capture: CaptureContext, call: ModuleCall, probe: Probe) -> None:
@@ -680,10 +686,9 @@ class Evidence:
         known, axes = dict(seen.rows or {}), capture.sites.outputs
         if len(axes) != len(seen.parts):
             axes = (UNKNOWN,) * len(seen.parts)
-        parts = enumerate(zip(seen.parts, axes, strict=True))
+        parts = list(enumerate(zip(seen.parts, axes, strict=True)))
         if self.hands_on:
-            as_they_lie = RowMap("axis", forward.batch_axis)
-            known |= {number: as_they_lie for number, part in enumerate(seen.parts) if _has_samples(part, forward)}
+            known = {n: _as_taken(part, axis, forward, known.get(n)) for n, (part, axis) in parts}
         return Batch(
             seen.call.inputs,
             forward.batch_size,
@@ -693,6 +698,7 @@ class Evidence:
             maps=[known.get(number) for number in range(len(seen.parts))],
             # Of what needs no gradient, or holds no samples, nothing is to be proved.
             trained=frozenset(n for n, (part, axis) in parts if part.requires_grad and part.dim() and axis != CONSTANT),
+            hands_on=self.hands_on,
             outputs=outputs,
             seed=self.unchecked.forwards,
             again=self._asks_again(capture),
@@ -858,9 +864,19 @@ def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
     return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors(call.inputs)]
 
 
-def _has_samples(output: Tensor, forward: ForwardContext) -> bool:
-    """Return whether the axis where samples are expected has one row for each of them."""
-    return output.dim() > forward.batch_axis and output.shape[forward.batch_axis] == forward.batch_size
+def _as_taken(output: Tensor, axis: int, forward: ForwardContext, shown: RowMap | None) -> RowMap:
+    """Return how the next part of a model takes an output: as rows of samples, or as what all samples share."""
+    if output.dim() > forward.batch_axis and output.shape[forward.batch_axis] == forward.batch_size:
+        return RowMap("axis", forward.batch_axis)
+    several = axis >= 0 and output.shape[axis] % forward.batch_size == 0
+    return shown or (RowMap(FOLDED[0], axis) if several else WHOLE)
+
+
+def _refuse_of_all_samples(model: nn.Module, outputs: Sequence[Tensor], rows: Mapping[int, RowMap]) -> None:
+    """Refuse outputs without samples that the next part of a model would send a gradient of all samples for."""
+    for number, output in enumerate(outputs):
+        if output.requires_grad and number not in rows:
+            raise UncoveredParameterError(_OF_ALL_SAMPLES.format(model=type(model).__name__, shape=tuple(output.shape)))
 
 
 def _has_packed(inputs: Any) -> bool:

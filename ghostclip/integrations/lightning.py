@@ -426,8 +426,10 @@ class PrivacyCallback:
         def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
             inputs = _tree.mapped(lambda leaf: leaf, part), *more
             inside.append(part)
-            output = one_step(part, *more)
-            inside.clear()
+            try:
+                output = one_step(part, *more)
+            finally:
+                inside.clear()
             loss = output.get("loss") if isinstance(output, Mapping) else output
             rows = count_rows(part) or 0
             if not isinstance(loss, Tensor):

@@ -405,6 +405,8 @@ class DPOptimizer(WrappedOptimizer):
             fixed = self.releases > 0 or self.noise_source.level == "exact"
             checks.refuse_changed_parameters(self.clipper, self.params, fixed=fixed)
         trainable = [p for p in self.params if p.requires_grad]
+        if isinstance(self.noise_source, SharedNoise):
+            self.noise_source.require_parameters(trainable)
         # What has a clipped sum is clipped; for the rest the whole model is looked through.
         checks.refuse_uncovered(self.clipper, self.clipper.without_sum(trainable))
         self._released.refuse_strangers(self)

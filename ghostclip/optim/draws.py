@@ -294,21 +294,18 @@ class DrawLog:
 
     def _begins(self, index: int, rows: int) -> bool:
         """Whether a pass of so many rows may be the first one through the draw at `index`, or all of it."""
-        if index >= self._end:
-            return False
-        drawn = self._draws[index].rows
-        return rows <= drawn and (rows > 0 or drawn == 0)
+        return index < self._end and rows <= self._draws[index].rows
 
     def _after(self, states: dict[tuple[int, int, int], int], rows: int) -> dict[tuple[int, int, int], int]:
         """Return the states after a further pass: the rest of a draw, the same rows again, or the next draw."""
         # A state is the first draw, the present one, and how many of its rows were taken.
         reached: dict[tuple[int, int, int], int] = {}
         for (start, draw, taken), rounds in states.items():
-            drawn = self._draws[draw].rows
-            if taken == drawn:
-                moves = [((start, other, rows), rounds + 1) for other in (draw, draw + 1) if self._begins(other, rows)]
-            else:
-                moves = [((start, draw, taken + rows), rounds)] if 0 < rows <= drawn - taken else []
+            left = self._draws[draw].rows - taken
+            # A loop that cuts a draw into parts has some without rows, where it has fewer rows than parts.
+            moves = [((start, draw, taken + rows), rounds)] if rows <= left else []
+            if not left:
+                moves += [((start, other, rows), rounds + 1) for other in (draw, draw + 1) if self._begins(other, rows)]
             for state, times in moves:
                 reached[state] = max(times, reached.get(state, 0))
         return reached

@@ -122,8 +122,9 @@ def clipped(rank: int, ranks: int, name: str, *, resets: bool = True) -> dict:
     own = [parameter for stage in stages for parameter in stage.submod.parameters()]
     found = {names[id(parameter)]: parameter.grad.clone() for parameter in own}
     passes = [one.backward_passes for one in clipper.clippers]
+    forwards = [one.unchecked.forwards for one in clipper.clippers]
     clipper.remove()
-    return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes}
+    return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes, "forwards": forwards}
 
 
 def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
@@ -316,8 +317,19 @@ def other_samples(rank: int, ranks: int) -> dict[str, str]:
             private.step(ids, target=targets)
         said[f"other {case}"] = str(refused.value)
         assert private.clipper.backward_passes == 0
+    for case, table in {"table": torch.zeros(SAMPLES + 1, 2), "number": torch.zeros(())}.items():
+        with pytest.raises(InvalidOptionError) as refused:
+            private.step(inputs, target=labels, beside=table)
+        said[f"no rows: {case}"] = str(refused.value)
     private.step(inputs, target=labels)
     assert private.clipper.backward_passes == 1
+    as_if_drawn(optimizer, SAMPLES)
+    first = next(model.parameters()).requires_grad_(rank > 0)
+    # Before a rank has released anything.
+    with pytest.raises(InvalidOptionError, match="rank 0 refuses this step" if rank else "before make_private"):
+        optimizer.step()
+    first.requires_grad_()
+    private.step(inputs, target=labels)
     as_if_drawn(optimizer, SAMPLES)
     optimizer.noise_multiplier = 1.0 + rank
     with pytest.raises(InvalidOptionError) as refused:
@@ -355,15 +367,16 @@ def empty(rank: int, ranks: int) -> list[int]:
     run = PrivateRun(TensorDataset(*batch()), model=model, batch_size=1, max_grad_norm=BOUND, loss_reduction="sum")
     engine, private, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
     sizes = []
-    for _ in range(2):
-        for ids, targets in loader:
+    for accumulated in (1, 2):
+        for number, (ids, targets) in enumerate(loader, 1):
             private.step(ids, target=targets, losses=(found := [torch.zeros(())]))
             assert len(found) == (MICROBATCHES if len(ids) and rank == ranks - 1 else 0)
-            optimizer.step()
-            optimizer.zero_grad()
+            if number % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
             sizes.append(len(ids))
     private.remove_hooks()
-    assert sum(entry[2] for entry in engine.accountant.history) == len(sizes)
+    assert sum(entry[2] for entry in engine.accountant.history) == len(loader) * 3 // 2
     return sizes
 
 

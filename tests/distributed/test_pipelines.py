@@ -43,6 +43,8 @@ def test_clipped_sums_are_those_of_one_process(found, name):
     for rank in found:
         torch.testing.assert_close(rank[name]["norms"], alone.norms_B, rtol=1e-12, atol=0)
         assert set(rank[name]["passes"]) == {1}
+        # torch's look for the shapes that stages exchange is none of them.
+        assert set(rank[name]["forwards"]) == {2 * pipelines.MICROBATCHES}
     assert sums.keys() == alone.clipped.keys()
     for key, value in alone.clipped.items():
         torch.testing.assert_close(sums[key], value, rtol=1e-11, atol=1e-14)
@@ -155,6 +157,8 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
         ("other labels", "work on the same samples, and pipeline.step was given other inputs or targets there"),
         ("other fewer", "work on the same samples, and pipeline.step was given other inputs or targets there"),
         ("other none", "work on the same samples, and pipeline.step was given other inputs or targets there"),
+        ("no rows: table", "a tensor of shape (13, 2) beside 12 records"),
+        ("no rows: number", "a tensor of shape () beside 12 records"),
         ("other noise", "Set σ and C"),
         ("axis", "name the one axis of the mesh whose ranks have stages of one model"),
         ("forward", "call pipeline.step(inputs, target=...)"),

@@ -61,6 +61,8 @@ def _own_number_of_forwards(m, h):
     return h * (1 + m.forwards)
 
 
+# Two samples that change places have the mean that they had.
+@pytest.mark.parametrize("samples", [2, 5])
 @pytest.mark.parametrize(
     ("way", "said"),
     [
@@ -68,10 +70,10 @@ def _own_number_of_forwards(m, h):
         (_counter, "updates the buffer 'count' from the batch"),
     ],
 )
-def test_what_follows_the_batch_before_is_refused(way, said):
+def test_what_follows_the_batch_before_is_refused(way, said, samples):
     model = _Model(way)
     with ghostclip.GhostClipper(model, max_grad_norm=0.1), pytest.raises(SampleMixingError, match=said):
-        model(torch.randn(5, 3))
+        model(torch.randn(samples, 3))
 
 
 @pytest.mark.parametrize("way", [_attribute, _list, _queue])

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ghostclip
-from ghostclip.errors import BatchAxisError, SampleMixingError
+from ghostclip.errors import BatchAxisError, SampleMixingError, UncoveredParameterError
 from ghostclip.evidence.unchecked import BESIDE
 
 T = 3
@@ -174,3 +174,62 @@ def test_what_a_loss_takes_from_a_hook_is_said_to_be_unchecked():
     clipper.backward(model(x).sum(1) + taken["h"].square().sum((1, 2)))
     assert BESIDE in str(clipper.unchecked)
     assert not ghostclip.GhostClipper(nn.Linear(3, 2), max_grad_norm=1.0).unchecked.reason(BESIDE)
+
+
+# What a stage of a pipeline returns beside rows of samples; a last one would take them for itself.
+_HANDED_ON = {
+    "a number": lambda h, x: h.detach().mean(),
+    "a vector": lambda h, x: h.detach().mean(0),
+    "a row": lambda h, x: x.mean(0, keepdim=True),
+    "products of samples": lambda h, x: x.T @ x,
+    "a count": lambda h, x: (x > 0).sum(),
+    "a choice": lambda h, x: h[:, 0].argsort(0).argsort(0),
+    "a mask": lambda h, x: x[:, 0] > x[:, 0].mean(),
+    "the number of samples": lambda h, x: torch.tensor(float(len(x))),
+    "folded rows": lambda h, x: (x - x.mean(0)).repeat_interleave(2, 0),
+}
+
+
+class _Stage(nn.Module):
+    def __init__(self, beside):
+        super().__init__()
+        self.layer, self.beside = nn.Linear(4, 3), beside
+        self.register_buffer("table", torch.randn(7))
+
+    def forward(self, x):
+        h = self.layer(x).tanh()
+        return h, self.beside(h, x)
+
+
+def _handed_on(beside, size) -> None:
+    clipper = ghostclip.GhostClipper(stage := _Stage(beside), max_grad_norm=0.1)
+    with clipper, clipper.holding(loss_elsewhere=True):
+        stage(torch.randn(size, 4))
+    assert not str(clipper.unchecked)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("beside", _HANDED_ON)
+def test_whatever_a_stage_hands_on_follows_no_other_sample(beside, size):
+    with pytest.raises(SampleMixingError, match="outputs of other samples changed"):
+        _handed_on(_HANDED_ON[beside], size)
+
+
+@pytest.mark.parametrize("beside", [Tensor.mean, lambda h: h.mean(0), lambda h: h.T @ h])
+def test_a_gradient_of_all_samples_together_is_taken_for_nothing_that_a_stage_hands_on(beside):
+    with pytest.raises(UncoveredParameterError, match="without an axis for the samples, which leads to parameters"):
+        _handed_on(lambda h, x: beside(h), 5)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda h, x: x[:, 0] > 0,
+        lambda h, x: h.argmax(1),
+        lambda h, x: torch.arange(7),
+        lambda h, x: x.repeat_interleave(2, 0),
+        lambda h, x: h.square(),
+    ],
+)
+def test_a_stage_hands_on_what_each_sample_has_or_all_share(beside):
+    _handed_on(beside, 5)

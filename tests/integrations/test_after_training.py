@@ -78,3 +78,37 @@ def test_a_callback_is_copied_before_its_training():
     callback.training.optimizer = object()
     with pytest.raises(NotOfferedError, match="a training has begun"):
         pickle.dumps(callback)
+
+
+def test_values_are_reduced_again_after_a_part_that_raised(tmp_path):
+    """Whoever looks at a training that has failed, a callback that comes first, finds Lightning's own reduction."""
+    lightning = pytest.importorskip("lightning")
+    from ghostclip.integrations.lightning import PrivacyCallback
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+        def training_step(self, batch, _):
+            self.trainer.strategy.reduce(batch[0])
+            raise ValueError("a part of the first draw")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Last(lightning.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            trainer.strategy.reduce(asked)
+
+    reduced, asked = [], torch.zeros(())
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, accumulate_grad_batches=2,
+        callbacks=[Last(), PrivacyCallback(noise_multiplier=1.0, target_delta=1e-3, max_grad_norm=1.0)],
+    )  # fmt: skip
+    trainer.strategy.reduce = lambda value, *_, **__: reduced.append(value) or value
+    records = torch.utils.data.TensorDataset(torch.randn(24, 3))
+    with pytest.raises(ValueError, match="a part of the first draw"):
+        trainer.fit(Model(), torch.utils.data.DataLoader(records, batch_size=12))
+    assert reduced[-1] is asked

@@ -113,6 +113,22 @@ def test_prefetched_batches_of_a_loader_that_starts_anew():
     assert run.optimizer.releases == 3 * len(run.loader)
 
 
+@ACCUMULATED
+def test_a_loop_may_cut_a_batch_into_more_parts_than_it_has_records():
+    """One without records comes first, last or between others."""
+    run, parts = Run(batch_size=2), ((0, 1), (1, 0), (0, 2, 0, 1), (2, 0, 2))
+    for number, batch in enumerate(run.loader):
+        run.optimizer.zero_grad()
+        left = list(zip(*batch, strict=True))
+        for share in parts[number % len(parts)]:
+            taken, left = left[:share], left[share:]
+            run.backward([torch.stack(part) for part in zip(*taken, strict=True)] if taken else [b[:0] for b in batch])
+        if left:
+            run.backward([torch.stack(part) for part in zip(*left, strict=True)])
+        run.optimizer.step()
+    assert run.optimizer.releases == len(run.loader)
+
+
 @pytest.mark.parametrize("batch", [DATA.tensors, [part[:8] for part in DATA.tensors]], ids=["all", "some"])
 def test_batches_that_were_not_drawn_are_refused(batch):
     Run().refuses(batch, "no batch of the private loader")
@@ -236,9 +252,7 @@ def brute_force(sizes, passes):
         if place >= len(sizes):
             return found
         for count in range(1, len(left) + 1):
-            taken = left[:count]
-            whole = sum(taken) == sizes[place] and (all(taken) or len(taken) == 1)
-            if not whole:
+            if sum(left[:count]) != sizes[place]:
                 continue
             rest = left[count:]
             found |= {place + 1} if not rest else places(place, rest) | places(place + 1, rest)
