@@ -551,7 +551,7 @@ class _Outputs:
         if one.dtype not in self.tolerances or one.shape[1:] != two.shape[1:]:
             return False
         stays = torch.isin(row_map.samples.cpu(), torch.tensor([self.order[place] for place in self.places]))
-        rows, others = (x.detach().flatten(1).nan_to_num() for x in (one[stays.to(one.device)], two))
+        rows, others = (x.detach().unsqueeze(-1).flatten(1).nan_to_num() for x in (one[stays.to(one.device)], two))
         if not rows.numel() or not len(others):
             return False
         signs = torch.randint(2, (rows.shape[1], _SUMS), generator=torch.Generator().manual_seed(0)) * 2 - 1

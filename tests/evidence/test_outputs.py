@@ -142,6 +142,16 @@ def test_rows_that_cannot_be_found_again_are_refused_or_said_to_be_unchecked(for
         assert "rows of an output cannot be told apart in another batch" in str(clipper.unchecked)
 
 
+def test_numbers_in_an_order_of_their_own_are_compared_as_rows_are(caplog):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).movedim(0, 1).flatten()
+
+    ghostclip.GhostClipper(model := Model(4, 3), max_grad_norm=0.1)
+    model(_data(5))
+    assert "the model raised" not in caplog.text
+
+
 class _PositionsFirst(nn.Module):
     def __init__(self):
         super().__init__()
