@@ -224,7 +224,10 @@ LOSSES: dict[str, Loss] = {
     "variance": Loss(lambda m, x, y: _each(m, x, y).mean() + _each(m, x, y).var(unbiased=False)),
     "over its own detached sum": Loss(_detached),
     "over a detached deviation": Loss(_standardised),
-    "over the detached mean": Loss(lambda m, x, y: _each(m, x, y).mean() / _each(m, x, y).mean().item()),
+    "over the detached mean": Loss(
+        lambda m, x, y: _each(m, x, y).mean() / _each(m, x, y).mean().item(),
+        unseen="losses are divided by a number of the batch, refused in the first step in which it changes",
+    ),
     "mixup": Loss(_mixup, unseen="each input is mixed with another record's before the model"),
     "centred inputs": Loss(_contrast_in_inputs, unseen="the batch's mean is taken from each input before the model"),
     "gradient penalty": Loss(_gradient_penalty),
