@@ -420,16 +420,16 @@ class PrivacyCallback:
         # Lightning discards gradients between forward and backward: here that is before the first part.
         self._replace(pl_module, "optimizer_zero_grad", wraps(zero_grad)(lambda *_: None))
         # Ranks compute different numbers of parts: what is logged inside is this rank's own, and is reduced afterwards.
-        reduce, inside = trainer.strategy.reduce, list[Any]()
-        self._replace(trainer.strategy, "reduce", lambda value, *a, **k: value if inside else reduce(value, *a, **k))
+        reduce = _Reduce(trainer.strategy.reduce)
+        self._replace(trainer.strategy, "reduce", reduce)
 
         def part_of_step(part: Any, more: tuple[Any, ...]) -> tuple[Any, int]:
             inputs = _tree.mapped(lambda leaf: leaf, part), *more
-            inside.append(part)
+            reduce.inside = True
             try:
                 output = one_step(part, *more)
             finally:
-                inside.clear()
+                reduce.inside = False
             loss = output.get("loss") if isinstance(output, Mapping) else output
             rows = count_rows(part) or 0
             if not isinstance(loss, Tensor):
@@ -546,6 +546,21 @@ class _Draws:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+class _Reduce:
+    """A strategy's reduction over ranks, left out inside a part; from one fit to the next it counts as the same."""
+
+    def __init__(self, reduce: Callable[..., Any]) -> None:
+        self.reduce, self.inside = reduce, False
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if self.inside else self.reduce(value, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.reduce == getattr(other, "reduce", other))
+
+    __hash__ = object.__hash__
 
 
 def _together(outputs: list[tuple[Any, int]]) -> Any:

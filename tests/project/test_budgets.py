@@ -22,7 +22,7 @@ ROOT = Path(ghostclip.__file__).parent
 ROOMS = {
     ".": 1_975, "accounting": 1_655, "assembly": 455, "audit": 475, "capture": 5_525, "clipping": 3_160,
     "commands": 505, "compat": 680, "data": 1_580, "distributed": 1_915, "evidence": 4_334, "facade": 620,
-    "factors": 1_555, "finetune": 1_495, "graph": 2_200, "integrations": 1_515, "kernels": 2_240, "language": 365,
+    "factors": 1_555, "finetune": 1_495, "graph": 2_200, "integrations": 1_525, "kernels": 2_240, "language": 365,
     "mechanisms": 500, "noise": 910, "optim": 1_320, "planning": 860, "privacy": 1_855, "rules": 1_285,
     "scaling": 685, "validation": 1_745,
 }  # fmt: skip
