@@ -554,8 +554,8 @@ class _Reduce:
     def __init__(self, reduce: Callable[..., Any]) -> None:
         self.reduce, self.inside = reduce, False
 
-    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value if self.inside else self.reduce(value, *args, **kwargs)
+    def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return value if self.inside else self.reduce(value, group=group, reduce_op=reduce_op)
 
     def __eq__(self, other: object) -> bool:
         return bool(self.reduce == getattr(other, "reduce", other))
