@@ -562,9 +562,10 @@ class _Outputs:
         return bool((apart.abs().amax(2).amin(1) > near).any())
 
     def _differs(self, first: Tensor, second: Tensor) -> bool:
-        # What is counted or chosen is the same or another.
-        tolerance = max(self.tolerances.get(first.dtype, 0.0), self.tolerances[self.coarsest])
-        if first.dtype not in self.tolerances:
+        if first.dtype in self.tolerances:
+            tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
+        else:
+            # What is counted or chosen is the same or another.
             tolerance, first, second = 0.0, first.double(), second.double()
         pieces = partial(_pieces, first, second, [self.order[place] for place in self.places], self.places)
         scale = max(float(one.abs().nan_to_num(posinf=0.0).max()) for one, _ in pieces())

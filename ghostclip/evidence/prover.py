@@ -629,8 +629,7 @@ class Evidence:
         if capture.gathering is not None or _has_packed(seen.call.inputs):
             self.unchecked.missed("samples cannot be exchanged", ORDER)
             return
-        forward = capture.forward
-        batch = Batch(seen.call.inputs, forward.batch_size, forward.batch_axis)
+        batch = Batch(seen.call.inputs, capture.forward.batch_size, capture.forward.batch_axis)
         missed = "an input may hold values by the samples' places"
         # Whatever a few of them show but order is asked of all.
         for samples in dict.fromkeys(tuple(spread_out(batch.size, most)[::-1]) for most in (_TURNED, batch.size)):
