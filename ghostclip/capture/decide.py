@@ -27,7 +27,7 @@ from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, candidates_along, order_of_rows, row_maps
-from ghostclip.capture.sample_axis import UNKNOWN_ORDER, SampleAxis, leads_to, sample_axis_at
+from ghostclip.capture.sample_axis import UNKNOWN_ORDER, Followed, SampleAxis, leads_to
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
 from ghostclip.errors import GhostClipError
@@ -37,6 +37,8 @@ from ghostclip.rules import Call, Captured, Rule, follows_from_form, is_rule_for
 _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 # More forms than this are no forms: something in the arguments is new each time.
 _MOST: Final = 4096
+# Of a call, shapes of its data by which the way of its rows is remembered.
+_SHAPES: Final = 256
 # Forms of factors that several parameters can have together.
 _TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})
@@ -249,6 +251,16 @@ class _KnownCall:
     known: int  # axis of its data that has samples
     reading: _Reading | None = None  # of its data in the forward before
     counted: Counted | None = None  # its count in that forward
+    followed: dict[torch.Size, Followed] = field(default_factory=dict)  # its rows, by the shape of its data
+
+    def follow(self, rows: Tensor) -> SampleAxis | None:
+        """Return where samples lie in data in the graph."""
+        edge, known = (rows.grad_fn, rows.output_nr), self.followed.get(rows.shape)
+        if known is None or not known.holds(edge):
+            if len(self.followed) >= _SHAPES:
+                self.followed.clear()
+            known = self.followed[rows.shape] = Followed(edge)
+        return known.rows
 
 
 @dataclass(eq=False, slots=True)
@@ -316,7 +328,7 @@ class _CachedDecision:
         wanted = self.form.requires_grad
         if wanted and known >= 0:
             reading, samples = call.reading, (forward.batch_size, forward.batch_axis)
-            followed = sample_axis_at((rows.grad_fn, rows.output_nr)) if samples[0] > 1 else None
+            followed = call.follow(rows) if samples[0] > 1 else None
             anchored = followed is not None
             if followed is None and samples[0] > 1 and call.site.chosen == ("followed", known):
                 # Evidence on data that was followed says nothing of other data.

@@ -7,9 +7,10 @@ keeps them. The walk goes from a value up to the nearest captured layer, whose r
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import gcd, prod
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -85,14 +86,28 @@ class SampleAxis(NamedTuple):
         return SampleAxis(-1, 1, 1, 1, self.samples()[entry : entry + 1], self.num_samples)
 
 
+# What stands for notes on a node that has none.
+_NOTHING: Final = object()
 # Rows of samples in an order that is not known.
 LOST: Final = SampleAxis(0, 1, 0, 1, UNKNOWN_ORDER)
-# (rows of a node's first parent, the node, number of its output) -> rows of that output, None where unknown.
-_Step: TypeAlias = Callable[[SampleAxis, Any, int], SampleAxis | None]
-# (the node, number of its output, how many nodes may still be visited) -> rows of that output, None where unknown.
-_Meeting: TypeAlias = Callable[[Any, int, list[int]], SampleAxis | None]
 # A value of the graph: the node that made it, and which of its outputs it is.
 _Edge: TypeAlias = tuple[Any, int]
+
+
+class Walk:
+    """A walk through the graph: how many nodes it may still visit, and the values that it came to."""
+
+    __slots__ = ("left", "visited")
+
+    def __init__(self, left: int = _MAX_STEPS, visited: list[_Edge] | None = None) -> None:
+        self.left = left
+        self.visited: list[_Edge] = [] if visited is None else visited
+
+
+# (rows of a node's first parent, the node, number of its output) -> rows of that output, None where unknown.
+_Step: TypeAlias = Callable[[SampleAxis, Any, int], SampleAxis | None]
+# (the node, number of its output, the walk to it) -> rows of that output, None where unknown.
+_Meeting: TypeAlias = Callable[[Any, int, Walk], SampleAxis | None]
 # What nodes do to rows, by their class.
 _kinds: dict[type, tuple[_Step | None, _Meeting | None]] = {}
 
@@ -103,15 +118,15 @@ def note(node: Any, key: str, value: Any) -> None:
     node.metadata[key] = value
 
 
-def sample_axis_at(edge: _Edge, left: list[int] | None = None) -> SampleAxis | None:
+def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
     """Return where samples lie in an output of a node; `LOST` where only evidence tells, None where sizes may."""
-    # `edge`: (the node, number of the output). `left`: how many nodes may still be visited.
-    left = left or [_MAX_STEPS]
+    walk = walk or Walk()
     way: list[tuple[_Step, Any, int]] = []
     others: list[tuple[_Edge, int, Any, int]] = []
-    while left[0] > 0:
-        left[0] -= 1
-        rows, step, edges = _asked(*edge, left)
+    while walk.left > 0:
+        walk.left -= 1
+        walk.visited.append(edge)
+        rows, step, edges = _asked(*edge, walk)
         if rows is not None:
             return _along_way(rows, way) if way else rows
         if len(edges) > 1 and step is None:
@@ -130,25 +145,31 @@ def sample_axis_at(edge: _Edge, left: list[int] | None = None) -> SampleAxis | N
     return None
 
 
-def _asked(node: Any, number: int, left: list[int]) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
+def _asked(node: Any, number: int, walk: Walk) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
     """Return the rows of an output where its node knows them, else what it does to those of its parents."""
     if node is None:
         return None, None, ()
-    if type(node) in _noted_kinds:
-        notes = node.metadata
-        use = notes.get(METADATA_KEY)
-        if use is not None or ROWS_KEY in notes:
-            return notes[ROWS_KEY] if use is None else use.sample_axis(), _same, ()
+    noted = _noted(node)
+    if noted is not _NOTHING:
+        return noted, _same, ()
     step, meeting = _kinds.get(type(node)) or _kind_of(node)
     if meeting is not None:
-        return meeting(node, number, left), _same, ()
+        return meeting(node, number, walk), _same, ()
     edges = node.next_functions
     if step is not None or len(edges) < 2:
         return None, step, edges[:1]
-    return None, None, _likely_first(node, left)
+    return None, None, _likely_first(node, walk)
 
 
-def _likely_first(node: Any, left: list[int]) -> list[_Edge]:
+def _noted(node: Any) -> Any:
+    """Return the rows that were noted on a node, by its use or as such; `_NOTHING` where none were."""
+    if type(node) not in _noted_kinds:
+        return _NOTHING
+    use = node.metadata.get(METADATA_KEY)
+    return node.metadata.get(ROWS_KEY, _NOTHING) if use is None else use.sample_axis()
+
+
+def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
     """Return a node's parents in the order in which they are asked for their rows."""
     # The output of a layer before what was added up over many of them. What a constant went through has the batch's
     # order whatever it meets: rows that were put into another one are looked for nearby, but for one that meets all.
@@ -156,8 +177,8 @@ def _likely_first(node: Any, left: list[int]) -> list[_Edge]:
     if len(parents) > 1:
         if type(parents[0][0]) not in _noted_kinds and type(parents[1][0]) in _noted_kinds:
             parents[:2] = parents[1::-1]
-        for place, edge in enumerate(parents if left[0] > _NEARBY else ()):
-            rows = sample_axis_at(edge, [_NEARBY])
+        for place, edge in enumerate(parents if walk.left > _NEARBY else ()):
+            rows = sample_axis_at(edge, Walk(_NEARBY, walk.visited))
             if rows is None or rows is LOST or rows.order is None or rows.axis < 0:
                 continue
             if not _ENTRYWISE.match(_name_of(node)) or _passed(edge, rows, node, 0) is not None:
@@ -443,11 +464,11 @@ _STEPS: Final[Mapping[str, _Step]] = {
 # -- where several values meet --------------------------------------------------------------------------------------
 
 
-def _concatenated(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+def _concatenated(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     after = _torch.shape_of(node, number)
     (axis,) = _axes([_torch.saved(node, "dim")], len(after))
     # A constant may have no rows: what is left of a batch that is run to its longest sample's end.
-    known = [sample_axis_at(edge, left) for edge in node.next_functions if edge[0] is not None]
+    known = [sample_axis_at(edge, walk) for edge in node.next_functions if edge[0] is not None]
     parts = [one for one in known if one is not None]
     rows = _together(parts)
     if rows is None or rows is LOST or rows.axis < 0 or rows.axis != axis:
@@ -460,9 +481,9 @@ def _concatenated(node: Any, number: int, left: list[int]) -> SampleAxis | None:
     return SampleAxis(axis, 1, len(samples), 1, samples, parts[0].num_samples)
 
 
-def _stacked(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+def _stacked(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     (axis,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
-    known = [sample_axis_at(edge, left) for edge in node.next_functions if edge[0] is not None]
+    known = [sample_axis_at(edge, walk) for edge in node.next_functions if edge[0] is not None]
     parts = [one for one in known if one is not None]
     if len(parts) == len(node.next_functions) and all(part.axis < 0 for part in parts):
         samples = torch.cat([part.samples().cpu() for part in parts])
@@ -490,14 +511,14 @@ def _alike(part: SampleAxis, other: SampleAxis) -> bool:
     return part.order is not None and other.order is not None and torch.equal(part.order.cpu(), other.order.cpu())
 
 
-def _multiplied(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+def _multiplied(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     """Return the rows of a product of matrices, or of batches of them."""
     *_, one, two = node.next_functions
     summed = len(_torch.shape_of(node, number)) - 1
-    rows = sample_axis_at(one, left)
+    rows = sample_axis_at(one, walk)
     if rows is not None:
         return rows if rows is LOST or rows.axis < summed else None
-    rows = sample_axis_at(two, left)
+    rows = sample_axis_at(two, walk)
     if rows is not None and (rows is LOST or rows.axis != summed - 1):
         return rows
     # A left factor from outside the graph may give rows any place.
@@ -506,28 +527,28 @@ def _multiplied(node: Any, number: int, left: list[int]) -> SampleAxis | None:
     return LOST if places else None
 
 
-def _placed(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+def _placed(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     """Return the rows of a value into which others were written where an index says."""
     base, written, after = node.next_functions[0], node.next_functions[-1], _torch.shape_of(node, number)
-    rows = sample_axis_at(base, left) if base[0] is not None else None
+    rows = sample_axis_at(base, walk) if base[0] is not None else None
     among = base[0] is None or (rows is None and is_written(base[0]))
     if not among and (rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)):
         return rows if rows is None or rows is LOST else _passed(base, rows, node, number)
     few = rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1]))
     if few and (written[0] is None or INDEX_KEY not in node.metadata):
         return None
-    values = sample_axis_at(written, left)
+    values = sample_axis_at(written, walk)
     if rows is None and values is not None and values is not LOST and not _writes_along(node, values.axis):
         return _passed(written, values, node, number) if base[0] is None else None
-    placed = _at_places(node, rows, after[0], left)
+    placed = _at_places(node, rows, after[0], walk)
     # Among constants a few rows in an unknown order are left to sizes.
     return LOST if placed is None and not few else placed
 
 
-def _written(node: Any, left: list[int], *, among: bool) -> tuple[Tensor, Tensor, int] | None:
+def _written(node: Any, walk: Walk, *, among: bool) -> tuple[Tensor, Tensor, int] | None:
     """Return the rows that a node writes, the sample of each and B; those written before `among` constants as well."""
     base, index = node.next_functions[0][0], _index_of_places(node)
-    values = sample_axis_at(node.next_functions[-1], left)
+    values = sample_axis_at(node.next_functions[-1], walk)
     if index is None or values is None or values is LOST:
         return None
     samples = values.samples().to(index.device)
@@ -537,13 +558,13 @@ def _written(node: Any, left: list[int], *, among: bool) -> tuple[Tensor, Tensor
         return None
     if not among or base is None:
         return index, samples, values.num_samples
-    before = _written(base, left, among=True) if is_written(base) else None
+    before = _written(base, walk, among=True) if is_written(base) else None
     return before and (torch.cat([before[0], index]), torch.cat([before[1], samples]), before[2])
 
 
-def _at_places(node: Any, rows: SampleAxis | None, size: int, left: list[int]) -> SampleAxis | None:
+def _at_places(node: Any, rows: SampleAxis | None, size: int, walk: Walk) -> SampleAxis | None:
     """Return the rows of a value with some written among ``rows``, those of constants if None; None if unknown."""
-    written = _written(node, left, among=rows is None)
+    written = _written(node, walk, among=rows is None)
     if written is None:
         return None
     index, samples, batch_size = written
@@ -595,16 +616,16 @@ def _index_of_places(node: Any) -> Tensor | None:
     return index if index.dim() == 1 else None
 
 
-def _recurred(node: Any, number: int, left: list[int]) -> SampleAxis | None:
+def _recurred(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     """Return the rows of a recurrent layer's outputs, or of its last states: those of its first step."""
     gates = node.next_functions[0]
-    rows = None if gates[0] is None else sample_axis_at(gates, left)
+    rows = None if gates[0] is None else sample_axis_at(gates, walk)
     if rows is None or rows is LOST or not number:
         return rows
     return rows.cut(0, _torch.shape_of(node, number)[0], 1)
 
 
-def _packed(node: Any, number: int, left: list[int]) -> SampleAxis:
+def _packed(node: Any, number: int, walk: Walk) -> SampleAxis:
     # Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
     return LOST
 
@@ -617,6 +638,129 @@ _MEETINGS: Final[Mapping[str, _Meeting]] = {
         "IndexPut", "IndexCopy", "IndexAdd", "IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce",
     )},
 }  # fmt: skip
+
+
+# -- what a walk saw, to know the same way again -----------------------------------------------------------------------
+
+# What is asked of a node beside its parents and its shape, by what it does to rows; of any other one ``dim``.
+_ASKED_FOR: Final[Mapping[Any, tuple[str, ...]]] = {
+    _turned: ("dims", "dim0", "dim1"), _selected: ("dim", "index"), _mirrored: ("dims", "shifts"),
+    _cut: ("dim", "start", "step", "split_size", "split_sizes"), _repeated: ("repeats",),
+}  # fmt: skip
+_BY_DATA: Final = frozenset({_indexed, _chosen, _placed})
+# What reads that of a node, by its class; None where there is nothing.
+_readers: dict[type, Callable[[Any], Any] | None] = {}
+
+
+class _Sight(NamedTuple):
+    """What a walk saw of a value."""
+
+    child: int  # number of the sight from which it was reached, -1 of the first, and the place of the edge there
+    place: int
+    number: int  # of the output
+    kind: type
+    shape: Sequence[int] | None  # None where what its child saved tells it
+    rows: Any  # as noted on the node, or `_NOTHING`; where they are noted, no more is looked at
+    parents: int = 0
+    passed_by: tuple[tuple[int, type], ...] = ()  # places and classes of parents where the walk did not go
+    again: tuple[tuple[int, int, int], ...] = ()  # (place, child, place) of parents that other sights lead to as well
+    read: Callable[[Any], Any] | None = None
+    saved: Any = None
+
+
+class Followed:
+    """Where samples lie in a value, and all that the walk to them has seen: who sees the same finds the same."""
+
+    __slots__ = ("_sights", "rows")
+
+    def __init__(self, edge: _Edge) -> None:
+        walk = Walk()
+        self.rows = sample_axis_at(edge, walk)
+        self._sights = _one_of_all(tuple(_sights_of(walk.visited)))
+
+    def holds(self, edge: _Edge) -> bool:
+        """Return whether a walk from another value of the same shape would see the same."""
+        seen = list[Any]()
+        for child, place, number, kind, shape, rows, parents, passed_by, again, read, saved in self._sights:
+            node, at = edge if child < 0 else seen[child][place]
+            if type(node) is not kind or at != number:
+                return False
+            if shape is not None and tuple(_torch.shape_of(node, at)) != shape:
+                return False
+            noted = _noted(node)
+            if noted is not _NOTHING or rows is not _NOTHING:
+                if rows is not noted and (_is_moved(noted) or rows != noted):
+                    return False
+                seen.append(())
+                continue
+            edges: Any = getattr(node, "next_functions", ())
+            seen.append(edges)
+            if len(edges) != parents or (read is not None and read(node) != saved):
+                return False
+            if (passed_by or again) and not _are_as_before(edges, passed_by, again, seen):
+                return False
+        return bool(self._sights)
+
+
+def _are_as_before(
+    edges: Sequence[_Edge],
+    passed_by: tuple[tuple[int, type], ...],
+    again: tuple[tuple[int, int, int], ...],
+    seen: Sequence[Sequence[_Edge]],
+) -> bool:
+    """Return whether parents that are no sights are of the classes, and the others the values, that they were."""
+    for place, kind in passed_by:
+        if type(edges[place][0]) is not kind:
+            return False
+    return all(edges[place] == seen[child][there] for place, child, there in again)
+
+
+def _is_moved(noted: Any) -> bool:
+    """Return whether rows noted on a node have an order, or are no rows."""
+    return not isinstance(noted, SampleAxis) or noted.order is not None
+
+
+@lru_cache(maxsize=4096)
+def _one_of_all(sights: tuple[_Sight, ...]) -> tuple[_Sight, ...]:
+    """Return one object for all walks that see the same: most layers of a model are reached as others are."""
+    return sights
+
+
+def _sights_of(visited: Sequence[_Edge]) -> list[_Sight]:
+    """Return what a walk has seen of the values it came to; nothing where it depends on what is in tensors."""
+    sights, came_to = list[_Sight](), dict.fromkeys(visited)
+    # By edge: from which sight it was reached, the place there, and whether that sight tells its shape.
+    reached = {visited[0]: (-1, 0, True)}
+    for edge in came_to:
+        node: Any = edge[0]
+        rows = _noted(node)
+        if edge not in reached or (isinstance(rows, SampleAxis) and rows is not LOST and rows.order is not None):
+            return []
+        child, place, told = reached[edge]
+        sight = _Sight(child, place, edge[1], type(node), None if told else tuple(_torch.shape_of(*edge)), rows)
+        if rows is _NOTHING and node is not None:
+            kind, edges, again = _kinds.get(type(node)) or _kind_of(node), node.next_functions, []
+            if not _BY_DATA.isdisjoint(kind):
+                return []
+            tells = len(edges) == 1 and (kind[0] in (_same, _turned) or _torch.has_saved(node, "self_sym_sizes"))
+            for at, one in enumerate(edges):
+                first = reached.setdefault(one, (len(sights), at, tells))
+                if first[:2] != (len(sights), at):
+                    again.append((at, *first[:2]))
+            read = _readers[type(node)] if type(node) in _readers else _reader_of(node)
+            passed_by = tuple((at, type(one[0])) for at, one in enumerate(edges) if one not in came_to)
+            saved = None if read is None else read(node)
+            sight = _Sight(*sight[:6], len(edges), passed_by, tuple(again), read, saved)
+        sights.append(sight)
+    return sights
+
+
+def _reader_of(node: Any) -> Callable[[Any], Any] | None:
+    """Return what reads all that is asked of nodes of a class."""
+    asked = _ASKED_FOR.get(_kinds[type(node)][0], ("dim",))
+    names = [f"_saved_{name}" for name in (*asked, "self_sym_sizes") if _torch.has_saved(node, name)]
+    _readers[type(node)] = read = attrgetter(*names) if names else None
+    return read
 
 
 # -- other questions of the graph --------------------------------------------------------------------------------------
