@@ -10,7 +10,7 @@ batch axis of their own), the general way of ``general.py``.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, candidates_along, order_of_rows, row_maps
-from ghostclip.capture.sample_axis import UNKNOWN_ORDER, Followed, SampleAxis, leads_to
+from ghostclip.capture.sample_axis import UNKNOWN_ORDER, Followed, leads_to
 from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
 from ghostclip.errors import GhostClipError
@@ -38,7 +38,7 @@ _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"}
 # More forms than this are no forms: something in the arguments is new each time.
 _MOST: Final = 4096
 # Of a call, shapes of its data by which the way of its rows is remembered.
-_SHAPES: Final = 256
+_SHAPES: Final = 64
 # Forms of factors that several parameters can have together.
 _TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})
@@ -220,27 +220,12 @@ class _DataForm(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How data of one shape is read, one object for all operations."""
+    """How data in the graph is read, of one shape and reached in one way."""
 
-    shape: torch.Size
-    samples: tuple[int, int]  # the number of samples, and the batch axis
-    followed: SampleAxis | None  # its rows, where they were followed
-    sizes: tuple[int, ...]  # sizes of its leading axes
+    way: Followed | None  # None in a batch of one sample
     maps: list[RowMap]  # how its rows may map to samples
-    kept: SavedForm  # the form that `SavedTensors` notes of it
-
-
-@lru_cache(maxsize=4096)
-def _reading(
-    shape: torch.Size, samples: tuple[int, int], known: int, dims: int, followed: SampleAxis | None
-) -> _Reading:
-    """Return how data in the graph is read, along a known axis, whose rows lie in the batch's order."""
-    sizes = tuple(shape[:dims])
-    maps = candidates_along(known, sizes, *samples)
-    if followed is not None and known < dims and followed.size == shape[known]:
-        first = RowMap.of(followed, samples[0])
-        maps = [first, *(one for one in maps if one.kind != first.kind)]
-    return _Reading(shape, samples, followed, sizes, maps, SavedForm.of_shape(shape))
+    form: SavedForm  # what `SavedTensors` notes of it
+    counted: Counted  # its count in a forward
 
 
 @dataclass(eq=False, slots=True)
@@ -249,18 +234,28 @@ class _KnownCall:
 
     site: CallSite
     known: int  # axis of its data that has samples
-    reading: _Reading | None = None  # of its data in the forward before
-    counted: Counted | None = None  # its count in that forward
-    followed: dict[torch.Size, Followed] = field(default_factory=dict)  # its rows, by the shape of its data
+    # by the shape of its data, the number of samples, and the batch axis
+    readings: dict[tuple[torch.Size, int, int], _Reading] = field(default_factory=dict)
 
-    def follow(self, rows: Tensor) -> SampleAxis | None:
-        """Return where samples lie in data in the graph."""
-        edge, known = (rows.grad_fn, rows.output_nr), self.followed.get(rows.shape)
-        if known is None or not known.holds(edge):
-            if len(self.followed) >= _SHAPES:
-                self.followed.clear()
-            known = self.followed[rows.shape] = Followed(edge)
-        return known.rows
+    def read(self, rows: Tensor, forward: ForwardContext, dims: int) -> _Reading:
+        """Return how data in the graph is read, whose rows lie in the batch's order, by its leading ``dims`` axes."""
+        shape, size, edge = rows.shape, forward.batch_size, (rows.grad_fn, rows.output_nr)
+        key = shape, size, forward.batch_axis
+        reading = self.readings.get(key)
+        if reading is not None and (reading.way is None or reading.way.holds(edge)):
+            return reading
+        if len(self.readings) >= _SHAPES:
+            self.readings.clear()
+        way, sizes = Followed(edge) if size > 1 else None, tuple(shape[:dims])
+        followed, maps = (
+            None if way is None else way.rows,
+            candidates_along(self.known, sizes, size, forward.batch_axis),
+        )
+        if followed is not None and followed.order is None and sizes[self.known : self.known + 1] == (followed.size,):
+            first = RowMap.of(followed, size)
+            maps = [first, *(one for one in maps if one.kind != first.kind)]
+        self.readings[key] = reading = _Reading(way, maps, SavedForm.of_shape(shape), (self.site, sizes))
+        return reading
 
 
 @dataclass(eq=False, slots=True)
@@ -324,31 +319,26 @@ class _CachedDecision:
         call = self.first if before is None else self.calls.get(visits)
         if call is None or call.site.attempts < MAX_ATTEMPTS or not is_rule_for(self.name, self.rule):
             return None
-        shape, behind, known, form, counted = rows.shape, rows.grad_fn, call.known, None, None
-        wanted = self.form.requires_grad
+        known, form, counted, wanted = call.known, None, None, self.form.requires_grad
         if wanted and known >= 0:
-            reading, samples = call.reading, (forward.batch_size, forward.batch_axis)
-            followed = call.follow(rows) if samples[0] > 1 else None
+            way, maps, form, counted = call.read(rows, forward, self.dims)
+            followed, sizes = None if way is None else way.rows, counted[1]
             anchored = followed is not None
-            if followed is None and samples[0] > 1 and call.site.chosen == ("followed", known):
+            if followed is None and way is not None and call.site.chosen == ("followed", known):
                 # Evidence on data that was followed says nothing of other data.
                 return None
             if followed is not None and (followed.order is not None or followed.axis != known):
                 return None
-            if reading is None or reading.shape != shape or reading.samples != samples or reading.followed != followed:
-                reading = call.reading = _reading(shape, samples, known, self.dims, followed)
-                call.counted = call.site, reading.sizes
-            sizes, maps, form, counted = reading.sizes, reading.maps, reading.kept, call.counted
         else:
-            sizes = tuple(shape[: self.dims])
+            sizes = tuple(rows.shape[: self.dims])
             # Where there are maps, data outside the graph is in the samples' own order.
             maps, anchored = _maps_as_ever(rows, sizes, known, forward), not wanted
         if not maps:
             return None
         forward.visits[self.visits] = visits
         use = ParamUse(
-            call.site, forward, self.targets, self.factors, self.dims, maps, None, behind, sizes, wanted, self.alike,
-            order=self.order,
+            call.site, forward, self.targets, self.factors, self.dims, maps, None, rows.grad_fn, sizes, wanted,
+            self.alike, order=self.order,
         )  # fmt: skip
         anchored = anchored or leads_to(rows, forward.around.anchor)
         output = self._output(func, rows, use, form)
