@@ -26,7 +26,6 @@ ROWS_KEY = "ghostclip_rows"
 # The index by which a node picks rows, or one or none for each axis, as autograd saves it: activation checkpointing
 # drops what the node itself saved until the backward. On a node that writes rows: that it may be asked for its index.
 INDEX_KEY = "ghostclip_index"
-_LEAVES: Final = frozenset({"AccumulateGrad", "torch::autograd::AccumulateGrad"})
 # Stands for an order that is not known.
 UNKNOWN_ORDER: Final = torch.empty(0, dtype=torch.int64)
 # Their entries are those of their operands' at the same place, whose axes are counted from the last one.
@@ -35,8 +34,6 @@ _ENTRYWISE: Final = re.compile(
     r"|Logaddexp2?|MaskedFill|Expand|Clamp|Xlogy)Backward\d*$"
 )
 _BATCHES_OF_PRODUCTS: Final = frozenset({"BmmBackward0", "BaddbmmBackward0", "CdistBackward0"})
-# A node's name is made anew each time it is asked for; its class tells the same.
-_names: dict[type, str] = {}
 # Classes of nodes that `note` has left something on. A node makes its notes when they are first asked for, which takes
 # longer than going on to the next one.
 _noted_kinds: set[type] = set()
@@ -199,11 +196,7 @@ def _along_way(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]]) -> Sa
 
 
 def _name_of(node: Any) -> str:
-    kind = type(node)
-    name = _names.get(kind)
-    if name is None:
-        name = _names[kind] = node.name()
-    return name
+    return type(node).__name__
 
 
 def _table(table: Mapping[str, Any], name: str) -> Any:
@@ -222,7 +215,7 @@ def _parents(node: Any) -> list[_Edge]:
     parents = []
     for edge in node.next_functions:
         parent = edge[0]
-        if parent is not None and (_names.get(type(parent)) or _name_of(parent)) not in _LEAVES:
+        if parent is not None and _name_of(parent) != "AccumulateGrad":
             parents.append(edge)
     return parents
 
@@ -446,7 +439,7 @@ _STEPS: Final[Mapping[str, _Step]] = {
     "IndexBackward0": _indexed, "IndexSelectBackward0": _chosen, "GatherBackward0": _chosen,
     **dict.fromkeys(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"), _viewed),
     **{f"SqueezeBackward{number}": _squeezed for number in range(3)},
-    "_OwnBackward": _same, "torch::autograd::NotImplemented": _untold,
+    "_OwnBackward": _same, "NotImplemented": _untold,
     **{f"{name}Backward0": _same for name in (
         "Clone", "ToCopy", "Alias", "Relu", "Gelu", "Tanh", "Sigmoid", "Silu", "NativeDropout", "Exp", "Neg",
     )},
@@ -798,7 +791,7 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
     pending, seen = [(node, output_nr)], 0
     while pending and seen < _MAX_NODES:
         edge = pending.pop()
-        if edge[0] is None or _name_of(edge[0]) in _LEAVES:
+        if edge[0] is None or _name_of(edge[0]) == "AccumulateGrad":
             continue
         seen += 1
         picked = _picked(*edge, batch_size)
