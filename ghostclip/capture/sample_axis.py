@@ -680,9 +680,9 @@ class Followed:
                 return False
             if shape is not None and tuple(_torch.shape_of(node, at)) != shape:
                 return False
-            noted = _noted(node)
+            noted = _noted(node) if kind in _noted_kinds else _NOTHING
             if noted is not _NOTHING or rows is not _NOTHING:
-                if rows is not noted and (_is_moved(noted) or rows != noted):
+                if rows is not noted and (rows is LOST or rows != noted):
                     return False
                 seen.append(())
                 continue
@@ -705,12 +705,7 @@ def _are_as_before(
     for place, kind in passed_by:
         if type(edges[place][0]) is not kind:
             return False
-    return all(edges[place] == seen[child][there] for place, child, there in again)
-
-
-def _is_moved(noted: Any) -> bool:
-    """Return whether rows noted on a node have an order, or are no rows."""
-    return not isinstance(noted, SampleAxis) or noted.order is not None
+    return not again or all(edges[place] == seen[child][there] for place, child, there in again)
 
 
 @lru_cache(maxsize=4096)
