@@ -94,11 +94,13 @@ _Edge: TypeAlias = tuple[Any, int]
 class Walk:
     """A walk through the graph: how many nodes it may still visit, and the values that it came to."""
 
-    __slots__ = ("left", "visited")
+    __slots__ = ("is_far", "left", "visited")
 
-    def __init__(self, left: int = _MAX_STEPS, visited: list[_Edge] | None = None) -> None:
-        self.left = left
-        self.visited: list[_Edge] = [] if visited is None else visited
+    def __init__(self, visited: dict[_Edge, Any] | None = None) -> None:
+        # A walk to what is nearby belongs to a far one. Of each value: what was noted on its node by then.
+        self.is_far = visited is None
+        self.left = _MAX_STEPS if visited is None else _NEARBY
+        self.visited: dict[_Edge, Any] = {} if visited is None else visited
 
 
 # (rows of a node's first parent, the node, number of its output) -> rows of that output, None where unknown.
@@ -122,10 +124,9 @@ def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
     others: list[tuple[_Edge, int, Any, int]] = []
     while walk.left > 0:
         walk.left -= 1
-        walk.visited.append(edge)
         rows, step, edges = _asked(*edge, walk)
         if rows is not None:
-            return _along_way(rows, way) if way else rows
+            return _along_way(rows, way, notes=walk.is_far) if way else rows
         if len(edges) > 1 and step is None:
             # Parents that are asked where the first one knows nothing.
             others += [(other, len(way), *edge) for other in edges[1:]]
@@ -144,9 +145,10 @@ def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
 
 def _asked(node: Any, number: int, walk: Walk) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
     """Return the rows of an output where its node knows them, else what it does to those of its parents."""
+    noted = _noted(node)
+    walk.visited.setdefault((node, number), noted)
     if node is None:
         return None, None, ()
-    noted = _noted(node)
     if noted is not _NOTHING:
         return noted, _same, ()
     step, meeting = _kinds.get(type(node)) or _kind_of(node)
@@ -175,7 +177,7 @@ def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
         if type(parents[0][0]) not in _noted_kinds and type(parents[1][0]) in _noted_kinds:
             parents[:2] = parents[1::-1]
         for place, edge in enumerate(parents if walk.left > _NEARBY else ()):
-            rows = sample_axis_at(edge, Walk(_NEARBY, walk.visited))
+            rows = sample_axis_at(edge, Walk(walk.visited))
             if rows is None or rows is LOST or rows.order is None or rows.axis < 0:
                 continue
             if not _ENTRYWISE.match(_name_of(node)) or _passed(edge, rows, node, 0) is not None:
@@ -183,8 +185,8 @@ def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
     return parents
 
 
-def _along_way(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]]) -> SampleAxis | None:
-    """Follow rows back down to where they were asked for."""
+def _along_way(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]], *, notes: bool) -> SampleAxis | None:
+    """Follow rows back down to where they were asked for; note them, if asked to, where values are added up."""
     while way and rows is not None and rows is not LOST:
         step, node, number = way.pop()
         if rows.axis < 0 and (type(step) is not partial or step.func is not _met):
@@ -192,6 +194,10 @@ def _along_way(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]]) -> Sa
         after = step(rows, node, number)
         # Sizes say nothing of rows that were put into an order.
         rows = LOST if after is None and rows.order is not None and rows.axis >= 0 else after
+        # Where most layers have no parameter that is trained, all of them are between one that has and the one before.
+        is_sum = notes and type(step) is partial and step.func is _met and _ENTRYWISE.match(_name_of(node))
+        if is_sum and rows is not None and rows.order is None and rows.axis >= 0:
+            note(node, ROWS_KEY, rows)
     return rows
 
 
@@ -661,15 +667,19 @@ class _Sight(NamedTuple):
     saved: Any = None
 
 
+# Rows to note on a value, by the number of the sight from which it is reached and the place there.
+_Note: TypeAlias = tuple[int, int, SampleAxis]
+
+
 class Followed:
     """Where samples lie in a value, and all that the walk to them has seen: who sees the same finds the same."""
 
-    __slots__ = ("_sights", "rows")
+    __slots__ = ("_notes", "_sights", "rows")
 
     def __init__(self, edge: _Edge) -> None:
         walk = Walk()
         self.rows = sample_axis_at(edge, walk)
-        self._sights = _one_of_all(tuple(_sights_of(walk.visited)))
+        self._sights, self._notes = _one_of_all(*_sights_of(edge, walk.visited))
 
     def holds(self, edge: _Edge) -> bool:
         """Return whether a walk from another value of the same shape would see the same."""
@@ -692,6 +702,8 @@ class Followed:
                 return False
             if (passed_by or again) and not _are_as_before(edges, passed_by, again, seen):
                 return False
+        for child, place, rows in self._notes:
+            note((edge if child < 0 else seen[child][place])[0], ROWS_KEY, rows)
         return bool(self._sights)
 
 
@@ -709,38 +721,39 @@ def _are_as_before(
 
 
 @lru_cache(maxsize=4096)
-def _one_of_all(sights: tuple[_Sight, ...]) -> tuple[_Sight, ...]:
+def _one_of_all(*seen: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
     """Return one object for all walks that see the same: most layers of a model are reached as others are."""
-    return sights
+    return seen
 
 
-def _sights_of(visited: Sequence[_Edge]) -> list[_Sight]:
-    """Return what a walk has seen of the values it came to; nothing where it depends on what is in tensors."""
-    sights, came_to = list[_Sight](), dict.fromkeys(visited)
+def _sights_of(start: _Edge, visited: Mapping[_Edge, Any]) -> tuple[tuple[_Sight, ...], tuple[_Note, ...]]:
+    """Return what a walk has seen of the values it came to, and its notes; nothing where tensors' values were asked."""
+    sights, notes = list[_Sight](), list[_Note]()
     # By edge: from which sight it was reached, the place there, and whether that sight tells its shape.
-    reached = {visited[0]: (-1, 0, True)}
-    for edge in came_to:
+    reached = {start: (-1, 0, True)}
+    for edge, rows in visited.items():
         node: Any = edge[0]
-        rows = _noted(node)
         if edge not in reached or (isinstance(rows, SampleAxis) and rows is not LOST and rows.order is not None):
-            return []
+            return (), ()
         child, place, told = reached[edge]
+        if rows is _NOTHING and (noted := _noted(node)) is not _NOTHING:
+            notes.append((child, place, noted))
         sight = _Sight(child, place, edge[1], type(node), None if told else tuple(_torch.shape_of(*edge)), rows)
         if rows is _NOTHING and node is not None:
             kind, edges, again = _kinds.get(type(node)) or _kind_of(node), node.next_functions, []
             if not _BY_DATA.isdisjoint(kind):
-                return []
+                return (), ()
             tells = len(edges) == 1 and (kind[0] in (_same, _turned) or _torch.has_saved(node, "self_sym_sizes"))
             for at, one in enumerate(edges):
                 first = reached.setdefault(one, (len(sights), at, tells))
                 if first[:2] != (len(sights), at):
                     again.append((at, *first[:2]))
             read = _readers[type(node)] if type(node) in _readers else _reader_of(node)
-            passed_by = tuple((at, type(one[0])) for at, one in enumerate(edges) if one not in came_to)
+            passed_by = tuple((at, type(one[0])) for at, one in enumerate(edges) if one not in visited)
             saved = None if read is None else read(node)
             sight = _Sight(*sight[:6], len(edges), passed_by, tuple(again), read, saved)
         sights.append(sight)
-    return sights
+    return tuple(sights), tuple(notes)
 
 
 def _reader_of(node: Any) -> Callable[[Any], Any] | None:

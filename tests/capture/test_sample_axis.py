@@ -1,11 +1,13 @@
 """Where samples lie in a value, followed through one operation after the other."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ghostclip.capture import sample_axis
-from ghostclip.capture.nodes import nodes_behind
+from ghostclip.capture.nodes import nodes_behind, shape_at
 from ghostclip.capture.sample_axis import LOST, ROWS_KEY, Followed, SampleAxis, note, sample_axis_at
 
 F64 = torch.float64
@@ -285,30 +287,34 @@ def _is_by_data(name: str) -> bool:
     )
 
 
-def _looked_up_along(axis: int, other: int) -> dict[str, Tensor]:
+AXES = ((0, 1), (1, 0), (1, 2), (2, 0), (1, 1))
+
+
+def _edge_of(name: str, axes: tuple[int, int]) -> tuple[object, int]:
+    """Return a value anew: a walk leaves notes on what it has passed."""
     values = []
-    for along in (axis, other):
+    for along in axes:
         values.append(torch.randn(6, 6, 6, dtype=F64, requires_grad=True) * 1)
         note(values[-1].grad_fn, ROWS_KEY, SampleAxis(along, 1, 6, 1))
-    return {name: operation(*values, torch.randn(6, 6, 6, dtype=F64)) for name, operation in CUBE.items()}
+    value = CUBE[name](*values, torch.randn(6, 6, 6, dtype=F64))
+    return value.grad_fn, value.output_nr
 
 
-def test_what_looks_the_same_has_the_same_rows():
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("name", CUBE)
+def test_what_looks_the_same_has_the_same_rows(name, axes):
     """A way is known again only where a walk finds on it what it found before."""
-    values = [
-        (name, value)
-        for axes in ((0, 1), (1, 0), (1, 2), (2, 0), (1, 1))
-        for name, value in _looked_up_along(*axes).items()
-    ]
-    for name, value in values:
-        followed, same = Followed((value.grad_fn, value.output_nr)), set[str]()
-        for other, like in values:
-            edge = (like.grad_fn, like.output_nr)
-            if like.shape == value.shape and followed.holds(edge):
-                same.add(other)
-                assert _are_equal(sample_axis_at(edge), followed.rows), (name, other)
-        # What data has picked is followed each time anew.
-        assert (name in same) != ("picked" in name or name == "all of two"), name
+    edge = _edge_of(name, axes)
+    followed, same = Followed(edge), set[str]()
+    for other, along in itertools.product(CUBE, AXES):
+        like = _edge_of(other, along)
+        if shape_at(like) == shape_at(edge) and followed.holds(like):
+            same.add(other)
+            assert _are_equal(sample_axis_at(_edge_of(other, along)), followed.rows), (other, along)
+            # With the notes that it has left.
+            assert _are_equal(sample_axis_at(like), followed.rows), (other, along)
+    # What data has picked is followed each time anew.
+    assert (name in same) != ("picked" in name or name == "all of two")
 
 
 def _are_equal(rows: SampleAxis | None, others: SampleAxis | None) -> bool:
@@ -322,6 +328,47 @@ def test_a_way_is_known_again(name):
     torch.manual_seed(0)
     first, again = (OPERATIONS[name](_value(), torch.randn(*SIZES, dtype=F64)) for _ in range(2))
     followed = Followed((first.grad_fn, first.output_nr))
-    rows = sample_axis_at((again.grad_fn, again.output_nr))
-    assert _are_equal(followed.rows, rows)
     assert followed.holds((again.grad_fn, again.output_nr))
+    assert _are_equal(followed.rows, sample_axis_at((again.grad_fn, again.output_nr)))
+
+
+def test_layers_between_those_that_are_trained_are_passed_once():
+    """The rows of each adapter's input come from the adapter before, not from the beginning of the model."""
+    known = list[Followed]()
+    for forward in range(3):
+        x = _value()
+        for layer in range(8):
+            h = x.sin().cos()
+            if forward:
+                assert known[layer].holds((h.grad_fn, 0))
+            else:
+                known.append(Followed((h.grad_fn, 0)))
+            x = x + (x + h.exp() + 1)
+    assert {one.rows for one in known} == {SampleAxis(1, 1, 6, 1)}
+    assert len({len(one._sights) for one in known[2:]}) == 1
+
+
+class _Both(torch.autograd.Function):
+    """An operation that nobody knows, of two values and with two outputs."""
+
+    @staticmethod
+    def forward(ctx, one, two):
+        return one + two, one.sum((1, 2))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], grads[0]
+
+
+def test_outputs_of_one_operation_have_rows_of_their_own():
+    value = _value()
+    same, shorter = _Both.apply(value, value * 2)
+    assert sample_axis_at((same.grad_fn, same.output_nr)) == SampleAxis(1, 1, 6, 1)
+    assert sample_axis_at((shorter.grad_fn, shorter.output_nr)) is None
+
+
+def test_rows_in_another_order_are_met_behind_a_sum_as_well():
+    x = torch.randn(6, 4, dtype=F64, requires_grad=True) * 1
+    note(x.grad_fn, ROWS_KEY, SampleAxis(0, 1, 6, 1))
+    y = (x + x[ORDER]) + x * 2
+    assert torch.equal(sample_axis_at((y.grad_fn, y.output_nr)).samples(), ORDER)
