@@ -91,7 +91,7 @@ MUTATIONS = (
     Mutation("first physical batch lost", "every record of a draw is in the sum once", "clipping/store.py",
              "buffer = self._sums.get(parameter) if self.owned else", "buffer = None if self.owned else",
              "data/test_physical_batches.py data/test_batch_memory_manager.py"),
-    Mutation("half a part kept", "after out-of-memory sums are put back", "data/physical_batches.py",
+    Mutation("half a part kept", "after out-of-memory sums are put back", "data/physical_batch_size.py",
              "        undo()\n        if not again", "        if not again",
              "data/test_out_of_memory.py data/test_physical_batches.py"),
     Mutation("zero_grad keeps sums", "zero_grad() discards what was accumulated", "optim/dp_optimizer.py",

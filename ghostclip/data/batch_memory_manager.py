@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ghostclip import _validate
-from ghostclip.data.physical_batch_size import FixedSize, SizePolicy, largest_batch, learned_size
+from ghostclip.data.physical_batch_size import SizePolicy, given_size, learned_size
 from ghostclip.data.physical_batches import run_in_parts
 from ghostclip.data.sampler import PrivateSampler, Records
 from ghostclip.data.torch_loader import TakenAsItIs, started, worker_options
@@ -100,7 +100,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         self, loader: DataLoader[Any], *, optimizer: DPOptimizer, policy: SizePolicy, expected_batch_size: float
     ) -> None:
         self._logical_batches = splittable_batches(loader)
-        self._stop_when: Callable[[], bool] | None = getattr(loader, "stop_when", None)
+        self.stop_when = getattr(loader, "stop_when", None)
         self._optimizer = optimizer
         self._policy = policy
         self._physical_per_logical = lambda: max(1, math.ceil(expected_batch_size / policy.size))
@@ -125,7 +125,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
             # Workers fetch as soon as they are started.
             start = partial(started, super().__iter__, resuming=resuming)
             for token, batch in self._delivered(start):
-                if token.chunk == 0 and self._stop_when is not None and self._stop_when():
+                if token.chunk == 0 and self.stop_when is not None and self.stop_when():
                     return
                 self._optimizer.begin_physical_batch(token)
                 self._policy.before()
@@ -235,13 +235,8 @@ class BatchMemoryManager:
         self.data_loader = data_loader
         self.optimizer = optimizer
         self.max_physical_batch_size = max_physical_batch_size
-        self._policy: SizePolicy | None = None
-        if max_physical_batch_size != "auto":
-            self.max_physical_batch_size = _validate.positive_int(max_physical_batch_size, "max_physical_batch_size")
-            self._policy = FixedSize(self.max_physical_batch_size)
-            if memory_budget is not None:
-                raise InvalidOptionError("memory_budget only says how to find max_physical_batch_size='auto'.")
-        elif optimizer.clipper.is_sharded:
+        self._policy: SizePolicy | None = given_size(max_physical_batch_size, memory_budget)
+        if self._policy is None and optimizer.clipper.is_sharded:
             raise InvalidOptionError(
                 "max_physical_batch_size='auto' with a model that several ranks hold in parts: each would find its own "
                 "size, and they must run the model equally often. Give a number, the same on every rank."
@@ -261,8 +256,8 @@ class BatchMemoryManager:
 
     def __enter__(self) -> PhysicalBatchLoader:
         if self._policy is None:
-            device, upper = self.optimizer.params[0].device, largest_batch(self._expected_batch_size())
-            self._policy = learned_size(upper=upper, memory_budget=self._memory_budget, device=device)
+            device = self.optimizer.params[0].device
+            self._policy = learned_size(self._expected_batch_size(), self._memory_budget, device)
         return PhysicalBatchLoader(
             self.data_loader,
             optimizer=self.optimizer,

@@ -26,7 +26,6 @@ from ghostclip.data.torch_loader import (
     worker_options,
 )
 from ghostclip.distributed import refused_together, world_size
-from ghostclip.distributed.agreement import noting_each
 from ghostclip.errors import DataError, InvalidOptionError
 
 logger = logging.getLogger(__name__)
@@ -74,8 +73,6 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         >>> len(private), private.sample_rate
         (8, 0.125)
     """
-
-    stop_when: Callable[[], bool] | None = None
 
     @takes(*options_of(DataLoader, *FETCHING, "pin_memory_device"))
     def __init__(  # noqa: PLR0913 - torch's own options, named instead of swallowed
@@ -197,13 +194,8 @@ class DPDataLoader(TakenAsItIs, DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield one epoch of batches, or the rest of an interrupted one."""
-        sampler = self.private_sampler
-        with sampler.tracking():
-            for batch in noting_each(started(super().__iter__, resuming=sampler.resuming)):
-                if self.stop_when is not None and self.stop_when():
-                    return
-                sampler.mark_delivered()
-                yield self.placed(batch, sampler.draws)
+        sampler, begin = self.private_sampler, super().__iter__
+        return self.handed_out(lambda: started(begin, resuming=sampler.resuming), sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).

@@ -6,7 +6,8 @@ import gc
 import logging
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
@@ -112,46 +113,38 @@ def find_max_physical_batch_size(
     # stay within it as well. On the CPU, where running out of memory ends the process, the peak of the resident set is
     # measured at small sizes and growth stops where the next size would exceed the budget.
     device = torch.device(device)
-    meter = PeakMemory(device)
     # The first step, and the first of several samples (which is checked), also pay for what is allocated once.
     step_fn(1)
     if _validate.positive_int(upper, "upper") > 1:
-        _peak_of(step_fn, 2, meter)
-    search = BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget))
-    while not search.settled:
-        size = search.size
-        peak = _peak_of(step_fn, size, meter)
-        if peak is None:
-            search.record_failure(size)
+        attempt(partial(step_fn, 2), again=True)
+    sizes = LearnedSize(upper=upper, limit=memory_limit(device, memory_budget), device=device)
+    while not sizes.settled:
+        size = sizes.size
+        sizes.before()
+        if attempt(partial(step_fn, size), again=size > 1)[0]:
+            sizes.after(size)
         else:
-            search.record(size, peak)
-        if search.nothing_fits:
+            sizes.failed(size)
+        if sizes.nothing_fits:
             raise InvalidOptionError(
-                f"max_physical_batch_size='auto': one sample takes memory to {peak} bytes, over the budget of "
+                f"max_physical_batch_size='auto': one sample takes memory to {sizes.peak} bytes, over the budget of "
                 f"{memory_budget} on top of what was in use. Raise memory_budget, or use shorter samples."
             )
-    _log.info("physical batch size %d found on %s (upper bound %d)", search.size, device, upper)
-    return search.size
+    return sizes.size
 
 
-def _peak_of(step_fn: Callable[[int], object], size: int, meter: PeakMemory) -> int | None:
-    """Run a step and return its peak of memory in bytes, or None if the device ran out with several samples."""
-    meter.start()
+def attempt(work: Callable[[], Any], *, again: bool, undo: Callable[[], None] = lambda: None) -> tuple[bool, Any]:
+    """Return True and a result, or False, after ``undo``, where memory ran out and it is to be tried ``again``."""
     try:
-        step_fn(size)
+        return True, work()
     except BaseException as error:
-        if size == 1 or not is_out_of_memory(error):
+        undo()
+        if not again or not is_out_of_memory(error):
             raise
-        fits = False
-    else:
-        fits = True
-    peak = meter.stop()
-    if fits:
-        return peak
-    # Outside of the handler: the traceback kept the step's tensors alive until here.
+    # Outside of the handler: the traceback kept the attempt's tensors alive until here.
     gc.collect()
     torch.cuda.empty_cache()
-    return None
+    return False, None
 
 
 def largest_batch(expected_batch_size: float) -> int:
@@ -176,23 +169,18 @@ class FixedSize:
         self.size = min(self.size, max(1, size // 2))
 
 
-class LearnedSize:
-    """A physical batch size that grows from one sample while the real training steps are measured."""
+class LearnedSize(BatchSizeSearch):
+    """A physical batch size that grows from one sample while steps are measured, those of a training or trial steps."""
 
-    def __init__(self, search: BatchSizeSearch, device: torch.device) -> None:
-        self._search = search
+    def __init__(self, *, upper: int, limit: int | None, device: torch.device) -> None:
+        super().__init__(upper=upper, limit=limit)
+        self.peak = 0  # of the latest size that was measured, in bytes
         self._meter = PeakMemory(device)
         self._measuring = False
-        self._warned = False
-
-    @property
-    def size(self) -> int:
-        """The largest physical batch that the measurements so far allow."""
-        return self._search.size
 
     def before(self) -> None:
         """Begin to measure, unless the size is settled."""
-        self._measuring = not self._search.settled
+        self._measuring = not self.settled
         if self._measuring:
             self._meter.start()
 
@@ -200,25 +188,39 @@ class LearnedSize:
         """Learn from a processed batch."""
         if self._measuring and size > 0:
             self._measuring = False
-            self._search.record(size, self._meter.stop())
-            if self._search.settled:
-                _log.info("physical batch size settled at %d", self._search.size)
-            elif self._search.nothing_fits and not self._warned:
-                self._warned = True
+            fitted = not self.nothing_fits
+            self.peak = self._meter.stop()
+            self.record(size, self.peak)
+            if self.settled:
+                _log.info("physical batch size settled at %d", self.size)
+            elif self.nothing_fits and fitted:
                 _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
 
     def failed(self, size: int) -> None:
         """Learn that a size does not fit."""
-        self._measuring = False
-        self._search.record_failure(size)
+        if self._measuring:
+            self._measuring = False
+            self._meter.stop()
+        self.record_failure(size)
 
 
 SizePolicy: TypeAlias = FixedSize | LearnedSize
 """Decides how large a physical batch may be."""
 
 
-def learned_size(*, upper: int, memory_budget: int | None, device: torch.device) -> LearnedSize:
+def given_size(max_physical_batch_size: int | str, memory_budget: int | None) -> FixedSize | None:
+    """Return the size that a user has given, None for "auto"; refuse a budget that nothing is found within."""
+    if max_physical_batch_size == "auto":
+        return None
+    size = _validate.positive_int(max_physical_batch_size, "max_physical_batch_size")
+    if memory_budget is not None:
+        raise InvalidOptionError("memory_budget only says how to find max_physical_batch_size='auto'.")
+    return FixedSize(size)
+
+
+def learned_size(expected_batch_size: float, memory_budget: int | None, device: torch.device) -> LearnedSize:
     """Return a size that is learned within a memory budget, by default `DEFAULT_SHARE` of what is available now."""
     if memory_budget is None and device.type == "cuda":
         memory_budget = int(DEFAULT_SHARE * (available_bytes(device) or 0))
-    return LearnedSize(BatchSizeSearch(upper=upper, limit=memory_limit(device, memory_budget)), device)
+    limit = memory_limit(device, memory_budget)
+    return LearnedSize(upper=largest_batch(expected_batch_size), limit=limit, device=device)

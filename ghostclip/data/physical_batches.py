@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from ghostclip import _validate
 from ghostclip._memory import is_out_of_memory
 from ghostclip.clipping.store import Savepoint
-from ghostclip.data.physical_batch_size import FixedSize, SizePolicy, largest_batch, learned_size
-from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.data.physical_batch_size import SizePolicy, attempt, given_size, learned_size
+from ghostclip.errors import DataError
 from ghostclip.evidence.dependence import batch_axis_of
 from ghostclip.optim import DPOptimizer, private_optimizer
 
@@ -62,7 +61,7 @@ def _all_parts(
         count = math.ceil((size - done) / max(1, math.ceil((size - done) / policy.size)))
         part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=axis)
         policy.before()
-        fits, result = _attempt(part, work, again=count > 1, undo=savepoint.restore)
+        fits, result = attempt(partial(work, part), again=count > 1, undo=savepoint.restore)
         if fits:
             policy.after(count)
             done += count
@@ -71,22 +70,7 @@ def _all_parts(
         policy.failed(count)
         _log.warning("%d samples at once did not fit in memory; the batch is run again in smaller parts", count)
         done, results = 0, []
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return results
-
-
-def _attempt(part: Any, work: Callable[[Any], Any], *, again: bool, undo: Callable[[], None]) -> tuple[bool, Any]:
-    """Run a part; return True and its result, or False and restored sums where memory ran out and ``again`` is set."""
-    try:
-        return True, work(part)
-    except BaseException as error:
-        undo()
-        if not again or not is_out_of_memory(error):
-            raise
-    # Outside of the handler: the traceback kept the attempt's tensors alive until here.
-    return False, None
 
 
 def count_rows(batch: Any, *, axis: int = 0) -> int | None:
@@ -170,11 +154,7 @@ class PhysicalBatches:
     ) -> None:
         self._optimizer = private_optimizer(optimizer)
         self._memory_budget = memory_budget
-        self._policy: SizePolicy | None = None
-        if max_physical_batch_size != "auto":
-            if memory_budget is not None:
-                raise InvalidOptionError("memory_budget only says how to find max_physical_batch_size='auto'.")
-            self._policy = FixedSize(_validate.positive_int(max_physical_batch_size, "max_physical_batch_size"))
+        self._policy: SizePolicy | None = given_size(max_physical_batch_size, memory_budget)
 
     @property
     def size(self) -> int:
@@ -211,6 +191,5 @@ class PhysicalBatches:
         """Return the policy; learning begins at the first batch, when the model is on its device."""
         if self._policy is None:
             device = self._optimizer.params[0].device
-            upper = largest_batch(self._optimizer.expected_batch_size or 1e6)
-            self._policy = learned_size(upper=upper, memory_budget=self._memory_budget, device=device)
+            self._policy = learned_size(self._optimizer.expected_batch_size or 1e6, self._memory_budget, device)
         return self._policy

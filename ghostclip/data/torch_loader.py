@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from ghostclip.distributed import world_size
+from ghostclip.distributed.agreement import noting_each
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optim.draws import DrawLog
 
@@ -179,9 +180,11 @@ class TakenAsItIs:
 
     Attributes:
         device: Where batches are moved; None leaves them where they are.
+        stop_when: Asked before each batch is handed out; True ends the pass (a privacy budget is spent).
     """
 
     device: torch.device | None = None
+    stop_when: Callable[[], bool] | None = None
     _as_it_is = False
 
     def take_as_it_is(self, *, rank: int, replicas: int) -> None:
@@ -208,6 +211,23 @@ class TakenAsItIs:
     def _is_accelerate_prepared(self, value: bool) -> None:
         """Take accelerate's own mark; a loader that it has made anew is another object."""
         self._as_it_is = self._as_it_is or value
+
+    def handed_out(self, start: Callable[[], Iterator[Any]], sampler: Any) -> Iterator[Any]:
+        """Yield the batches of a pass where they belong, each counted as received, until it is stopped.
+
+        Args:
+            start: Begins the pass.
+            sampler: The batch sampler, which is told what was received.
+
+        Yields:
+            The batches.
+        """
+        with sampler.tracking():
+            for batch in noting_each(start()):
+                if self.stop_when is not None and self.stop_when():
+                    return
+                sampler.mark_delivered()
+                yield self.placed(batch, sampler.draws)
 
     def placed(self, batch: Any, draws: DrawLog | None) -> Any:
         """Put a batch on the loader's device, and tell a log of it.

@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -373,16 +373,8 @@ def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
 class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
     """A loader whose passes end on request."""
 
-    stop_when: Callable[[], bool] | None = None
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        passes: Any = self.batch_sampler
-        with passes.tracking():
-            for batch in super().__iter__():
-                if self.stop_when is not None and self.stop_when():
-                    return
-                passes.mark_delivered()
-                yield self.placed(batch, passes.draws)
+        return self.handed_out(super().__iter__, self.batch_sampler)
 
 
 class _CountedPasses(Sampler[list[int]]):
