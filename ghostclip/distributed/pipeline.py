@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -92,17 +92,8 @@ class StageNoise(SharedNoise):
                 "make_private (or before the noise is made)."
             )
 
-    # Also here, beside `add_all_`: a source whose class has only one of the two is given tensors one by one.
-    def add_(self, tensor: torch.Tensor, std: float) -> None:
-        """Add noise to the sum of a stage that has one trainable parameter; see `add_all_`."""
-        self.add_all_([tensor], std)
-
-    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+    def _noisy_sums_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add noise to this stage's sums, of all its trainable parameters in order."""
-        # Called on all ranks in each step.
-        if not self._agreed:
-            require_agreement("noise", self._source.fingerprint(), self._group)
-            self._agreed = True
         for group in self._groups:
             add_up_(tensors, group)
         if std == 0 or not tensors:
@@ -459,9 +450,11 @@ def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iter
             record.held[number] = pending[-1]
 
         stage.forward_one_chunk, stage.backward_one_chunk = run_forward, run_backward
-        stage.dw_builder = _nothing_is_left
-        # What lies in ``.grad`` is of steps before: a schedule divides it by its microbatches.
-        stage.scale_grads = _as_they_are
+        # What a schedule runs for postponed weight gradients is nothing: they are contractions after the schedule. A
+        # stage that has this runs the whole backward, of inputs that is, where it would run one for inputs alone.
+        stage.dw_builder = lambda: lambda: None
+        # What lies in ``.grad`` is of steps before, and stays: a schedule divides it by its microbatches.
+        stage.scale_grads = lambda factor: None
         try:
             yield record
         finally:
@@ -473,18 +466,6 @@ def _is_gloo(stage: Stage) -> bool:
     """Return whether a stage's tensors travel over gloo."""
     backends = dict(pair.split(":") for pair in distributed.get_backend_config(stage.group).split(","))
     return backends.get(stage.device.type) == "gloo"
-
-
-def _nothing_is_left() -> Callable[[], None]:
-    """Return what a schedule runs for postponed weight gradients."""
-    # Nothing, as they are contractions after the schedule. A stage that has this runs the whole backward, of inputs
-    # that is, where it would run one for inputs alone.
-    return lambda: None
-
-
-def _as_they_are(factor: int) -> None:
-    """Leave gradients unscaled, where a schedule divides those of its microbatches by their number."""
-    del factor
 
 
 def _of_whole_gradients(policy: ClipPolicy) -> ClipPolicy:

@@ -20,6 +20,9 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ghostclip.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -128,6 +131,17 @@ def placement_of(name: str, parameter: Any, *, sample_mesh_axes: Collection[str]
             )
         axes.append(MeshAxis(axis, mesh.size(number), divides, axis in sample_mesh_axes, pieces > 1))
     return _with_blocks(Placement(mesh, tuple(axes), shape), blocks)
+
+
+def as_part_of(like: Any, part: Tensor) -> Tensor:
+    """Return a contiguous local tensor as this rank's part of a DTensor that lies as ``like`` does."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(like.shape, device="meta").stride()
+    local = part.view(like.to_local().shape).to(like.to_local().device)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
+    )  # fmt: skip
 
 
 def _with_blocks(placement: Placement, blocks: dict[int, int]) -> Placement:

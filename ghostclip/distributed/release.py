@@ -183,6 +183,9 @@ class SharedNoise:
         if not self._agreed:
             require_agreement("noise", self._fingerprint(), self._group)
             self._agreed = True
+        self._noisy_sums_(tensors, std)
+
+    def _noisy_sums_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         if any(map(_torch.is_sharded_tensor, tensors)) or (self._copies > 1 and self._groups != (self._group,)):
             noisy_parts_(tensors, std, self._source, groups=self._groups)
         else:

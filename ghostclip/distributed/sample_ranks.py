@@ -14,6 +14,7 @@ Shape letters: B samples, S slots, N = B·S, T positions of one rank, I inputs, 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,11 +78,18 @@ def along(mesh: DeviceMesh, sample_mesh_axes: Sequence[str], what: str) -> tuple
             f"sample_mesh_axes={axes!r}: name the one axis of the mesh whose ranks have {what} "
             f"(the mesh has {', '.join(map(repr, names)) or 'no names'})."
         )
-    submesh, others = mesh[axes[0]], [name for name in names if name != axes[0]]
-    count, number = 1, 0
-    for name in others:
-        count, number = count * mesh[name].size(), number * mesh[name].size() + mesh.get_local_rank(name)
-    return submesh.get_group(), Shares(count, number, submesh.size(), tuple(mesh[name].get_group() for name in others))
+    shared = names.index(axes[0])
+    others = [number for number in range(mesh.ndim) if number != shared]
+    return mesh.get_group(shared), _dealt_over(mesh, others, copies=mesh.size(shared))
+
+
+def _dealt_over(mesh: DeviceMesh, axes: Sequence[int], *, copies: int) -> Shares:
+    """Return shares of batches that are dealt out to the ranks along some axes of a mesh."""
+    number = 0
+    for axis in axes:
+        number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    count = math.prod(map(mesh.size, axes))
+    return Shares(count, number, copies, tuple(mesh.get_group(axis) for axis in axes))
 
 
 def require_all_ranks(shares: Shares, what: str) -> None:
@@ -218,13 +226,7 @@ def shares_of(placements: dict[str, Placement], data: DeviceMesh | None, shared:
         )
     if shared is None:
         return all_apart()
-    if data is None:
-        return Shares(1, 0, copies, ())
-    number = 0
-    for axis in range(data.ndim):
-        number = number * data.size(axis) + data.get_local_rank(axis)
-    groups: list[Any] = [data.get_group(axis) for axis in range(data.ndim)]
-    return Shares(count, number, copies, tuple(groups))
+    return Shares(1, 0, copies, ()) if data is None else _dealt_over(data, range(data.ndim), copies=copies)
 
 
 class SplitSequences:

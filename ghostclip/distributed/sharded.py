@@ -36,7 +36,7 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
-from ghostclip.distributed.placement import MeshAxis, Placement, placement_of
+from ghostclip.distributed.placement import MeshAxis, Placement, as_part_of, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, require_same_samples, shares_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from ghostclip.evidence.unchecked import CheckSchedule
@@ -193,8 +193,6 @@ class ShardDelivery:
 
     def _receive(self, sent: _Sent) -> None:
         """Wait for a bucket, add up copies (HSDP), and split it into parameters."""
-        from torch.distributed.tensor import DTensor
-
         if sent.work is not None:
             sent.work.wait()
         sent.source = None
@@ -206,21 +204,7 @@ class ShardDelivery:
         start = 0
         for parameter in sent.parameters:
             part, start = _rank_part_of(sent.out, start, placements[id(parameter)])
-            dtensor: Any = parameter
-            part = part.view(dtensor.to_local().shape).to(dtensor.to_local().device)
-            self._arrived.append(
-                (
-                    parameter,
-                    DTensor.from_local(
-                        part,
-                        dtensor.device_mesh,
-                        dtensor.placements,
-                        run_check=False,
-                        shape=dtensor.shape,
-                        stride=torch.empty(dtensor.shape, device="meta").stride(),
-                    ),
-                )
-            )
+            self._arrived.append((parameter, as_part_of(parameter, part)))
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:

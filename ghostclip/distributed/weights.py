@@ -7,7 +7,6 @@ again when it is read, so that a file does not depend on how many ranks there we
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, distributed, nn
 from ghostclip import _torch
 from ghostclip._tree import tensors
 from ghostclip.distributed.agreement import Group, gathered, is_first, world_size
-from ghostclip.distributed.placement import placement_of
+from ghostclip.distributed.placement import as_part_of, placement_of
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 
@@ -95,7 +94,7 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
     """Refuse a model whose names, shapes, dtypes, values or trainability differ between ranks; called on all of them.
 
     Cost:
-        One pass over the values, on their device, and one exchange of 16 bytes.
+        One pass over the values, on their device, and one exchange of a digest of each.
     """
     if world_size(group) == 1:
         return
@@ -103,11 +102,9 @@ def require_equal_weights(model: nn.Module, group: Group = None) -> None:
         _WeightEntry(name, _layout(tensor), tensor.requires_grad, digest, _part(name, tensor))
         for (name, tensor), digest in zip(_tensors(model), digests(model), strict=True)
     ]
-    ranks = gathered("digest of the model", _brief(entries), group)
-    # Of what ranks hold in parts, only those that hold the same ones have the same values.
-    seen: dict[bytes, bytes] = {}
-    if len({common for common, _, _ in ranks}) > 1 or any(seen.setdefault(part, is_) != is_ for _, part, is_ in ranks):
-        raise UnsupportedModelError(_complaint(type(model).__name__, gathered("parameters", entries, group)))
+    difference = _difference(gathered("parameters", entries, group))
+    if difference:
+        raise UnsupportedModelError(f"{type(model).__name__}: {difference}")
 
 
 @torch.no_grad()
@@ -122,15 +119,6 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _brief(entries: Sequence[_WeightEntry]) -> tuple[bytes, bytes, bytes]:
-    """Return digests of what all ranks must have in common, of which parts this rank has, and of their values."""
-    common = [entry if not entry.part else entry._replace(digest=0, part="") for entry in entries]
-    parts = [entry.part for entry in entries]
-    mine = [entry.digest for entry in entries if entry.part]
-    first, second, third = (hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for of in (common, parts, mine))
-    return first, second, third
-
-
 def _layout(tensor: torch.Tensor) -> str:
     placed = f" {tensor.placements}" if _torch.is_sharded_tensor(tensor) else ""  # type: ignore[attr-defined]
     return f"{tuple(tensor.shape)} {tensor.dtype}{placed}"
@@ -140,38 +128,35 @@ def _part(name: str, tensor: torch.Tensor) -> str:
     return str(placement_of(name, tensor).here) if _torch.is_sharded_tensor(tensor) else ""
 
 
-def _complaint(model: str, entries: list[list[_WeightEntry]]) -> str:
-    """Return an error text about the first difference between ranks, and its remedy."""
-    for entry in entries[0]:
-        others = [{other.name: other for other in rank}.get(entry.name) for rank in entries]
-        ranks = [rank for rank, other in enumerate(others) if other is None or _differs(entry, other)]
-        if not ranks:
-            continue
-        other = others[ranks[0]]
-        where = f"{model}: '{entry.name}' of rank {', '.join(map(str, ranks))}"
-        if other is None or other.layout != entry.layout:
-            break
-        if other.trainable != entry.trainable:
-            there, here = ("frozen", "trainable") if entry.trainable else ("trainable", "frozen")
-            return f"{where} is {there}, of rank 0 {here}. Freeze the same parameters on every rank."
-        return (
-            f"{where} has other values than rank 0's. Ranks that share batches train one model: load the same "
-            "checkpoint or seed alike on every rank, or call ghostclip.distributed.broadcast_parameters(model) on "
-            "every rank before make_private, which gives all of them rank 0's. Stages of a pipeline go into a Pipeline."
-        )
-    layouts = [{entry.name: entry.layout for entry in rank} for rank in entries]
-    rank = next(rank for rank, other in enumerate(layouts) if list(other.items()) != list(layouts[0].items()))
-    return (
-        f"{model}: {_first_difference(rank, layouts[0], layouts[rank])} Ranks that share batches train copies of one "
-        "model. Stages of a pipeline go into a ghostclip.distributed.Pipeline."
-    )
-
-
-def _differs(entry: _WeightEntry, other: _WeightEntry) -> bool:
-    """Return whether two ranks cannot have the same parameter; of different parts only the form is compared."""
-    if entry.part == other.part:
-        return entry != other
-    return entry._replace(digest=0, part="") != other._replace(digest=0, part="")
+def _difference(ranks: Sequence[Sequence[_WeightEntry]]) -> str:
+    """Return what ranks cannot both have of one model, and the remedy; empty where there is nothing."""
+    layouts = [{entry.name: entry.layout for entry in entries} for entries in ranks]
+    for rank, layout in enumerate(layouts):
+        if list(layout.items()) != list(layouts[0].items()):
+            return (
+                f"{_first_difference(rank, layouts[0], layout)} Ranks that share batches train copies of one model. "
+                "Stages of a pipeline go into a ghostclip.distributed.Pipeline."
+            )
+    for entries in zip(*ranks, strict=True):
+        first, values = entries[0], dict[str, int]()
+        others = [str(rank) for rank, entry in enumerate(entries) if entry.trainable != first.trainable]
+        if others:
+            there, here = ("frozen", "trainable") if first.trainable else ("trainable", "frozen")
+            return (
+                f"'{first.name}' of rank {', '.join(others)} is {there}, of rank 0 {here}. Freeze the same parameters "
+                "on every rank."
+            )
+        # Of what ranks hold in parts, only those that hold the same ones have the same values.
+        for rank, entry in enumerate(entries):
+            others += [str(rank)] * (values.setdefault(entry.part, entry.digest) != entry.digest)
+        if others:
+            return (
+                f"'{first.name}' of rank {', '.join(others)} has other values than rank 0's. Ranks that share batches "
+                "train one model: load the same checkpoint or seed alike on every rank, or call "
+                "ghostclip.distributed.broadcast_parameters(model) on every rank before make_private, which gives all "
+                "of them rank 0's. Stages of a pipeline go into a Pipeline."
+            )
+    return ""
 
 
 def _first_difference(rank: int, first: dict[str, str], other: dict[str, str]) -> str:
@@ -212,13 +197,8 @@ def parts_for(saved: Any, like: Any) -> Any:
     fits = isinstance(saved, Tensor) and _torch.is_sharded_tensor(like) and saved.shape == like.shape
     if not fits or _torch.is_sharded_tensor(saved):
         return saved
-    from torch.distributed.tensor import DTensor
-
-    placement, local = placement_of("saved state", like), like.to_local()
-    part = saved.reshape(placement.shape)[placement.here.slices].reshape(local.shape).to(local.device).contiguous()
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    placement = placement_of("saved state", like)
+    return as_part_of(like, saved.reshape(placement.shape)[placement.here.slices].contiguous())
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
