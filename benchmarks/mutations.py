@@ -104,10 +104,11 @@ MUTATIONS = (
     Mutation("noise not times C", "noise has standard deviation σ·C", "optim/dp_optimizer.py",
              "gradient_noise_multiplier(self._noise_multiplier) * self.clipper.sensitivity()",
              "gradient_noise_multiplier(self._noise_multiplier)", "optim/test_dp_optimizer.py"),
-    Mutation("noise on one parameter", "every coordinate gets noise", "optim/release.py",
-             "add_noise_(noise_source, released, std, divisor)",
-             "add_noise_(noise_source, released[:1], std, divisor)\n"
-             "        if len(released) > 1 and divisor != 1:\n            _torch.divide_all_(released[1:], divisor)",
+    Mutation("noise on one parameter", "every coordinate gets noise", "optim/dp_optimizer.py",
+             "add_noise_(self.noise_source, released, std, divisor)",
+             "add_noise_(self.noise_source, released[:1], std, divisor)\n"
+             "            if len(released) > 1 and divisor != 1:\n"
+             "                _torch.divide_all_(released[1:], divisor)",
              "optim/test_dp_optimizer.py audit/test_mutations.py"),
     Mutation("noise used twice", "no noise is used again", "noise/keyed.py",
              "position, self._position = self._position, self._position + 1", "position = self._position",

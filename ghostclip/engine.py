@@ -313,17 +313,9 @@ class PrivacyEngine:
             >>> print(ghostclip.PrivacyEngine().summary(delta=1e-5))
             (ε ≤ 0.0000, δ = 1e-05) after 0 accounted releases; ...
         """
-        return summary_text(
-            self.epsilon_bounds(delta),
-            delta,
-            releases=len(self._account.accountant),
-            level=self.noise_level,
-            sampling=self._sampling,
-            unchecked=[
-                *(str(unchecked) for unchecked in self._account.unchecked),
-                *texts_of(self._earlier, self._account.released, delta),
-            ],
-        )
+        bounds, account = self.epsilon_bounds(delta), self._account
+        also = [*map(str, account.unchecked), *texts_of(self._earlier, account.released, delta)]
+        return summary_text(bounds, delta, account.released, self.noise_level, self._sampling, also)
 
     def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader[Any] | None) -> None:
         """Check what `make_private` would refuse, as far as it can be seen without data.
@@ -561,6 +553,7 @@ class PrivacyEngine:
         sampling = sampling_for(
             data_loader, poisson_sampling=options.poisson_sampling, before=self._sampling, mechanism=mechanism
         )
+        sampling.examine()
         self._account.settle_ledger(shared=sampling.replicas > 1)
         self._account.require_relation(sampling.event.relation)
         return sampling

@@ -20,8 +20,14 @@ from ghostclip.accounting.solve import Bounds, epsilon_bounds
 MOST_GROUPS = 1000
 """More distinct steps than this are counted as the next noisier (lower) or less noisy (upper) of so many."""
 
+MANY = 32
+"""Distinct steps above which cells are wider, and bounds of ε may lie further apart."""
+
 NARROW, WIDE = 0.02, 0.06
 """First width of cells in σ for few, and for many, distinct steps."""
+
+NEAR, FAR, FARTHEST = 1e-4, 8e-4, 4e-3
+"""Relative distance in ε that bounds may have, for few, many, and more than `MOST_GROUPS` distinct steps."""
 
 Group = tuple[tuple[float, float], int]
 
@@ -29,22 +35,6 @@ Group = tuple[tuple[float, float], int]
 def directions(relation: str) -> tuple[str, ...]:
     """Return the directions of a neighbouring relation; the guarantee is that of the worst."""
     return ("replace",) if relation == "replace_one" else ("remove", "add")
-
-
-def first_width(history: History) -> float:
-    """Return the first width of cells, in σ."""
-    return WIDE if _many(history) else NARROW
-
-
-def tolerance(history: History) -> float:
-    """Return the relative distance in ε that its bounds may have: 1e-4, and more for many distinct steps."""
-    if len(history.steps) > MOST_GROUPS:
-        return 4e-3
-    return 8e-4 if _many(history) else 1e-4
-
-
-def _many(history: History) -> bool:
-    return len(history.steps) + len(history.truncated) + len(history.allocated) > 32
 
 
 def reach(history: History, delta: float) -> float:
@@ -168,11 +158,12 @@ def pld_epsilon(history: History, delta: float) -> Bounds:
     """Return bounds on ε at δ."""
     if history.participation <= delta:
         return Bounds(0.0, 0.0)
+    many = len(history.steps) + len(history.truncated) + len(history.allocated) > MANY
     return epsilon_bounds(
         partial(compose, history),
         directions(history.relation),
         delta=delta,
         reach=reach(history, delta),
-        width=first_width(history),
-        tolerance=tolerance(history),
+        width=WIDE if many else NARROW,
+        tolerance=FARTHEST if len(history.steps) > MOST_GROUPS else FAR if many else NEAR,
     )

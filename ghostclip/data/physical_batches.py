@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ghostclip._memory import is_out_of_memory
-from ghostclip.clipping.store import Savepoint
 from ghostclip.data.physical_batch_size import SizePolicy, attempt, given_size, learned_size
 from ghostclip.errors import DataError
 from ghostclip.evidence.dependence import batch_axis_of
@@ -44,32 +43,23 @@ def run_in_parts(
         )
     passes = clipper.backward_passes
     with clipper.savepoint() as savepoint:
-        results = _all_parts(batch, size, work, policy, (savepoint, clipper.axis))
+        done = 0
+        results: list[Any] = []
+        while done < size or not results:
+            # Of nearly equal parts.
+            count = math.ceil((size - done) / max(1, math.ceil((size - done) / policy.size)))
+            part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=clipper.axis)
+            policy.before()
+            fits, result = attempt(partial(work, part), again=count > 1, undo=savepoint.restore)
+            if fits:
+                policy.after(count)
+                done += count
+                results.append(result)
+                continue
+            policy.failed(count)
+            _log.warning("%d samples at once did not fit in memory; the batch is run again in smaller parts", count)
+            done, results = 0, []
     clipper.merge_passes(since=passes)
-    return results
-
-
-def _all_parts(
-    batch: Any, size: int, work: Callable[[Any], Any], policy: SizePolicy, savepoint_and_axis: tuple[Savepoint, int]
-) -> list[Any]:
-    """Run the parts of a batch until all of them fit, each time from a savepoint, along the axis of the samples."""
-    savepoint, axis = savepoint_and_axis
-    done = 0
-    results: list[Any] = []
-    while done < size or not results:
-        # Of nearly equal parts.
-        count = math.ceil((size - done) / max(1, math.ceil((size - done) / policy.size)))
-        part = batch if count == size else rows_of(batch, size, slice(done, done + count), axis=axis)
-        policy.before()
-        fits, result = attempt(partial(work, part), again=count > 1, undo=savepoint.restore)
-        if fits:
-            policy.after(count)
-            done += count
-            results.append(result)
-            continue
-        policy.failed(count)
-        _log.warning("%d samples at once did not fit in memory; the batch is run again in smaller parts", count)
-        done, results = 0, []
     return results
 
 

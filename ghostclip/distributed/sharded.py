@@ -16,6 +16,7 @@ gradient be added up after the backward, for norms of single heads.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -84,12 +85,8 @@ def _runs_on_parts(style: Any, module: nn.Module) -> bool:
         return bool(style.should_use_local_tensors(module))
 
 
-@dataclass(eq=False)
-class Bucket:
-    """Parameters of one mesh whose sums are sent in one reduction, with their placements."""
-
-    parameters: Sequence[nn.Parameter]
-    placements: Sequence[Placement]
+Bucket = Sequence[tuple[nn.Parameter, Placement]]
+"""Parameters of one mesh whose sums are sent in one reduction, with their placements."""
 
 
 @dataclass(eq=False)
@@ -97,7 +94,6 @@ class _Sent:
     """A bucket whose sums are being reduced."""
 
     bucket: Bucket
-    parameters: Sequence[nn.Parameter]
     out: Tensor  # receives this rank's parts, one after the other
     work: Any  # None once it has arrived
     source: Tensor | None  # referenced so that the memory that is sent stays allocated
@@ -110,7 +106,7 @@ class ShardDelivery:
     # token, a layer that had to be measured again. Buckets come in the order in which a backward completes them.
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
-        self._held = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._held = {id(p): number for number, bucket in enumerate(buckets) for p, _ in bucket}
         self._waiting: dict[int, Tensor] = {}
         self._next = 0
         self._sent: list[_Sent] = []
@@ -159,15 +155,14 @@ class ShardDelivery:
         self._next = 0
 
     def _is_full(self, bucket: Bucket) -> bool:
-        return all(id(p) in self._waiting for p in bucket.parameters if p.requires_grad)
+        return all(id(p) in self._waiting for p, _ in bucket if p.requires_grad)
 
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket, once the one before has arrived: it was under way while the sums of this one were formed."""
         self._next += 1
         while self._sent:
             self._receive(self._sent.pop(0))
-        pairs = zip(bucket.parameters, bucket.placements, strict=True)
-        trainable = [(p, placement) for p, placement in pairs if p.requires_grad]
+        trainable = [(p, placement) for p, placement in bucket if p.requires_grad]
         if not trainable:
             return
         placement = trainable[0][1]
@@ -175,7 +170,6 @@ class ShardDelivery:
         rows = [_by_rank(self._whole(p, placed, device), placed) for p, placed in trainable]
         source = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
         del rows
-        parameters = [p for p, _ in trainable]
         out, work = source[0], None
         if len(source) > 1:
             out = torch.empty_like(source[0])
@@ -183,7 +177,7 @@ class ShardDelivery:
             at_once = source.device.type != "cpu"
             group = placement.mesh.get_group(placement.divided[0])
             work = distributed.reduce_scatter_tensor(out, source.reshape(-1), group=group, async_op=at_once)
-        self._sent.append(_Sent(bucket, parameters, out, work, source if work is not None else None))
+        self._sent.append(_Sent(trainable, out, work, source if work is not None else None))
 
     def _whole(self, parameter: nn.Parameter, placement: Placement, device: torch.device) -> Tensor:
         total = self._waiting.pop(id(parameter), None)
@@ -196,14 +190,13 @@ class ShardDelivery:
         if sent.work is not None:
             sent.work.wait()
         sent.source = None
-        placements = dict(zip(map(id, sent.bucket.parameters), sent.bucket.placements, strict=True))
-        first = placements[id(sent.parameters[0])]
+        first = sent.bucket[0][1]
         for number in first.copied:
             if first.axes[number].size > 1 and not first.axes[number].same_samples:
                 distributed.all_reduce(sent.out, group=first.mesh.get_group(number))
         start = 0
-        for parameter in sent.parameters:
-            part, start = _rank_part_of(sent.out, start, placements[id(parameter)])
+        for parameter, placement in sent.bucket:
+            part, start = _rank_part_of(sent.out, start, placement)
             self._arrived.append((parameter, as_part_of(parameter, part)))
 
 
@@ -277,7 +270,7 @@ class ShardedModel:
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
         """Return the buckets, in the order in which a backward completes them."""
-        by_gather: dict[int, tuple[list[nn.Parameter], list[Placement]]] = {}
+        by_gather = defaultdict[int, list[tuple[nn.Parameter, Placement]]](list)
         seen: set[int] = set()
         for path, module, unit in _with_units(model, frozenset(self.units)):
             for key, parameter in module.named_parameters(recurse=False):
@@ -291,10 +284,8 @@ class ShardedModel:
                     _refuse_empty_parts(name, self.placements[name])
                 # What one rank sums up for all by itself waits for no other.
                 gather_key = id(parameter) if unit is None else _torch.gathered_together(unit)
-                parameters, placements = by_gather.setdefault(gather_key, ([], []))
-                parameters.append(parameter)
-                placements.append(delivered)
-        return [bucket for pair in reversed(list(by_gather.values())) for bucket in _of_one_mesh(*pair)]
+                by_gather[gather_key].append((parameter, delivered))
+        return [bucket for together in reversed(list(by_gather.values())) for bucket in _of_one_mesh(together)]
 
     def _delivered(self, name: str, parameter: Any) -> Placement:
         """Return how a parameter's clipped sum, of this rank's part where ranks share samples, goes to other ranks."""
@@ -513,11 +504,9 @@ def _with_units(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
     return [(path, module, unit) for module, (path, unit) in unit_of.items()]
 
 
-def _of_one_mesh(parameters: list[nn.Parameter], placements: list[Placement]) -> list[Bucket]:
+def _of_one_mesh(together: Bucket) -> list[Bucket]:
     """Split the parameters of one gathering into reductions of one mesh and one dtype."""
-    by_mesh: dict[Any, tuple[list[nn.Parameter], list[Placement]]] = {}
-    for parameter, placement in zip(parameters, placements, strict=True):
-        of_kind = by_mesh.setdefault((placement.mesh, placement.divided, _wide(parameter)), ([], []))
-        of_kind[0].append(parameter)
-        of_kind[1].append(placement)
-    return [Bucket(*pair) for pair in by_mesh.values()]
+    by_mesh = defaultdict[Any, list[tuple[nn.Parameter, Placement]]](list)
+    for parameter, placement in together:
+        by_mesh[placement.mesh, placement.divided, _wide(parameter)].append((parameter, placement))
+    return list(by_mesh.values())

@@ -23,7 +23,7 @@ from ghostclip.mechanisms.mechanism import (
     PoissonSampling,
     workload_of,
 )
-from ghostclip.mechanisms.toeplitz import Workload, series
+from ghostclip.mechanisms.toeplitz import series
 
 BANDS = (2, 4, 8)
 """Bands of correlated noise that are compared: each is one more pass of drawing noise, or one more buffer."""
@@ -118,28 +118,21 @@ def plan_privacy(  # noqa: PLR0913 - what a training is planned by
         *(BandedMatrixFactorization(bands=bands, **seen) for bands in BANDS if bands <= samples // size),
         BufferedToeplitz(buffers=BUFFERS, **seen),
     )
-    plans = [
-        _planned(mechanism.for_epochs(length), (samples, size, length), (target, delta), workload)
-        for mechanism in (usual if mechanisms is None else mechanisms)
-    ]
+    plans = []
+    for mechanism in (one.for_epochs(length) for one in (usual if mechanisms is None else mechanisms)):
+        scheme = mechanism.scheme(samples, size)
+        sigma, epsilon = calibrated(mechanism, scheme, length, (target, delta))
+        correlation = mechanism.correlation(scheme)
+        plan = CalibratedMechanism(
+            mechanism=mechanism,
+            noise_multiplier=sigma,
+            epsilon=epsilon,
+            noise=sigma * mechanism.error(scheme, length * scheme.steps, workload) / scheme.expected_batch_size,
+            draws=1 if correlation is None or correlation.lags is None else len(correlation.lags),
+            buffers=0 if correlation is None else correlation.buffers,
+        )
+        plans.append(plan)
     return sorted(plans, key=lambda plan: plan.noise)
-
-
-def _planned(
-    mechanism: Mechanism, training: tuple[int, int, int], budget: tuple[float, float], workload: Workload
-) -> CalibratedMechanism:
-    samples, size, epochs = training
-    scheme = mechanism.scheme(samples, size)
-    sigma, epsilon = calibrated(mechanism, scheme, epochs, budget)
-    correlation = mechanism.correlation(scheme)
-    return CalibratedMechanism(
-        mechanism=mechanism,
-        noise_multiplier=sigma,
-        epsilon=epsilon,
-        noise=sigma * mechanism.error(scheme, epochs * scheme.steps, workload) / scheme.expected_batch_size,
-        draws=1 if correlation is None or correlation.lags is None else len(correlation.lags),
-        buffers=0 if correlation is None else correlation.buffers,
-    )
 
 
 def calibrated(

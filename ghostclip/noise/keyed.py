@@ -186,7 +186,7 @@ class KeyedNoise:
         self._owner = Owner(self)
         self._key = key
         self._position = 0
-        self._generator = generator
+        self.generator = generator  # that the noise follows, if there is one
         self._known: torch.Tensor | None = None
         self._used: set[bytes] = set()
         self._rows: NoiseRows | None = None
@@ -353,11 +353,6 @@ class KeyedNoise:
         """Skip the noise of one call, which another rank adds."""
         self._next_position()
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The generator that the noise follows, if there is one."""
-        return self._generator
-
     def _follow(self) -> None:
         """Draw the key anew from a generator that somebody else has changed.
 
@@ -365,10 +360,10 @@ class KeyedNoise:
             A generator that is put back to a state it had gives the same noise for other sums, whose difference then
             has none: that is done, since it was asked for, and warned of.
         """
-        if self._generator is None or self._known is None or torch.equal(self._known, self._generator.get_state()):
+        if self.generator is None or self._known is None or torch.equal(self._known, self.generator.get_state()):
             return
         self._used.add(self._key.secret)
-        self._key.derive(self._generator)
+        self._key.derive(self.generator)
         self._renewed(0)
         self._take_note()
         if self._key.secret in self._used:
@@ -387,7 +382,7 @@ class KeyedNoise:
 
     def _take_note(self) -> None:
         """Note the generator's present state as the one that the key follows."""
-        self._known = None if self._generator is None else self._generator.get_state()
+        self._known = None if self.generator is None else self.generator.get_state()
 
     def _check(self, tensor: torch.Tensor) -> None:
         if not tensor.dtype.is_floating_point:
@@ -430,8 +425,8 @@ class KeyedNoise:
             Whoever has this state can recompute the noise: keep it as secret as the data.
         """
         state = self.shared_state()
-        if self._generator is not None:
-            state["generator"] = self._generator.get_state().numpy().tobytes().hex()
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state().numpy().tobytes().hex()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -442,7 +437,7 @@ class KeyedNoise:
         if state["level"] != self.level:
             raise ResumeError(f"noise state: level {state['level']!r} was saved, this source is {self.level!r}.")
         position, saved = int(state["position"]), bytes.fromhex(state.get("generator", ""))
-        generator, secret = self._generator, self._key.secret
+        generator, secret = self.generator, self._key.secret
         if self._rows is not None:
             self._rows.load(state.get("rows"))
         elif "rows" in state:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,24 +23,27 @@ from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
 from ghostclip.graph.takeover import CompiledRecord
-from ghostclip.noise import make_noise_source
+from ghostclip.noise import ExactRelease, add_noise_, make_noise_source
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.draws import Replay
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
-from ghostclip.optim.release import SkipStep, collector, next_bound, noisy_gradients
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
 from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.noise import NoiseSource
+    from ghostclip.noise import ExactNoise, NoiseSource
     from ghostclip.optim.draws import DrawLog, Match
 
 _log = logging.getLogger(__name__)
 
 StepHook = Callable[["DPOptimizer"], None]
 ReleaseHook = Callable[["DPOptimizer", Sequence[torch.Tensor]], None]
+
+
+class SkipStep(Exception):  # noqa: N818 - no error: a step hook raises it, and the step does nothing
+    """A step hook asks for a step that releases nothing, without an error."""
 
 
 class DPOptimizer(WrappedOptimizer):
@@ -116,7 +119,9 @@ class DPOptimizer(WrappedOptimizer):
         self._release_hooks: list[ReleaseHook] = []
         self.releases = 0
         self.noise_source = _chosen_noise(noise_source, clipper, generator=generator, secure_mode=secure_mode)
-        self._collected = collector(clipper, self.noise_source)
+        # Integer sums. By level, not by type: a source that several ranks share adds up their integers as floats.
+        exact = self.noise_source.level == "exact"
+        self._collected = ExactRelease(clipper, cast("ExactNoise", self.noise_source)) if exact else None
         self.rounds = 0
         self.round_has_released = False
         self._warned: set[str] = set()
@@ -371,15 +376,8 @@ class DPOptimizer(WrappedOptimizer):
         with self._leaving.together() if isinstance(self.noise_source, SharedNoise) else nullcontext():
             sums = self.clipper.hand_over_sums(trainable)
             self._take_gradients()
-            released = noisy_gradients(
-                trainable, sums, std=std, divisor=divisor, noise_source=self.noise_source, collected=self._collected
-            )
-            bound = next_bound(
-                self.clipper,
-                noise_multiplier=self._noise_multiplier,
-                expected_batch_size=self.expected_batch_size,
-                noise_source=self.noise_source,
-            )
+            released = self._noisy(trainable, sums, std, divisor)
+            bound = self._next_bound()
         try:
             for release_hook in self._release_hooks:
                 release_hook(self, released)
@@ -397,6 +395,43 @@ class DPOptimizer(WrappedOptimizer):
         for p, gradient in zip(trainable, released, strict=True):
             p.grad = gradient
         self._released.note(list(zip(trainable, released, strict=True)))
+
+    def _noisy(
+        self, trainable: Sequence[nn.Parameter], sums: list[torch.Tensor | None], std: float, divisor: float
+    ) -> list[torch.Tensor]:
+        """Return the release of each parameter: noise added to its clipped sum, divided by a public constant."""
+        # Sums are None where nothing contributed; they are overwritten. Collected integers replace them.
+        if self._collected is not None:
+            released = self._collected.release(trainable, std=std)
+            if divisor != 1 and released:
+                _torch.divide_all_(released, divisor)
+        else:
+            pairs = zip(trainable, sums, strict=True)
+            released = [_zeros_for(p) if clipped is None else clipped for p, clipped in pairs]
+            sums.clear()
+            # Also where it is 0: a source that several ranks share adds up their sums.
+            add_noise_(self.noise_source, released, std, divisor)
+        for index, p in enumerate(trainable):
+            # One by one: 16-bit parameters must not have all releases twice.
+            if released[index].dtype != p.dtype:
+                released[index] = released[index].to(p.dtype)
+        return released
+
+    def _next_bound(self) -> float | None:
+        """Return C of the next step where the policy adapts it to the samples of this step, else None.
+
+        Privacy:
+            The count is part of the step's one release; its cost is in the step's σ (see `QuantileAdaptation`).
+        """
+        policy = self.clipper.policy
+        if policy.adaptation is None:
+            return None
+        assert self.expected_batch_size is not None, "checked when the optimizer was made"
+        count = policy.adaptation.take_count().reshape(1)
+        std = policy.adaptation.count_std * (policy.sensitivity(self.clipper.relation) / policy.max_grad_norm)
+        # Also where it is 0: a source that several ranks share adds up their counts.
+        self.noise_source.add_(count, std=std if self._noise_multiplier > 0 else 0.0)
+        return policy.adaptation.next_bound(self.clipper.max_grad_norm, count.item(), self.expected_batch_size)
 
     def _examined(self) -> tuple[list[nn.Parameter], float]:
         """Run all checks that can refuse or skip a release; return the trainable parameters and the noise's std."""
@@ -655,21 +690,15 @@ class DPOptimizer(WrappedOptimizer):
         """Whether clipped sums are waiting to be released."""
         return self._batch.open or self.clipper.has_clipped_sum
 
-    # The rest of torch.optim.Optimizer that needs care
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, if the clipper covers its trainable parameters.
-
-        Args:
-            param_group: As torch takes it.
-
-        Raises:
-            UncoveredParameterError: If a trainable parameter of the group is not clipped.
-        """
-        params = param_group["params"]
-        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+    def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
         checks.refuse_uncovered(self.clipper, parameters)
-        super().add_param_group({**param_group, "params": parameters})
+
+
+def _zeros_for(p: nn.Parameter) -> torch.Tensor:
+    """Return a zero sum for a parameter without one."""
+    return torch.zeros_like(
+        p, dtype=torch.promote_types(p.dtype, torch.float32), memory_format=torch.contiguous_format, requires_grad=False
+    )
 
 
 @contextmanager

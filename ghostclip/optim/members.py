@@ -151,23 +151,11 @@ class MemberOptimizer(WrappedOptimizer):
         self.release.discard()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, if its trainable parameters are clipped and no member holds them.
-
-        Args:
-            param_group: As torch takes it.
-
-        Raises:
-            UncoveredParameterError: If a trainable parameter of the group is not clipped.
-            InvalidOptionError: If a member holds one of them.
-        """
-        params = param_group["params"]
-        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+    def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
         refuse_uncovered(self.release.clipper, parameters)
         existing = {id(p) for p in self.release.params}
         if any(id(p) in existing for p in parameters):
             raise InvalidOptionError("add_param_group: one of the optimizers holds one of these parameters already.")
-        super().add_param_group({**param_group, "params": parameters})
 
     def __getattr__(self, name: str) -> Any:
         """Look up a missing attribute on the member's own optimizer, and then on the private one."""

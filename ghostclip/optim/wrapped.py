@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NoReturn, Protocol
@@ -114,12 +114,22 @@ class WrappedOptimizer(Optimizer):
             raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer.
+        """Add a parameter group, if its trainable parameters are clipped and are in no other group of the training.
 
         Args:
             param_group: As torch takes it.
+
+        Raises:
+            UncoveredParameterError: If a trainable parameter of the group is not clipped.
+            InvalidOptionError: If another of several optimizers holds one of them.
         """
-        self.original_optimizer.add_param_group(param_group)
+        params = param_group["params"]
+        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._refuse_group(parameters)
+        self.original_optimizer.add_param_group({**param_group, "params": parameters})
+
+    def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        raise NotImplementedError
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

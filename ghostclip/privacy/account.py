@@ -21,11 +21,12 @@ from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accou
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.history import Charge, Kind, counted, joined
 from ghostclip.distributed import SharedNoise, refused_together, require_agreement, telling
+from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import DPOptimizer
-from ghostclip.optim.release import SkipStep, fingerprint
+from ghostclip.optim.dp_optimizer import SkipStep
 from ghostclip.privacy.budget import Budget
 from ghostclip.privacy.charges import (
     accountant_of,

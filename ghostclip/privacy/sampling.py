@@ -78,6 +78,21 @@ class Sampling:
         """Digest of a few records of what is sampled from, which are read once; None where nothing tells."""
         return content_digest(getattr(self.loader, "dataset", None))
 
+    def examine(self) -> None:
+        """Look at a few records: refuse other ones on other ranks and what mixes them, note what is padded."""
+        loader, empty = self.loader, 0.0
+        if not isinstance(loader, DataLoader):
+            return
+        warn_of_repetitions(loader.dataset)
+        if isinstance(loader, DPDataLoader) and loader.event.kind in _OF_ANY_SIZE:
+            # A rank's share of a draw is as often empty as a draw of that size.
+            most = 1 - loader.event.sample_rate if "poisson" in loader.event.kind else 1.0
+            empty = min(most, math.exp(-loader.expected_batch_size / world_size()))
+        with telling("records") if self.replicas > 1 else nullcontext():
+            self.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
+        if self.replicas > 1:
+            _require_same_records(self)
+
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
         """Return what whole passes over the loader will cost."""
         raise NotImplementedError
@@ -254,33 +269,6 @@ def _sigma_of(charge: Charge) -> float:
     return float(charge[1][0] if isinstance(charge[1], tuple) else charge[0])
 
 
-def sampling_for(
-    loader: DataLoader[Any] | DeclaredSampling,
-    *,
-    poisson_sampling: bool,
-    before: Sampling | None,
-    mechanism: Mechanism | None = None,
-) -> Sampling:
-    """Decide how batches are sampled and accounted; return the sampling, with the private loader."""
-    # A private loader samples as its scheme says, a `DeclaredSampling` as it states; a mechanism draws in place of
-    # Poisson sampling. `before`: the sampling that the same account was used with.
-    if mechanism is not None:
-        loader = _drawn_by(mechanism, loader, poisson_sampling=poisson_sampling)
-    sampling = _sampling_for(loader, poisson_sampling=poisson_sampling, before=before, mechanism=mechanism)
-    if isinstance(sampling.loader, DataLoader):
-        warn_of_repetitions(sampling.loader.dataset)
-        loader, empty = sampling.loader, 0.0
-        if isinstance(loader, DPDataLoader) and loader.event.kind in _OF_ANY_SIZE:
-            # A rank's share of a draw is as often empty as a draw of that size.
-            most = 1 - loader.event.sample_rate if "poisson" in loader.event.kind else 1.0
-            empty = min(most, math.exp(-loader.expected_batch_size / world_size()))
-        with telling("records") if sampling.replicas > 1 else nullcontext():
-            sampling.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
-        if sampling.replicas > 1:
-            _require_same_records(sampling)
-    return sampling
-
-
 def _require_same_records(sampling: Sampling) -> None:
     """Refuse data sets of which ranks have other records, or in another order, as far as three of them show it."""
     digests = gathered("records", sampling.records)
@@ -318,14 +306,18 @@ def _drawn_by(
     return DPDataLoader.from_data_loader(loader, scheme=scheme)
 
 
-def _sampling_for(
+def sampling_for(
     loader: DataLoader[Any] | DeclaredSampling,
     *,
     poisson_sampling: bool,
     before: Sampling | None,
-    mechanism: Mechanism | None,
+    mechanism: Mechanism | None = None,
 ) -> Sampling:
-    """Decide the same, without checking what is in a batch."""
+    """Decide how batches are sampled and accounted; return the sampling, with the private loader."""
+    # A private loader samples as its scheme says, a `DeclaredSampling` as it states; a mechanism draws in place of
+    # Poisson sampling. `before`: the sampling that the same account was used with.
+    if mechanism is not None:
+        loader = _drawn_by(mechanism, loader, poisson_sampling=poisson_sampling)
     if isinstance(loader, DeclaredSampling):
         return EventSampling(loader)
     # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
@@ -335,7 +327,7 @@ def _sampling_for(
         warnings.warn(
             "this engine has accounted for another data set object before. ε adds up as if both were the same "
             "records; use a PrivacyEngine of its own for other records.",
-            stacklevel=5,
+            stacklevel=4,
         )
     if isinstance(loader, DPDataLoader) and loader.event.kind in _PERIODIC:
         return PeriodSampling(loader, mechanism)
@@ -346,7 +338,7 @@ def _sampling_for(
     warnings.warn(
         "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
         "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
-        stacklevel=5,
+        stacklevel=4,
     )
     return sampling
 

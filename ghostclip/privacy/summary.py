@@ -42,17 +42,13 @@ _INTEGERS = "timing, and what a record changes in the rounding of others' gradie
 
 
 def summary_text(
-    bounds: Bounds,
-    delta: float,
-    *,
-    releases: int,
-    level: str,
-    sampling: Sampling | None,
-    unchecked: Iterable[str] = (),
+    bounds: Bounds, delta: float, released: Released, level: str, sampling: Sampling | None, also: Iterable[str]
 ) -> str:
     """Return one line on what was released, what for, and what is not covered."""
-    # unchecked: of each model, the checks that were switched off or could not run; empty texts are left out.
-    parts = [f"(ε ≤ {rounded_up(bounds.upper)}, δ = {delta:g}) after {releases} accounted releases"]
+    # also: checks of the models that were switched off or could not run, and what other engines have released; empty
+    # texts are left out.
+    count = len(released.accountant)
+    parts = [f"(ε ≤ {rounded_up(bounds.upper)}, δ = {delta:g}) after {count} accounted releases"]
     if bounds.lower > 0:
         parts.append(f"no accountant could report less than ε = {rounded_down(bounds.lower)}")
     if sampling is not None:
@@ -81,7 +77,7 @@ def summary_text(
         "uses of the data"
     )
     too_large = (epsilon_too_large(bounds.upper) or "").removesuffix(".")
-    parts += [text for text in (too_large, *dict.fromkeys(unchecked)) if text]
+    parts += [text for text in (too_large, *dict.fromkeys(also)) if text]
     return "; ".join(parts) + "."
 
 

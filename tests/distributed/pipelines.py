@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, _torch
 from ghostclip.distributed import Pipeline, PipelineClipper
+from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.optim.release import fingerprint
 from tests.engine.training import as_if_drawn
 from tests.private_run import PrivateRun
 

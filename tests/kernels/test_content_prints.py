@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ghostclip.distributed import release
 from ghostclip.kernels import fingerprints
 from ghostclip.kernels.fingerprints import WIDTH, content_prints
-from ghostclip.optim import release
 from ghostclip.privacy import checkpoints
 
 
@@ -68,7 +68,7 @@ def test_a_release_is_told_by_its_values_types_and_shapes(monkeypatch):
         released[:4],
     ]
     assert len({release.fingerprint(one) for one in [released, *others]}) == 6
-    monkeypatch.setattr(release, "_PACK", 4000)
+    monkeypatch.setattr(release, "_PRINTED", 4000)
     assert release.fingerprint(same) == release.fingerprint([tensor.clone() for tensor in released])
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
+from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import ResumeError
-from ghostclip.optim.release import fingerprint
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import small_data, small_model
 

@@ -20,13 +20,13 @@ import ghostclip
 ROOT = Path(ghostclip.__file__).parent
 # Lines of code (no docstring, comment or blank line) of each room; "." is what lies beside the rooms.
 ROOMS = {
-    ".": 1_975, "accounting": 1_655, "assembly": 455, "audit": 475, "capture": 5_625, "clipping": 3_160,
-    "commands": 505, "compat": 680, "data": 1_560, "distributed": 1_890, "evidence": 4_334, "facade": 620,
+    ".": 1_970, "accounting": 1_650, "assembly": 455, "audit": 475, "capture": 5_625, "clipping": 3_160,
+    "commands": 505, "compat": 680, "data": 1_555, "distributed": 1_895, "evidence": 4_334, "facade": 620,
     "factors": 1_555, "finetune": 1_495, "graph": 2_200, "integrations": 1_525, "kernels": 2_240, "language": 365,
-    "mechanisms": 500, "noise": 910, "optim": 1_320, "planning": 860, "privacy": 1_850, "rules": 1_285,
+    "mechanisms": 495, "noise": 910, "optim": 1_275, "planning": 860, "privacy": 1_840, "rules": 1_285,
     "scaling": 685, "validation": 1_745,
 }  # fmt: skip
-FILES, SMALL_FILES, SMALL = 233, 35, 60
+FILES, SMALL_FILES, SMALL = 232, 35, 60
 # Of a steady step with the whole engine, for batches whose size was met before: calls of our functions, and files.
 WAYS = {"linear": (780, 80), "mlp": (900, 80)}
 # Rooms of what such a step does without.
