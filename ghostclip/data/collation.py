@@ -189,7 +189,7 @@ class _Company:
     """Some records, the longest of them first, and the collate function's batches of them."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._collate, begun = collate, time.monotonic()
+        self._collate, self.name, begun = collate, _name(collate), time.monotonic()
         tried: list[tuple[int, Any, _Batch]] = []
         for number in range(min(len(dataset), _TRIED)):
             lengths = len({size for size, _, _ in tried})
@@ -206,10 +206,6 @@ class _Company:
     def of(self, *indices: int, seed: int = 0) -> _Batch:
         """Return the tensors of a batch of some of the records."""
         return _tensors(_collated(self._collate, [self.records[index] for index in indices], seed))
-
-    def name(self) -> str:
-        """Return the name of the collate function."""
-        return _name(self._collate)
 
 
 def _name(collate: Any) -> str:
@@ -236,7 +232,7 @@ def _padding_in(company: _Company) -> tuple[Padded, ...]:
         mixed = _mixed_in(one, other, axes, longest)
         if mixed:
             raise DataError(
-                f"{company.name()}: what becomes of a record in {mixed!r} depends on the record beside it (mixup, "
+                f"{company.name}: what becomes of a record in {mixed!r} depends on the record beside it (mixup, "
                 "CutMix, normalisation over the batch, row numbers in the whole batch as those of graphs), so that no "
                 "bound holds for either. Use a collate function that treats records one by one; graphs padded to (B, "
                 "nodes, ...), with (B, nodes, nodes) for the edges and a mask of the nodes."
@@ -258,7 +254,7 @@ def _refuse_joined(pair: _Batch, separated: Collection[str], company: _Company) 
     shown = any(tensor.dim() > 1 and name in separated for name, tensor in pair.items())
     if rows and not shown and not any(count % 2 == 0 for count in rows):
         raise DataError(
-            f"{company.name()}: two records come out as {min(rows)} row(s), so that a row would count as "
+            f"{company.name}: two records come out as {min(rows)} row(s), so that a row would count as "
             "one record (padding-free, packing). Use a collator that pads: as many rows for each record."
         )
 

@@ -42,39 +42,63 @@ def memory_limit(device: torch.device, memory_budget: int | None) -> int | None:
     return PeakMemory(device).in_use() + _validate.positive_int(memory_budget, "memory_budget")
 
 
-class BatchSizeSearch:
-    """Decides which size to try next from the memory of the sizes so far."""
+class LearnedSize:
+    """A physical batch size that grows from one sample while steps are measured, those of a training or trial steps."""
 
     # Sizes double while the memory per sample, as measured between the last two sizes, says that twice as much fits;
     # then one extrapolated step goes as far as the limit. After a size that failed (out of memory, or over the limit)
     # comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
     # counts.
-    def __init__(self, *, upper: int, limit: int | None) -> None:
+    def __init__(self, *, upper: int, limit: int | None, device: torch.device) -> None:
         self._upper = _validate.positive_int(upper, "upper")
         self._limit = limit
+        self._meter = PeakMemory(device)
+        self._measuring = False
         self._largest = 0
         self._peak = 0
         self._too_large = self._upper + 1
         self._bytes_per_sample = 0.0
         self.size = 1
+        self.peak = 0  # of the latest size that was measured, in bytes
 
     @property
     def settled(self) -> bool:
         """Whether `size` is the answer."""
         return self.size == self._largest
 
+    def before(self) -> None:
+        """Begin to measure, unless the size is settled."""
+        self._measuring = not self.settled
+        if self._measuring:
+            self._meter.start()
+
+    def after(self, size: int) -> None:
+        """Learn from a processed batch."""
+        if self._measuring and size > 0:
+            self._measuring = False
+            fitted = not self.nothing_fits
+            self.peak = self._meter.stop()
+            self.record(size, self.peak)
+            if self.settled:
+                _log.info("physical batch size settled at %d", self.size)
+            elif self.nothing_fits and fitted:
+                _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
+
     def record(self, size: int, peak: int) -> None:
         """Record the peak, in bytes, of a size that ran."""
         if self._limit is not None and peak > self._limit:
-            self.record_failure(size)
+            self.failed(size)
         elif size > self._largest:
             if self._largest:
                 self._bytes_per_sample = max(0.0, (peak - self._peak) / (size - self._largest))
             self._largest, self._peak = size, peak
             self.size = self._next_size()
 
-    def record_failure(self, size: int) -> None:
-        """Record a size that did not fit."""
+    def failed(self, size: int) -> None:
+        """Learn that a size does not fit."""
+        if self._measuring:
+            self._measuring = False
+            self._meter.stop()
         if size <= self._largest:
             # What fitted before no longer does (longer samples, new state of the optimizer): leave a margin.
             self._largest = 3 * size // 4
@@ -167,41 +191,6 @@ class FixedSize:
     def failed(self, size: int) -> None:
         """Hand out batches of half that size from now on."""
         self.size = min(self.size, max(1, size // 2))
-
-
-class LearnedSize(BatchSizeSearch):
-    """A physical batch size that grows from one sample while steps are measured, those of a training or trial steps."""
-
-    def __init__(self, *, upper: int, limit: int | None, device: torch.device) -> None:
-        super().__init__(upper=upper, limit=limit)
-        self.peak = 0  # of the latest size that was measured, in bytes
-        self._meter = PeakMemory(device)
-        self._measuring = False
-
-    def before(self) -> None:
-        """Begin to measure, unless the size is settled."""
-        self._measuring = not self.settled
-        if self._measuring:
-            self._meter.start()
-
-    def after(self, size: int) -> None:
-        """Learn from a processed batch."""
-        if self._measuring and size > 0:
-            self._measuring = False
-            fitted = not self.nothing_fits
-            self.peak = self._meter.stop()
-            self.record(size, self.peak)
-            if self.settled:
-                _log.info("physical batch size settled at %d", self.size)
-            elif self.nothing_fits and fitted:
-                _log.warning("one sample at a time already exceeds memory_budget; continuing with one")
-
-    def failed(self, size: int) -> None:
-        """Learn that a size does not fit."""
-        if self._measuring:
-            self._measuring = False
-            self._meter.stop()
-        self.record_failure(size)
 
 
 SizePolicy: TypeAlias = FixedSize | LearnedSize

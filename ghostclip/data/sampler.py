@@ -37,7 +37,7 @@ class PrivateSampler(Sampler[list[int]]):
     Privacy:
         Batch number n of a training is a function of (key, n), and no n is ever drawn twice, also after an abandoned
         loop: what prefetching workers had drawn ahead is dropped unseen. Which records were drawn, and how many, stays
-        secret: batch sizes are not covered by the guarantee. Replicas (see `share`) all draw the same batch and keep
+        secret: batch sizes are not covered by the guarantee. Replicas (see `deal`) all draw the same batch and keep
         every n-th record, so that records are neither repeated nor lost nor drawn with correlation.
 
     Attributes:
@@ -157,12 +157,6 @@ class PrivateSampler(Sampler[list[int]]):
         self.delivered += 1
         self.draws.deliver()
 
-    def share(self, *, rank: int, num_replicas: int, key: str) -> None:
-        """Draw with a key as all replicas do and keep every `num_replicas`-th record of each batch, from `rank` on."""
-        self.deal(rank, num_replicas)
-        self._owner.move_here(self, remedy=_REMEDY)
-        self._key.load(key)
-
     def deal(self, rank: int, num_replicas: int) -> None:
         """Keep every `num_replicas`-th record of each batch from here on, from `rank` on."""
         # Replicas of one number keep the same records: ranks of which each has a part of the model, say.
@@ -254,6 +248,4 @@ def share_sampler(sampler: PrivateSampler, group: Group = None) -> None:
     names = sampler.scheme.describe()
     require_equal("sampling", [{name: state.get(name) for name in names} for state in states])
     sampler.load_state_dict(states[0])
-    sampler.share(
-        rank=distributed.get_rank(group), num_replicas=distributed.get_world_size(group), key=states[0]["key"]
-    )
+    sampler.deal(distributed.get_rank(group), distributed.get_world_size(group))

@@ -285,8 +285,8 @@ def _checked_rounds(num_samples: int, steps: int, name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OncePerEpoch:
-    """Every record is in exactly one batch of each epoch of t batches."""
+class _OfSteps:
+    """Epochs of t batches, by default with every record in exactly one of them."""
 
     num_samples: int
     epoch_steps: int
@@ -312,7 +312,7 @@ def _below(words_N: NDArray[np.uint64], count: int) -> Records:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomAllocation(_OncePerEpoch):
+class RandomAllocation(_OfSteps):
     """Every record is in exactly one batch of an epoch, in one drawn uniformly for each epoch and record.
 
     Or in exactly k batches of k epochs, a subset of them drawn uniformly.
@@ -395,7 +395,7 @@ class RandomAllocation(_OncePerEpoch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cyclic(_OncePerEpoch):
+class Cyclic(_OfSteps):
     """Every record is in the same step of every epoch: batches of one size, whose records are put together once.
 
     Privacy:
@@ -436,7 +436,7 @@ class Cyclic(_OncePerEpoch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CyclicPoisson:
+class CyclicPoisson(_OfSteps):
     """Records are dealt out to b groups once; step after step draws a Poisson sample from the next group.
 
     Privacy:
@@ -457,21 +457,14 @@ class CyclicPoisson:
         Choquette-Choo et al. (2023), (Amplified) banded matrix factorization, arXiv:2306.08153.
     """
 
-    num_samples: int
     groups: int
     sample_rate: float
-    epoch_steps: int
 
     def __post_init__(self) -> None:
         _checked_rounds(self.num_samples, self.groups, "groups")
         fraction(self.sample_rate, "sample_rate")
         if positive_int(self.epoch_steps, "epoch_steps") % self.groups:
             raise InvalidOptionError(f"epoch_steps={self.epoch_steps!r}: no multiple of groups={self.groups!r}.")
-
-    @property
-    def steps(self) -> int:
-        """Batches per epoch."""
-        return self.epoch_steps
 
     @property
     def expected_batch_size(self) -> float:

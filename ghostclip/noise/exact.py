@@ -304,7 +304,7 @@ class ExactRelease:
     """
 
     # strategy "hooks", with one norm
-    def __init__(self, clipper: GhostClipper, source: ExactNoise, *, bits: int = 24) -> None:
+    def __init__(self, clipper: GhostClipper, source: ExactNoise) -> None:
         if clipper.resolve_strategy() != "hooks":
             raise InvalidOptionError(
                 f"noise level 'exact' with strategy {clipper.resolve_strategy()!r}: gradients are rounded sample by "
@@ -317,7 +317,6 @@ class ExactRelease:
             )
         self._clipper = clipper
         self._source = source
-        self._bits = bits
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._grid: Grid | None = None  # of the logical batch that is open
         self._generation = clipper.generation
@@ -366,5 +365,5 @@ class ExactRelease:
             self._generation = self._clipper.generation
             self._sums = {}
             # The bound in force when a logical batch begins; a schedule may change it in between.
-            self._grid = Grid.for_norm(self._clipper.max_grad_norm, bits=self._bits)
+            self._grid = Grid.for_norm(self._clipper.max_grad_norm)
         return self._grid

@@ -160,7 +160,7 @@ class DPOptimizer(WrappedOptimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if self._mid_logical_batch() and value != self.max_grad_norm:
+        if not self.is_idle and value != self.max_grad_norm:
             raise InvalidOptionError(
                 f"max_grad_norm={value!r}: part of a logical batch was already clipped to {self.max_grad_norm}. "
                 "Change it after step() has released the batch."
@@ -293,7 +293,7 @@ class DPOptimizer(WrappedOptimizer):
     @property
     def is_idle(self) -> bool:
         """Whether nothing was accumulated since the last release."""
-        return not self._mid_logical_batch()
+        return not (self._batch.open or self.clipper.has_clipped_sum)
 
     @noting()
     @torch.no_grad()
@@ -644,7 +644,7 @@ class DPOptimizer(WrappedOptimizer):
         Raises:
             MissingGradientError: If one was computed and not released.
         """
-        if self._mid_logical_batch():
+        if not self.is_idle:
             raise MissingGradientError(
                 f"the last logical batch ({self._batch.token}) was computed and not released: optimizer.step() must be "
                 "called after every physical batch."
@@ -658,7 +658,7 @@ class DPOptimizer(WrappedOptimizer):
         """
         if token is not None and token is not self._batch.token:
             return
-        if self._mid_logical_batch():
+        if not self.is_idle:
             _log.warning("a logical batch was left before it was released; its clipped sum is dropped")
             self.clipper.reset()
         self._batch.clear()
@@ -685,10 +685,6 @@ class DPOptimizer(WrappedOptimizer):
         """
         names = (name for name, p in self.clipper.model.named_parameters() if p is parameter)
         return next(names, f"of shape {tuple(parameter.shape)}")
-
-    def _mid_logical_batch(self) -> bool:
-        """Whether clipped sums are waiting to be released."""
-        return self._batch.open or self.clipper.has_clipped_sum
 
     def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
         checks.refuse_uncovered(self.clipper, parameters)

@@ -57,27 +57,25 @@ class Schedule(abc.ABC):
 
 
 class _Exponential(Schedule):
-    """Multiplies the value by γ every epoch."""
+    """Multiplies the value by γ every `step_size` epochs, here every one."""
+
+    step_size = 1
 
     def __init__(self, optimizer: DPOptimizer, *, gamma: float, last_epoch: int = -1) -> None:
         self.gamma = _validate.positive(gamma, "gamma")
         super().__init__(optimizer, last_epoch=last_epoch)
 
     def next_value(self, current: float) -> float:
-        return current if self.last_epoch == 0 else self.gamma * current
+        changes = self.last_epoch != 0 and self.last_epoch % self.step_size == 0
+        return self.gamma * current if changes else current
 
 
-class _Step(Schedule):
+class _Step(_Exponential):
     """Multiplies the value by γ every `step_size` epochs."""
 
     def __init__(self, optimizer: DPOptimizer, *, step_size: int, gamma: float, last_epoch: int = -1) -> None:
         self.step_size = _validate.positive_int(step_size, "step_size")
-        self.gamma = _validate.positive(gamma, "gamma")
-        super().__init__(optimizer, last_epoch=last_epoch)
-
-    def next_value(self, current: float) -> float:
-        changes = self.last_epoch > 0 and self.last_epoch % self.step_size == 0
-        return self.gamma * current if changes else current
+        super().__init__(optimizer, gamma=gamma, last_epoch=last_epoch)
 
 
 class _Lambda(Schedule):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ghostclip._memory import PeakMemory, available_bytes
-from ghostclip.data.physical_batch_size import BatchSizeSearch, find_max_physical_batch_size, memory_limit
+from ghostclip.data.physical_batch_size import LearnedSize, find_max_physical_batch_size, memory_limit
 from ghostclip.errors import InvalidOptionError
 from tests.randomised import given, st
 
@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def run(search: BatchSizeSearch, *, fixed: float, slope: float, capacity: float | None = None) -> list[int]:
+def run(search: LearnedSize, *, fixed: float, slope: float, capacity: float | None = None) -> list[int]:
     """Play a device whose peak is fixed + slope·size and that fails above its capacity."""
     tried = []
     while not search.settled and not search.nothing_fits:
         tried.append(search.size)
         peak = int(fixed + slope * search.size)
         if capacity is not None and peak > capacity:
-            search.record_failure(search.size)
+            search.failed(search.size)
         else:
             search.record(search.size, peak)
         assert len(tried) < 100
@@ -32,7 +32,7 @@ def run(search: BatchSizeSearch, *, fixed: float, slope: float, capacity: float 
     fixed=st.integers(0, 10_000), slope=st.integers(0, 500), limit=st.integers(1, 100_000), upper=st.integers(1, 4096)
 )
 def test_search_never_settles_above_the_limit_and_comes_close(fixed, slope, limit, upper):
-    search = BatchSizeSearch(upper=upper, limit=limit)
+    search = LearnedSize(upper=upper, limit=limit, device=CPU)
     tried = run(search, fixed=fixed, slope=slope)
     best = upper if slope == 0 and fixed <= limit else min(upper, (limit - fixed) // max(slope, 1))
     if best < 1:

@@ -115,16 +115,17 @@ def test_a_resumed_run_draws_what_was_left(taken):
 
 def test_replicas_share_one_draw():
     whole = seeded()
-    key = whole.state_dict()["key"]
+    state = whole.state_dict()
     parts = []
     for rank in range(3):
         part = PoissonSampler(num_samples=50, sample_rate=0.1)
-        part.share(rank=rank, num_replicas=3, key=key)
+        part.load_state_dict(state)
+        part.deal(rank, 3)
         parts.append(list(part))
     for batch, *shards in zip(whole, *parts, strict=True):
         assert sorted(itertools.chain(*shards)) == batch
     with pytest.raises(InvalidOptionError, match="rank=3"):
-        whole.share(rank=3, num_replicas=3, key=key)
+        whole.deal(3, 3)
 
 
 @pytest.mark.parametrize(
