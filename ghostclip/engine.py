@@ -13,14 +13,9 @@ from torch.utils.data import DataLoader
 
 from ghostclip import _validate
 from ghostclip._validate import suggests_options
-from ghostclip.accounting import (
-    DEFAULT_ACCOUNTANT,
-    Bounds,
-    IAccountant,
-    bounding_accountant,
-    create_accountant,
-    delta_too_large,
-)
+from ghostclip.accounting import Bounds, IAccountant, create_accountant
+from ghostclip.accounting.calibration import delta_too_large
+from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
 from ghostclip.assembly.options import Options, takes_options
 from ghostclip.assembly.prepared import Prepared
 from ghostclip.assembly.private import (
@@ -34,7 +29,7 @@ from ghostclip.assembly.private import (
 )
 from ghostclip.data import DeclaredSampling, DPDataLoader
 from ghostclip.data.torch_loader import checked_batch_size, dataset_length
-from ghostclip.distributed import world_size
+from ghostclip.distributed.agreement import world_size
 from ghostclip.errors import GhostClipError
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source

@@ -17,21 +17,12 @@ from ghostclip.capture.ranks import sums_meet_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data.sampler import PrivateSampler
-from ghostclip.distributed import (
-    Pipeline,
-    ShardedModel,
-    Shares,
-    all_apart,
-    copy_inside,
-    noise_for,
-    refuse_sharded,
-    refused_together,
-    require_agreement,
-    require_all_ranks,
-    sharded_model,
-    world_size,
-)
-from ghostclip.distributed.agreement import noting
+from ghostclip.distributed import Pipeline, ShardedModel
+from ghostclip.distributed.agreement import noting, refused_together, require_agreement, world_size
+from ghostclip.distributed.release import noise_for
+from ghostclip.distributed.sample_ranks import Shares, all_apart, require_all_ranks
+from ghostclip.distributed.sharded import sharded_model
+from ghostclip.distributed.weights import copy_inside, refuse_sharded
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
     InvalidOptionError,

@@ -53,7 +53,7 @@ class Sequences(Dealing, Protocol):
 
     @property
     def shares(self) -> Any:
-        """How the ranks share each batch: a `ghostclip.distributed.Shares`."""
+        """How the ranks share each batch: a `ghostclip.distributed.sample_ranks.Shares`."""
 
     def common_numbers(self, what: str) -> random.Random:
         """Return a generator that draws the same on all of them; called on all of them."""

@@ -98,7 +98,7 @@ class Sharded(Gathering, Protocol):
 
     @property
     def shares(self) -> Any:
-        """How the ranks share each batch: a `ghostclip.distributed.Shares`."""
+        """How the ranks share each batch: a `ghostclip.distributed.sample_ranks.Shares`."""
 
     @property
     def shared_samples(self) -> SharedSamples | None:

@@ -201,7 +201,7 @@ def run_plan_privacy(args: dict[str, Any]) -> int:
       ghostclip plan-privacy --samples 60000 --batch-size 600 --epochs 10 --target-epsilon 3 --schedule cosine
           the same for a learning rate that falls to 0
     """
-    from ghostclip.accounting import delta_too_large
+    from ghostclip.accounting.calibration import delta_too_large
     from ghostclip.mechanisms import plan_privacy
     from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
 

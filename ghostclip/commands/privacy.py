@@ -89,7 +89,7 @@ def _require_noise(name: str, sigma: float) -> None:
 
 
 def _bounds(segments: Sequence[Segment], args: dict[str, Any]) -> Bounds:
-    from ghostclip.accounting import bounding_accountant
+    from ghostclip.accounting.registry import bounding_accountant
 
     accountant, relation = args["accountant"], args["neighbours"]
     with warnings.catch_warnings():
@@ -101,7 +101,7 @@ def _bounds(segments: Sequence[Segment], args: dict[str, Any]) -> Bounds:
 
 def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, Any] | None = None) -> int:
     """Print ε of segments with all that it assumes, after what was solved for, write files of it, and return 0."""
-    from ghostclip.accounting import delta_too_large, epsilon_too_large
+    from ghostclip.accounting.calibration import delta_too_large, epsilon_too_large
 
     delta, relation, solved = args["delta"], args["neighbours"], solved or {}
     with Working("bounding epsilon"):

@@ -25,7 +25,7 @@ from ghostclip.data.torch_loader import (
     started,
     worker_options,
 )
-from ghostclip.distributed import refused_together, world_size
+from ghostclip.distributed.agreement import refused_together, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 
 logger = logging.getLogger(__name__)

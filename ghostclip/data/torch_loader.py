@@ -27,8 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ghostclip.distributed import world_size
-from ghostclip.distributed.agreement import noting_each
+from ghostclip.distributed.agreement import noting_each, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optim.draws import DrawLog
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ghostclip._files import reason_of, require_plotting
-from ghostclip.distributed import from_first, refused_together
-from ghostclip.distributed.agreement import is_known_to_all
+from ghostclip.distributed.agreement import from_first, is_known_to_all, refused_together
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import run as files
 from ghostclip.finetune.models import require_known_model

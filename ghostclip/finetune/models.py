@@ -24,7 +24,7 @@ import ghostclip
 from ghostclip._files import reason_of
 from ghostclip.clipper import Strategy
 from ghostclip.data.physical_batch_size import find_max_physical_batch_size, largest_batch
-from ghostclip.distributed import sharded_model
+from ghostclip.distributed.sharded import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, from_anywhere, labels_of

@@ -18,8 +18,7 @@ from torch import nn
 
 from ghostclip._files import reason_of
 from ghostclip._validate import refuse_any
-from ghostclip.distributed import gathered
-from ghostclip.distributed.agreement import require_equal
+from ghostclip.distributed.agreement import gathered, require_equal
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions, word
 from ghostclip.scaling import Mesh

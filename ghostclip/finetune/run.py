@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ghostclip import _torch
-from ghostclip.accounting import DEFAULT_ACCOUNTANT, bounding_accountant, epsilon_too_large, get_noise_multiplier
-from ghostclip.distributed import from_first
+from ghostclip.accounting import get_noise_multiplier
+from ghostclip.accounting.calibration import epsilon_too_large
+from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
+from ghostclip.distributed.agreement import from_first
 from ghostclip.distributed.weights import gathered_whole
 from ghostclip.errors import InvalidOptionError, OutputError, ResumeError
 from ghostclip.finetune import models

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ghostclip.distributed import gathered, refused_together
-from ghostclip.distributed.agreement import digest_of
+from ghostclip.distributed.agreement import digest_of, gathered, refused_together
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.ranks import is_in_parts
 from ghostclip.finetune.run import FinetuneRun

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ghostclip import _tree, _validate
 from ghostclip.data import DPDataLoader
 from ghostclip.data.physical_batches import count_rows
-from ghostclip.distributed import gathered
+from ghostclip.distributed.agreement import gathered
 from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import (
     Contradiction,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ghostclip._validate import positive, positive_int, probability, suggests_options
-from ghostclip.accounting import bounding_accountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
+from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.data.schemes import SamplingScheme
 from ghostclip.errors import InvalidOptionError
 from ghostclip.mechanisms.mechanism import (

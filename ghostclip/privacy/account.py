@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from ghostclip import _validate
-from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
+from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.history import Charge, Kind, counted, joined
-from ghostclip.distributed import SharedNoise, refused_together, require_agreement, telling
+from ghostclip.accounting.registry import bounding_accountant
+from ghostclip.distributed import SharedNoise
+from ghostclip.distributed.agreement import refused_together, require_agreement, telling
 from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.evidence.unchecked import Unchecked

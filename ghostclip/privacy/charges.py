@@ -14,8 +14,9 @@ from typing import Any, cast
 from torch import nn
 
 from ghostclip._validate import non_negative, positive, positive_int
-from ghostclip.accounting import Accountant, Bounds, IAccountant, bounding_accountant
+from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.history import Charge, SamplingEvent, checked_others, counted, times
+from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import Grid
 

@@ -17,7 +17,8 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _torch
 from ghostclip._files import reason_of
-from ghostclip.distributed import Pipeline, from_first, world_size
+from ghostclip.distributed import Pipeline
+from ghostclip.distributed.agreement import from_first, world_size
 from ghostclip.distributed.weights import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.kernels.fingerprints import content_prints, read_prints

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ghostclip.accounting.history import Charge, joined
-from ghostclip.distributed import from_first, gathered, is_first, telling
+from ghostclip.distributed.agreement import from_first, gathered, is_first, telling
 from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
 from ghostclip.privacy.charges import checked_charge
 
@@ -48,12 +48,11 @@ class LedgerPosition(NamedTuple):
     """Hash of the last one."""
 
 
-def encoded(values: Mapping[str, Any], after: LedgerPosition) -> tuple[bytes, LedgerPosition]:
-    """Return the line of plain values that continues a ledger, with its end, and the new position."""
+def encoded(values: Mapping[str, Any], after: LedgerPosition) -> bytes:
+    """Return the line of plain values that continues a ledger, with its end."""
     numbered = {**values, LEDGER: after.ledger, NUMBER: after.lines}
     body = json.dumps(numbered, separators=(",", ":"), sort_keys=True).encode()
-    chained = _hash_of(body, after.chained)
-    return body + _SEPARATOR + chained.encode() + b"\n", LedgerPosition(after.ledger, after.lines + 1, chained)
+    return body + _SEPARATOR + _hash_of(body, after.chained).encode() + b"\n"
 
 
 def decoded(line: bytes, after: LedgerPosition, *, name: str) -> tuple[dict[str, Any], LedgerPosition]:
@@ -227,7 +226,7 @@ class LedgerFile:
         *lines, _ = from_first("line of the ledger", told).split(b"\n")
         if self._follows:
             for line in lines:
-                self._take(*decoded(line, self._places[-1], name=str(self.path)), len(line) + 1)
+                self._take(line)
         self._told = self._end
 
     def _forget(self) -> None:
@@ -250,19 +249,19 @@ class LedgerFile:
             )
         *whole, torn = content.split(b"\n")
         for line in whole:
-            values, position = decoded(line, self._places[-1], name=str(self.path))
-            self._take(values, position, len(line) + 1)
+            self._take(line)
         # Half a line is what a crash leaves. One that lacks nothing but its end may have been released: it counts.
         complete = next(
             (torn[:cut] for cut in (len(torn), -1) if torn and is_whole(torn[:cut], self._places[-1])), None
         )
         if complete is not None:
-            self._take(*decoded(complete, self._places[-1], name=str(self.path)), len(complete) + 1)
+            self._take(complete)
         elif not whole:
             decoded(torn, self._places[-1], name=str(self.path))
 
-    def _take(self, values: Mapping[str, Any], position: LedgerPosition, size: int) -> None:
-        """Take note of a line that is in the file."""
+    def _take(self, line: bytes) -> None:
+        """Take note of a line, without its end, that is in the file; refuse one that does not continue it."""
+        values, position = decoded(line, self._places[-1], name=str(self.path))
         if "mechanism" in values:
             self.mechanisms.append(values["mechanism"])
             self.counts.append(0)
@@ -279,7 +278,7 @@ class LedgerFile:
                 self.counts[-1] += 1
         self._places.append(position)
         self._releases.append(len(self.entries))
-        self._end += size
+        self._end += len(line) + 1
 
     def find(self, run: str, number: int) -> str | None:
         """Return the fingerprint of a release of a run that was made before, or None."""
@@ -370,7 +369,7 @@ class LedgerFile:
 
     def _begun(self) -> IO[bytes]:
         """Make and lock the file, with its first line: under its name it is never empty."""
-        line, _ = encoded({VERSION: FORMAT}, LedgerPosition(ledger=secrets.token_hex(8)))
+        line = encoded({VERSION: FORMAT}, LedgerPosition(ledger=secrets.token_hex(8)))
         unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.unfinished")
         file = unfinished.open("w+b", buffering=0)
         try:
@@ -417,7 +416,7 @@ class LedgerFile:
         assert file is not None, "locked"
         self._require_same_file(file)
         self._cut_off_rest()
-        line, position = encoded(values, self._places[-1])
+        line = encoded(values, self._places[-1])
         self._pending = line
         try:
             _write_all(file, line, at=self._end)
@@ -428,7 +427,7 @@ class LedgerFile:
                 os.ftruncate(file.fileno(), self._end)
             raise
         self._pending = b""
-        self._take(json.loads(line.rpartition(b"\t")[0]), position, len(line))
+        self._take(line[:-1])
 
     def _require_same_file(self, file: IO[bytes]) -> None:
         """Refuse to write if the file was deleted, moved, replaced, shortened, or written to by somebody else."""

@@ -36,8 +36,7 @@ from ghostclip.data.torch_loader import (
     warn_of_repetitions,
     worker_options,
 )
-from ghostclip.distributed import gathered, refused_together, telling, world_size
-from ghostclip.distributed.agreement import require_equal
+from ghostclip.distributed.agreement import gathered, refused_together, require_equal, telling, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.evidence.padding import Padded
 from ghostclip.evidence.randomness import unnoticed

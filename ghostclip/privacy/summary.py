@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from ghostclip.accounting import Accountant, Bounds, epsilon_too_large
+from ghostclip.accounting import Accountant, Bounds
+from ghostclip.accounting.calibration import epsilon_too_large
 from ghostclip.privacy.charges import accountant_of, charges_of, released_bounds
 from ghostclip.privacy.sampling import Sampling
 

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 
-from ghostclip.accounting import create_accountant, get_noise_multiplier, steps_per_epoch
+from ghostclip.accounting import create_accountant, get_noise_multiplier
+from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.errors import BudgetError, InvalidOptionError
 from tests.randomised import given, settings, st
 

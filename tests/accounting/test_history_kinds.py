@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from ghostclip.accounting import (
-    GaussianAccountant,
-    create_accountant,
-    delta_too_large,
-    get_noise_multiplier,
-    get_sample_rate,
-    get_steps,
-)
+from ghostclip.accounting import GaussianAccountant, create_accountant, get_noise_multiplier, get_sample_rate, get_steps
+from ghostclip.accounting.calibration import delta_too_large
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.errors import BudgetError, InvalidOptionError
 

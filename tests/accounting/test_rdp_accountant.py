@@ -11,13 +11,8 @@ import pytest
 import torch
 from scipy.special import log_ndtr
 
-from ghostclip.accounting import (
-    Accountant,
-    RDPAccountant,
-    create_accountant,
-    register_accountant,
-    steps_per_epoch,
-)
+from ghostclip.accounting import Accountant, RDPAccountant, create_accountant, register_accountant
+from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.accounting.rdp import rdp_of_history
 from ghostclip.accounting.registry import _ACCOUNTANTS
 from ghostclip.errors import InvalidOptionError

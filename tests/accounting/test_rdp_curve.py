@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.integrate import trapezoid
 
-from ghostclip.accounting import DEFAULT_ORDERS, rdp_curve
+from ghostclip.accounting.rdp import DEFAULT_ORDERS, rdp_curve
 from tests.randomised import given, st
 
 # Numerical error is below 1e-11; what is left is the margin that rounds upwards.

@@ -17,13 +17,8 @@ from ghostclip.compat.opacus.optimizers import DistributedDPOptimizer
 from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.sampler import share_sampler
-from ghostclip.distributed import (
-    DifferentiallyPrivateDistributedDataParallel,
-    SharedNoise,
-    broadcast_parameters,
-    require_agreement,
-)
-from ghostclip.distributed.agreement import Share, share_noise
+from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel, SharedNoise, broadcast_parameters
+from ghostclip.distributed.agreement import Share, require_agreement, share_noise
 from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleModule

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, de
 
 from ghostclip import GhostClipper
 from ghostclip.data import DPDataLoader
-from ghostclip.distributed import SharedNoise, broadcast_parameters, require_agreement
-from ghostclip.distributed.agreement import Share, require_one_draw
+from ghostclip.distributed import SharedNoise, broadcast_parameters
+from ghostclip.distributed.agreement import Share, require_agreement, require_one_draw
 from ghostclip.errors import GhostClipError
 from ghostclip.noise import make_noise_source
 from tests.distributed.loops import data, model, snapshot

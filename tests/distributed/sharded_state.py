@@ -15,7 +15,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.data import TensorDataset
 
-from ghostclip.distributed import require_agreement
+from ghostclip.distributed.agreement import require_agreement
 from ghostclip.errors import GhostClipError
 from tests import process_group as meeting
 from tests.distributed import tensor

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ghostclip.data import Poisson, PrivateSampler
-from ghostclip.distributed import require_agreement, world_size
-from ghostclip.distributed.agreement import share_noise
+from ghostclip.distributed.agreement import require_agreement, share_noise, world_size
 from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source

@@ -149,7 +149,7 @@ def test_parts_of_the_training_cost_what_the_whole_is_planned_for(mechanism: Mec
         assert now == before if before and mechanism == MECHANISMS[-1] else now > before
         before = now
     if isinstance(mechanism, BandedInverse | BufferedToeplitz):
-        gaussian = ghostclip.accounting.bounding_accountant()
+        gaussian = ghostclip.accounting.create_accountant()
         gaussian.step(noise_multiplier=1.3, sample_rate=1.0)
         assert before == pytest.approx(gaussian.get_epsilon(delta), rel=1e-6)
         list(train(parts, 1))

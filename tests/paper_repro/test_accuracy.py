@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ghostclip.accounting import bounding_accountant
+from ghostclip.accounting.registry import bounding_accountant
 from paper_repro import __main__ as program
 from paper_repro.accuracy import search, tasks
 from paper_repro.accuracy.__main__ import RESULTS

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ghostclip.accounting import bounding_accountant
+from ghostclip.accounting.registry import bounding_accountant
 from paper_repro import good_model
 from paper_repro.good_model import DELTA, EPSILON, RESULTS, TRAIN, Setting, filled, markdown, noise
 from tests.docs.pages import DOCS

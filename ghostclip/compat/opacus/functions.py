@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip._validate import non_negative, positive, positive_int, probability
-from ghostclip.accounting import GaussianAccountant, RDPAccountant, epsilon_from_rdp, rdp_curve
+from ghostclip.accounting import GaussianAccountant, RDPAccountant
 from ghostclip.accounting.history import checked_noise_multiplier, checked_sample_rate
+from ghostclip.accounting.rdp import epsilon_from_rdp, rdp_curve
 from ghostclip.errors import GhostClipError, InvalidOptionError
 from ghostclip.validation.layer_check import (
     STRATEGIES,
