@@ -90,7 +90,7 @@ class Leaving:
 def noting() -> Iterator[None]:
     """Publish what this rank raises, or raise what another rank has published instead of arriving."""
     # A rank that goes on nevertheless, with a smaller batch say, withdraws its note.
-    if not _torch.several_ranks() or distributed.get_world_size() == 1:
+    if world_size() == 1:
         yield
         return
     try:
@@ -173,7 +173,7 @@ def _key(rank: int, point: str) -> str:
 
 
 def _leave(point: str, error: Exception, *, waited: bool) -> None:
-    if not _torch.several_ranks() or distributed.get_world_size() == 1:
+    if world_size() == 1:
         return
     _left.group, _left.place, _left.reason, _left.is_alone = id(distributed.group.WORLD), point, str(error), False
     _say(point, error, waited=waited)
@@ -188,10 +188,10 @@ def _say(point: str, error: Exception, *, waited: bool) -> None:
 
 def _reason_of_others(point: str) -> GhostClipError | None:
     """Return why another rank has left a point of the program; None if nobody has published a reason."""
-    if not _torch.several_ranks():
+    if world_size() == 1:
         return None
     store: Any = _torch.meeting_store()
-    for rank in range(distributed.get_world_size()):
+    for rank in range(world_size()):
         with contextlib.suppress(RuntimeError):
             said = rank != distributed.get_rank() and store.check([_key(rank, point)]) and store.get(_key(rank, point))
             kind, message, waited = json.loads(said) if said else ("", "", True)
@@ -209,8 +209,7 @@ _SEED_BITS: Final = 48
 
 def world_size(group: Group = None) -> int:
     """Return the number of ranks, 1 where torch.distributed is not running."""
-    running = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size(group) if running else 1
+    return distributed.get_world_size(group) if _torch.several_ranks() else 1
 
 
 def several_ranks_of(groups: Sequence[Group]) -> list[list[int]]:
@@ -330,7 +329,7 @@ def require_equal(what: str, values: Sequence[Any], remedy: str = _SAME_ARGUMENT
 
 def require_group() -> None:
     """Refuse to go on where torch.distributed is not running."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _torch.several_ranks():
         raise InvalidOptionError("distributed=True: call torch.distributed.init_process_group first.")
 
 

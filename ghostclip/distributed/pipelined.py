@@ -67,11 +67,6 @@ class StagesClipper:
     # -- what holds for all stages ----------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> ClipPolicy:
-        """The clip policy of all stages, whose bound may be set between batches."""
-        return self.pipeline.policy
-
-    @property
     def max_grad_norm(self) -> float:
         """C, the bound on every sample's gradient norm over all stages."""
         return self.policy.max_grad_norm
@@ -80,6 +75,7 @@ class StagesClipper:
     def max_grad_norm(self, value: float) -> None:
         self.policy.max_grad_norm = value
 
+    policy = _of_first("policy")
     loss_reduction = _of_first("loss_reduction")
     relation = _of_first("relation")
     sensitivity = _of_first("sensitivity")
@@ -122,6 +118,8 @@ class StagesClipper:
 
     own_gradients = _on_each("own_gradients")
     mark_empty_batch = _on_each("mark_empty_batch")
+    reset = _on_each("reset")
+    remove = _on_each("remove")
     merge_passes = _on_each("merge_passes")
 
     def leave_plain_gradients(self) -> None:
@@ -133,19 +131,12 @@ class StagesClipper:
     def rest(self) -> None:
         """Nothing is gathered."""
 
-    def reset(self) -> None:
-        """Forget the sums of all stages."""
-        self.pipeline.reset()
-
     def discard(self) -> None:
         """Forget sums that nobody has released; a schedule retains no graph."""
         self.reset()
 
     def drop_samples(self) -> None:
         """Nothing shows per-sample gradients."""
-
-    def remove(self) -> None:
-        self.pipeline.remove()
 
     def backward(self, loss: Tensor) -> None:
         """Refuse a backward from outside: the schedule runs it."""

@@ -26,7 +26,6 @@ from ghostclip.graph.takeover import CompiledRecord
 from ghostclip.noise import ExactRelease, add_noise_, make_noise_source
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
-from ghostclip.optim.draws import Replay
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
 from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
@@ -501,7 +500,7 @@ class DPOptimizer(WrappedOptimizer):
             if one is not None and one.crossed is not None:
                 raise DrawError(checks.crossed(one.crossed))
         traced = self._draws.trace(match, inputs)
-        if isinstance(traced, Replay):
+        if isinstance(traced, int):
             raise DrawError(checks.replayed(traced, match.draws[0].number))
         return traced
 

@@ -51,12 +51,6 @@ class Match:
     known: frozenset[int] = frozenset()  # numbers of the draws that inputs were known to be of; empty where none was
 
 
-class Replay(NamedTuple):
-    """A draw that a step's records are of, while another one is to be released."""
-
-    number: int
-
-
 class Crossed(NamedTuple):
     """Two inputs behind one loss that have the same records in different orders."""
 
@@ -238,8 +232,8 @@ class DrawLog:
             return None
         return Match(self._widest(complete), frozenset(complete), max(complete.values()))
 
-    def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | Replay:
-        """Return the match without draws that its inputs are not of, or the `Replay` if none is left."""
+    def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | int:
+        """Return the match without draws that its inputs are not of; if none is left, a draw that they are of."""
         known = frozenset().union(*[one.draws for one in passes if one is not None])
         if not known:
             return match
@@ -253,7 +247,7 @@ class DrawLog:
             if known <= released and not (whole and len(known) < sum([draw.rows > 0 for draw in draws])):
                 fits.append(span)
         if not fits:
-            return Replay(min(others or known))
+            return min(others or known)
         spans = frozenset(fits)
         return replace(match, draws=self._widest(spans), spans=spans, known=known)
 
