@@ -14,7 +14,8 @@ import torch
 import ghostclip
 from benchmarks.engines import trainable
 from benchmarks.tasks import find, per_sample_losses
-from ghostclip.noise import add_noise_, make_noise_source
+from ghostclip.noise import make_noise_source
+from ghostclip.noise.keyed import add_noise_
 from ghostclip.optim import DPOptimizer
 
 CPU = torch.device("cpu")

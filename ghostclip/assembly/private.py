@@ -40,8 +40,8 @@ from ghostclip.facade.criterion import Deferral
 from ghostclip.facade.module import mode_of
 from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.language.vocabulary_head import CHOICES, by_record
-from ghostclip.noise import LEVELS, NoiseSource
-from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.noise.continuous import LEVELS
+from ghostclip.noise.keyed import KeyedNoise, NoiseSource
 from ghostclip.optim import DPOptimizer, MemberOptimizer
 from ghostclip.optim.foreign import refuse_second_optimizer
 from ghostclip.optim.members import JoinedOptimizer

@@ -32,7 +32,7 @@ from ghostclip.facade.module import mode_of
 from ghostclip.language.vocabulary_head import CHOICES
 from ghostclip.mechanisms.mechanism import Correlated
 from ghostclip.mechanisms.plan import calibrated
-from ghostclip.noise import LEVELS
+from ghostclip.noise.continuous import LEVELS
 from ghostclip.optim import release_of
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy.budget import Budget

@@ -4,21 +4,7 @@ Levels "fast" and "secure" draw continuous Gaussian noise in float64 (`continuou
 noise for sums of gradients on an integer grid (`exact`).
 """
 
-from ghostclip.noise.continuous import LEVELS, FastNoise, SecureNoise, make_noise_source
-from ghostclip.noise.exact import ExactNoise, ExactRelease, Grid, discrete_gaussian
-from ghostclip.noise.keyed import NoiseSource, add_noise_
-from ghostclip.noise.keys import RandomKey
+from ghostclip.noise.continuous import FastNoise, SecureNoise, make_noise_source
+from ghostclip.noise.exact import ExactNoise
 
-__all__ = [
-    "LEVELS",
-    "ExactNoise",
-    "ExactRelease",
-    "FastNoise",
-    "Grid",
-    "NoiseSource",
-    "RandomKey",
-    "SecureNoise",
-    "add_noise_",
-    "discrete_gaussian",
-    "make_noise_source",
-]
+__all__ = ["ExactNoise", "FastNoise", "SecureNoise", "make_noise_source"]

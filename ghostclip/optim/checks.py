@@ -19,7 +19,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.noise import NoiseSource
+    from ghostclip.noise.keyed import NoiseSource
     from ghostclip.optim.draws import Crossed
 
 FORKED = (

@@ -23,7 +23,9 @@ from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade.module import clipper_of
 from ghostclip.graph.takeover import CompiledRecord
-from ghostclip.noise import ExactRelease, add_noise_, make_noise_source
+from ghostclip.noise import make_noise_source
+from ghostclip.noise.exact import ExactRelease
+from ghostclip.noise.keyed import add_noise_
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
@@ -32,7 +34,8 @@ from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
-    from ghostclip.noise import ExactNoise, NoiseSource
+    from ghostclip.noise import ExactNoise
+    from ghostclip.noise.keyed import NoiseSource
     from ghostclip.optim.draws import DrawLog, Match
 
 _log = logging.getLogger(__name__)

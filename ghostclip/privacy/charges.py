@@ -18,7 +18,7 @@ from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.history import Charge, SamplingEvent, checked_others, counted, times
 from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import Grid
+from ghostclip.noise.exact import Grid
 
 
 @lru_cache(maxsize=64)

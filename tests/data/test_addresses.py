@@ -7,8 +7,9 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, RandomKey, SecureNoise, keyed, make_noise_source
+from ghostclip.noise import ExactNoise, SecureNoise, keyed, make_noise_source
 from ghostclip.noise.keyed import BLOCK, MAX_BLOCKS, Block
+from ghostclip.noise.keys import RandomKey
 
 LEVELS = ("fast", "secure", "exact")
 

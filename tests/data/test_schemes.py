@@ -14,8 +14,7 @@ from scipy import stats
 from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data import Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
-from ghostclip.noise import RandomKey
-from ghostclip.noise.keys import WordStream, permutation, subset
+from ghostclip.noise.keys import RandomKey, WordStream, permutation, subset
 
 
 def key():

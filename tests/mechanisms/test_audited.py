@@ -117,7 +117,7 @@ def scores_of(mechanism: Mechanism, released: np.ndarray, scheme: Any) -> np.nda
 def _members(scheme: Any, step: int) -> np.ndarray:
     """Who may be in a step."""
     everybody = replace(scheme, sample_rate=1.0) if hasattr(scheme, "groups") else scheme
-    return everybody.draw(ghostclip.noise.RandomKey("sampling"), step)
+    return everybody.draw(ghostclip.noise.keys.RandomKey("sampling"), step)
 
 
 def _groups(scheme: Any) -> np.ndarray:

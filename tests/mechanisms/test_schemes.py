@@ -7,7 +7,7 @@ import pytest
 
 from ghostclip.data import Cyclic, CyclicPoisson, RandomAllocation
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import RandomKey
+from ghostclip.noise.keys import RandomKey
 
 
 def epoch_of(scheme: RandomAllocation | Cyclic, key: RandomKey, epoch: int) -> list[np.ndarray]:

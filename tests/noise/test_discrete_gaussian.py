@@ -10,8 +10,10 @@ import torch
 from scipy import stats
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, RandomKey, discrete_gaussian, exact
+from ghostclip.noise import ExactNoise, exact
+from ghostclip.noise.exact import discrete_gaussian
 from ghostclip.noise.keyed import Block, words_of
+from ghostclip.noise.keys import RandomKey
 
 DRAWS = 60_000
 

@@ -11,7 +11,8 @@ from torch import nn
 from ghostclip import GhostClipper
 from ghostclip.clipping.policies import per_layer
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, ExactRelease
+from ghostclip.noise import ExactNoise
+from ghostclip.noise.exact import ExactRelease
 
 C = 0.4
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import ExactNoise, ExactRelease, Grid
+from ghostclip.noise import ExactNoise
+from ghostclip.noise.exact import ExactRelease, Grid
 
 C = 0.7
 

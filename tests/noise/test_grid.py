@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.noise import Grid
+from ghostclip.noise.exact import Grid
 from tests.randomised import given, st
 
 SHAPES = ((3, 5), (7,), ())

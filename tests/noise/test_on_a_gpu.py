@@ -7,7 +7,8 @@ import torch
 
 from ghostclip import kernels
 from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
-from ghostclip.noise import FastNoise, SecureNoise, add_noise_, continuous
+from ghostclip.noise import FastNoise, SecureNoise, continuous
+from ghostclip.noise.keyed import add_noise_
 from tests.traffic import GPU, counted
 
 MATRICES = [(1280, 5120), (5120, 1280), (1280, 3840), (50257, 1280)]

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ghostclip.noise import FastNoise, add_noise_, make_noise_source
-from ghostclip.noise.keyed import BLOCK, draws_at_once, skip_noise
+from ghostclip.noise import FastNoise, make_noise_source
+from ghostclip.noise.keyed import BLOCK, add_noise_, draws_at_once, skip_noise
 
 SHAPES = ((), (3,), (BLOCK - 1,), (5, 7), (2, 0), (BLOCK,), (2 * BLOCK + 3,), (63, 61), (1,))
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from ghostclip.noise import FastNoise, add_noise_, make_noise_source
-from ghostclip.noise.keyed import BLOCK
+from ghostclip.noise import FastNoise, make_noise_source
+from ghostclip.noise.keyed import BLOCK, add_noise_
 
 SHAPES = ((7, 5), (BLOCK,), (2 * BLOCK + 3,), (), (BLOCK - 1,), (2, 0), (3 * BLOCK, 2), (11,))
 
