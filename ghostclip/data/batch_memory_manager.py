@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -119,18 +118,23 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._optimizer.discard_pending()
         token: BatchToken | None = None
+        sampler: Any = self._logical_batches
+        draws: DrawLog | None = getattr(sampler, "draws", None)
+        resuming = isinstance(sampler, PrivateSampler) and sampler.resuming
         try:
-            sampler = self._logical_batches
-            resuming = isinstance(sampler, PrivateSampler) and sampler.resuming
-            # Workers fetch as soon as they are started.
-            start = partial(started, super().__iter__, resuming=resuming)
-            for token, batch in self._delivered(start):
-                if token.chunk == 0 and self.stop_when is not None and self.stop_when():
-                    return
-                self._optimizer.begin_physical_batch(token)
-                self._policy.before()
-                yield batch
-                self._policy.after(token.size)
+            with nullcontext() if draws is None else sampler.tracking():
+                # Workers fetch as soon as they are started.
+                for token, batch in started(super().__iter__, resuming=resuming):
+                    if draws is not None and token.chunk == 0:
+                        # A checkpoint knows by it where to resume.
+                        sampler.mark_delivered()
+                    placed = self.placed(batch, draws)
+                    if token.chunk == 0 and self.stop_when is not None and self.stop_when():
+                        return
+                    self._optimizer.begin_physical_batch(token)
+                    self._policy.before()
+                    yield placed
+                    self._policy.after(token.size)
             self._optimizer.require_released()
         finally:
             # By identity: a loop that is finalised late must not drop what a newer one has accumulated.
@@ -144,16 +148,6 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         if token is None:
             raise MissingGradientError("run(): no batch of this loader is being processed; call it inside the loop.")
         return run_in_parts(self._optimizer, batch, token.size, work, self._policy)
-
-    def _delivered(self, start: Callable[[], Iterator[tuple[BatchToken, Any]]]) -> Iterator[tuple[BatchToken, Any]]:
-        """Tell a private sampler which logical batches were handed out, so that a checkpoint knows where to resume."""
-        sampler: Any = self._logical_batches
-        draws: DrawLog | None = getattr(sampler, "draws", None)
-        with nullcontext() if draws is None else sampler.tracking():
-            for token, batch in start():
-                if draws is not None and token.chunk == 0:
-                    sampler.mark_delivered()
-                yield token, self.placed(batch, draws)
 
     def __len__(self) -> int:
         """Return about how many physical batches a pass has; sampled batches differ in size."""
