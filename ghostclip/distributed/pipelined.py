@@ -66,15 +66,6 @@ class StagesClipper:
 
     # -- what holds for all stages ----------------------------------------------------------------------------------
 
-    @property
-    def max_grad_norm(self) -> float:
-        """C, the bound on every sample's gradient norm over all stages."""
-        return self.policy.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        self.policy.max_grad_norm = value
-
     policy = _of_first("policy")
     loss_reduction = _of_first("loss_reduction")
     relation = _of_first("relation")

@@ -112,7 +112,7 @@ class ClipperHandle:
     @property
     def max_grad_norm(self) -> float:
         """C, which the clip policy holds."""
-        return self._attached().max_grad_norm
+        return self._attached().policy.max_grad_norm
 
     @property
     def per_sample_gradient_norms(self) -> torch.Tensor:

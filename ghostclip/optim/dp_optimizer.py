@@ -157,8 +157,8 @@ class DPOptimizer(WrappedOptimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C, which lives in the clipper; may be set between logical batches, as a schedule does."""
-        return self.clipper.max_grad_norm
+        """C, which lives in the clipper's policy; may be set between logical batches, as a schedule does."""
+        return self.clipper.policy.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
@@ -167,7 +167,7 @@ class DPOptimizer(WrappedOptimizer):
                 f"max_grad_norm={value!r}: part of a logical batch was already clipped to {self.max_grad_norm}. "
                 "Change it after step() has released the batch."
             )
-        self.clipper.max_grad_norm = _validate.positive(value, "max_grad_norm", allow_infinity=True)
+        self.clipper.policy.max_grad_norm = _validate.positive(value, "max_grad_norm", allow_infinity=True)
 
     @property
     def noise_std(self) -> float:
@@ -393,7 +393,7 @@ class DPOptimizer(WrappedOptimizer):
             # A frozen one keeps nothing that a hook has put there.
             self._take_gradients()
         if bound is not None:
-            self.clipper.max_grad_norm = bound
+            self.clipper.policy.max_grad_norm = bound
         for p, gradient in zip(trainable, released, strict=True):
             p.grad = gradient
         self._released.note(list(zip(trainable, released, strict=True)))
@@ -433,7 +433,7 @@ class DPOptimizer(WrappedOptimizer):
         std = policy.adaptation.count_std * (policy.sensitivity(self.clipper.relation) / policy.max_grad_norm)
         # Also where it is 0: a source that several ranks share adds up their counts.
         self.noise_source.add_(count, std=std if self._noise_multiplier > 0 else 0.0)
-        return policy.adaptation.next_bound(self.clipper.max_grad_norm, count.item(), self.expected_batch_size)
+        return policy.adaptation.next_bound(policy.max_grad_norm, count.item(), self.expected_batch_size)
 
     def _examined(self) -> tuple[list[nn.Parameter], float]:
         """Run all checks that can refuse or skip a release; return the trainable parameters and the noise's std."""
