@@ -138,23 +138,25 @@ def _difference(ranks: Sequence[Sequence[_WeightEntry]]) -> str:
                 "Stages of a pipeline go into a ghostclip.distributed.Pipeline."
             )
     for entries in zip(*ranks, strict=True):
-        first, values = entries[0], dict[str, int]()
-        others = [str(rank) for rank, entry in enumerate(entries) if entry.trainable != first.trainable]
+        name, trainable = entries[0].name, entries[0].trainable
+        others = [rank for rank, entry in enumerate(entries) if entry.trainable != trainable]
         if others:
-            there, here = ("frozen", "trainable") if first.trainable else ("trainable", "frozen")
+            there, here = ("frozen", "trainable") if trainable else ("trainable", "frozen")
             return (
-                f"'{first.name}' of rank {', '.join(others)} is {there}, of rank 0 {here}. Freeze the same parameters "
-                "on every rank."
+                f"'{name}' of rank {', '.join(map(str, others))} is {there}, of rank 0 {here}. Freeze the same "
+                "parameters on every rank."
             )
         # Of what ranks hold in parts, only those that hold the same ones have the same values.
-        for rank, entry in enumerate(entries):
-            others += [str(rank)] * (values.setdefault(entry.part, entry.digest) != entry.digest)
+        holders: dict[str, int] = {}
+        firsts = [entries[holders.setdefault(entry.part, rank)] for rank, entry in enumerate(entries)]
+        others = [rank for rank, entry in enumerate(entries) if entry.digest != firsts[rank].digest]
         if others:
             return (
-                f"'{first.name}' of rank {', '.join(others)} has other values than rank 0's. Ranks that share batches "
-                "train one model: load the same checkpoint or seed alike on every rank, or call "
-                "ghostclip.distributed.broadcast_parameters(model) on every rank before make_private, which gives all "
-                "of them rank 0's. Stages of a pipeline go into a Pipeline."
+                f"'{name}' of rank {', '.join(map(str, others))} has other values than rank "
+                f"{holders[entries[others[0]].part]}'s. Ranks that share batches train one model: load the same "
+                "checkpoint or seed alike on every rank, or call ghostclip.distributed.broadcast_parameters(model) on "
+                "every rank before make_private, which gives all of them rank 0's. Stages of a pipeline go into a "
+                "Pipeline."
             )
     return ""
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.distributed import ShardedModel
+from ghostclip.distributed import ShardedModel, weights
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model
 from tests.distributed.refusals import find
@@ -284,3 +284,18 @@ def test_a_table_of_which_some_ranks_would_hold_nothing_is_refused_by_all(one_of
         with pytest.raises(UnsupportedModelError, match=rf"'0.weight' has {rows} rows for 4 ranks \(mesh axis 'tp'\)"):
             ShardedModel(net)
     ShardedModel(parallelize_module(nn.Embedding(4, 4), mesh, RowwiseParallel(input_layouts=Replicate())))
+
+
+def test_copies_of_a_part_are_compared_with_each_other(monkeypatch):
+    """Of four ranks each two hold one half: what one half is says nothing of the other."""
+    net, held = nn.Linear(2, 1, bias=False), [("left", 1), ("right", 2), ("left", 1), ("right", 2)]
+
+    def gathered(what, entries, group):
+        return [[entries[0]._replace(part=part, digest=digest)] for part, digest in held]
+
+    monkeypatch.setattr(weights, "world_size", lambda group: len(held))
+    monkeypatch.setattr(weights, "gathered", gathered)
+    weights.require_equal_weights(net)
+    held[3] = ("right", 3)
+    with pytest.raises(UnsupportedModelError, match=r"'weight' of rank 3 has other values than rank 1's"):
+        weights.require_equal_weights(net)
