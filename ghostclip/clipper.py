@@ -20,7 +20,7 @@ from ghostclip.capture.roster import Roster
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.loss import LossesOf, back_propagate, check_shape, in_chunks, plain_losses, refuse_lost_gradient
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.passes import Sequences
+from ghostclip.clipping.passes import Sequences, refuse_two_sizes
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.scalar_loss import LossExaminer
 from ghostclip.clipping.state import ClippingState
@@ -199,7 +199,8 @@ class GhostClipper:
 
     def _backward(self, loss: Tensor) -> None:
         loss = plain_losses(loss)
-        forward = self._capture.go_back(loss)
+        refuse_two_sizes(self._capture.go_back(loss))
+        forward = self._capture.forward
         if forward.ends_on_mesh:
             refuse_lost_gradient([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
@@ -475,6 +476,7 @@ class GhostClipper:
         if not self._one_pass.loss_elsewhere:
             if any(forward.ends_on_mesh for forward in forwards):
                 refuse_lost_gradient(roots)
+            refuse_two_sizes(forwards)
             self._examiner.examine(self._capture, roots, grads, forwards)
             return
         output_grads = list(grads) or [None]

@@ -647,16 +647,15 @@ class CaptureContext:
             return [self.forward]
         return self._latest_first(backward_entry.forwards_behind(self, loss))
 
-    def go_back(self, loss: Tensor) -> ForwardContext:
-        """Return the forward that a loss was computed from, with what was noted of others that it was computed from."""
-        if not backward_entry.waits_alone(self.forward):
-            self._go_back(self.forwards_behind(loss))
+    def go_back(self, loss: Tensor) -> list[ForwardContext]:
+        """Return the forwards that a loss was computed from, the first with what was noted of the others."""
+        forwards = self._go_back(self.forwards_behind(loss))
         if not self.forward.batch_size:
             raise LossReductionError(
                 f"the loss was computed from no output of this private model: is it another's? "
                 f"{_inside_a_checkpoint(self.model)}"
             )
-        return self.forward
+        return forwards
 
     def _latest_first(self, forwards: Sequence[ForwardContext]) -> list[ForwardContext]:
         latest = self.forward if self.forward in forwards or not forwards else forwards[0]

@@ -11,7 +11,7 @@ stream must be waited for by who goes on with it, and its memory must not be use
 import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -190,16 +190,21 @@ class Pass(ABC):
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
                 "twice. Add the losses before one backward, or run the model again."
             )
-        if self.forwards and self.forwards[0].batch_size != forward.batch_size:
-            raise BatchAxisError(
-                f"one backward went through forwards of {self.forwards[0].batch_size} and {forward.batch_size} "
-                "samples: which sample is which cannot be known. Give every call of the model the same batch."
-            )
         self.forwards.append(forward)
+        refuse_two_sizes(self.forwards)
 
     @abstractmethod
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Take one parameter's factor, through one use."""
+
+
+def refuse_two_sizes(forwards: Iterable[ForwardContext]) -> None:
+    """Refuse a backward through forwards of different numbers of samples."""
+    if len(sizes := dict.fromkeys(forward.batch_size for forward in forwards)) > 1:
+        raise BatchAxisError(
+            f"one backward went through forwards of {' and '.join(map(str, sizes))} samples: which sample is which "
+            "cannot be known. Give every call of the model the same batch, or as many rows of other data as it has."
+        )
 
 
 @contextmanager

@@ -93,8 +93,7 @@ class LossExaminer:
         forward = forwards[0]
         if forward.is_dummy:
             return
-        root_grads = list(grads) or [None] * len(roots)
-        begun = [self._begun(root, grad) for root, grad in zip(roots, root_grads, strict=True)]
+        begun = [self._begun(*one) for one in zip(roots, list(grads) or [None] * len(roots), strict=True)]
         try:
             path_groups = grouped(paths(begun, is_output), frozenset(forward.use_counts))
         except RecursionError:

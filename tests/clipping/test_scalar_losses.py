@@ -530,6 +530,17 @@ def test_a_parameter_that_weighs_means_in_the_forward_is_refused_with_the_place_
         clipper.backward(clipper.model(torch.randn(5, 4).double(), torch.arange(5) % V))
 
 
+@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("last", ["the batch", "the others"])
+def test_a_loss_of_the_batch_and_of_another_number_of_rows_is_refused_by_their_numbers(rows, last):
+    """Generated rows beside the batch, or public ones from a loader of their own."""
+    batch, (model, clipper) = _rows(), _attached("bookkeeping", 1.0)
+    inputs = [batch["x"], torch.ones(rows, F, dtype=DOUBLE)][:: 1 if last == "the others" else -1]
+    losses = [functional.cross_entropy(model(x), torch.arange(len(x)) % V) for x in inputs]
+    with pytest.raises(BatchAxisError, match=f"forwards of .*{rows}.* samples.*as many rows of other data"):
+        clipper.backward(losses[0] + losses[1])
+
+
 @pytest.mark.parametrize("reduce", [torch.mean, lambda losses_B: losses_B])
 def test_a_prior_is_told_to_have_an_entry_for_each_feature(reduce):
     """Its parameters are tensors without axes, as a number of tokens is."""
