@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
+from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.row_maps import candidates
+from ghostclip.capture.sample_axis import sample_axis_at
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.evidence.module_state import restored
 
@@ -131,10 +133,13 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, fol
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
-    """Return the batch axis of an input: the expected one if it has B entries, else axis 0 if that has, else None."""
+    """Return the axis of an input that has B entries: as the graph shows it, the expected one, or axis 0; else None."""
     if not isinstance(leaf, (Tensor, np.ndarray)):
         return None
-    for candidate in (axis, 0):
+    # The states of a recurrent layer (layers, B, ...) that another forward made.
+    shown = sample_axis_at(edge_of(leaf)) if getattr(leaf, "grad_fn", None) is not None else None
+    first = axis if shown is None or shown.order is not None or shown.axis < 0 else shown.axis
+    for candidate in (first, axis, 0):
         if candidate < leaf.ndim and leaf.shape[candidate] == batch_size:
             return candidate
     return None
@@ -142,13 +147,9 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
 
 def rows_of_each(leaf: Any, *, batch_size: int, axis: int) -> int:
     """Return how many rows every sample may have along the first axis of an input without a batch axis; 0 for none."""
-    if (
-        not isinstance(leaf, Tensor)
-        or not leaf.dim()
-        or batch_axis_of(leaf, batch_size=batch_size, axis=axis) is not None
-    ):
+    if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) % batch_size:
         return 0
-    return 0 if len(leaf) % batch_size else len(leaf) // batch_size
+    return 0 if batch_axis_of(leaf, batch_size=batch_size, axis=axis) is not None else len(leaf) // batch_size
 
 
 def of_samples(leaf: Any, samples: Sequence[int], axis: int) -> Any:

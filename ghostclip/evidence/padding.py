@@ -96,6 +96,7 @@ class Padded:
 class _InputAxis(NamedTuple):
     """An axis of one of the inputs."""
 
+    part: int  # of the model that was called, by its `id`: lengths of one say nothing of those of another
     leaf: int
     dims: int
     axis: int
@@ -138,13 +139,13 @@ class Padding:
     def __init__(self) -> None:
         """Know of none."""
         self.declared: Sequence[Padded] = ()
-        self._shapes: dict[tuple[int, int], torch.Size] = {}
+        self._shapes: dict[tuple[int, int, int], torch.Size] = {}
         self._following: set[_InputAxis] = set()
         self._proofs: Counter[_InputAxis] = Counter()
         self._values: dict[tuple[_InputAxis, bool], set[float]] = {}
         self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._lengths: tuple[int, ...] = ()
-        self._inputs: list[weakref.ref[Tensor]] = []
+        self._inputs, self._part = list[weakref.ref[Tensor]](), 0
         self._waited = 0
 
     def renew(self) -> None:
@@ -152,22 +153,20 @@ class Padding:
         self._proofs.clear()
         self._waited = 0
 
-    def begin(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
-        """Note the lengths that a forward's inputs have."""
+    def begin(self, part: nn.Module, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
+        """Note the lengths that the inputs of a forward of the model, or of a part of it, have."""
         size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
-        self._inputs = list(map(weakref.ref, inputs))
+        self._inputs, self._part = list(map(weakref.ref, inputs)), id(part)
         for number, tensor in enumerate(inputs):
             shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
             # Ragged rows have no padding.
-            if samples is None or tensor.is_nested:
-                continue
-            before = self._shapes.setdefault((number, len(shape)), shape)
-            for axis, length in enumerate(shape):
-                if axis == samples:
-                    continue
-                lengths.append(length)
-                if length != before[axis]:
-                    self._following.add(_InputAxis(number, len(shape), axis))
+            if samples is not None and not tensor.is_nested:
+                before = self._shapes.setdefault((self._part, number, len(shape)), shape)
+                for axis, length in enumerate(shape):
+                    if axis != samples:
+                        lengths.append(length)
+                        if length != before[axis]:
+                            self._following.add(_InputAxis(self._part, number, len(shape), axis))
         self._lengths = tuple(lengths)
 
     def counts(self) -> Iterator[int]:
@@ -185,9 +184,8 @@ class Padding:
 
     def is_pending(self) -> bool:
         """Return whether some axis is known to follow the batch of which nothing was proved yet."""
-        axes = self._following or self._proofs
-        known = any(self._proofs[axis] < _PROOFS for axis in axes) if axes else bool(self.declared)
-        return known and self._waited < _PATIENCE
+        axes, waits = self._following or self._proofs, self._waited < _PATIENCE
+        return waits and (any(self._proofs[axis] < _PROOFS for axis in axes) if axes else bool(self.declared))
 
     def refuse(self, model: nn.Module, run: Run, batch: Batch, forward: ForwardContext, unchecked: Unchecked) -> None:
         """Refuse a model whose outputs for a record change when its padding is cut off."""
@@ -209,7 +207,7 @@ class Padding:
         for number, (name, tensor) in enumerate(_named(batch.inputs)):
             samples = None if tensor.is_nested else batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             for axis, length in enumerate(tensor.shape):
-                key = _InputAxis(number, tensor.dim(), axis)
+                key = _InputAxis(self._part, number, tensor.dim(), axis)
                 follows = key in self._following or any(one.axis == axis for one in self._declared_of(name, tensor))
                 if samples is not None and axis != samples and follows:
                     axes.append((key, length))

@@ -239,7 +239,7 @@ class Evidence:
         if self.probes and capture.gathering is not None:
             forward.unproven = capture.gathering.agree_to_ask(able=min(forward.batch_size, records) > 1, inputs=inputs)
         if self.probes and not forward.is_dummy:
-            self.padding.begin(inputs, forward)
+            self.padding.begin(call.module, inputs, forward)
         asks = self.asks(capture)
         self._asked, watch = asks, self._watched(capture)
         # In these it runs more often than the user has it run.

@@ -24,6 +24,7 @@ class Parts(nn.Module):
         self.encoder, self.decoder = nn.Sequential(nn.Linear(6, 5), nn.Tanh()), nn.Linear(5, 3)
         self.middle = nn.Linear(5, 5)
         self.pairs, self.memory = nn.Bilinear(5, 5, 3), nn.GRU(5, 5, 2, batch_first=True)
+        self.layer = nn.GRU(5, 5, batch_first=True)
 
 
 def _over_time(model, h):
@@ -32,6 +33,11 @@ def _over_time(model, h):
         output, state = model.memory(h.unsqueeze(1), state)
         found.append(output[:, 0])
     return model.decoder(torch.stack(found, 1)).mean(1)
+
+
+def _from_states(layers, model, states):
+    output, _ = layers(torch.zeros_like(states[0].unsqueeze(1)), states)
+    return model.decoder(output[:, 0])
 
 
 def _again(function, *, use_reentrant):
@@ -54,6 +60,9 @@ APART = {
     "in positions": lambda model, h: model.decoder(h.unsqueeze(1).expand(-1, 4, -1).cumsum(1)).mean(1),
     "detached": lambda model, h: model.decoder(h) + model.decoder(h.detach()),
     "states of time": _over_time,
+    "a layer's state": lambda model, h: _from_states(model.layer, model, h[None]),
+    "the state of another layer": lambda model, h: _from_states(model.layer, model, model.memory(h[:, None])[1][:1]),
+    "states of layers": lambda model, h: _from_states(model.memory, model, torch.stack([h, h.tanh()])),
     "a checkpoint": partial(_run_again, use_reentrant=False),
     "a reentrant checkpoint": partial(_run_again, use_reentrant=True),
 }
@@ -62,6 +71,8 @@ TOGETHER = {
     "standardised": lambda model, h: model.decoder((h - h.mean(0)) / h.std(0)),
     "beside the mean": lambda model, h: model.pairs(h, h.mean(0).expand_as(h)),
     "beside a shuffled copy": lambda model, h: model.pairs(h, torch.tanh(h).roll(1, 0)),
+    "a layer's state": lambda model, h: _from_states(model.layer, model, (h - h.mean(0))[None]),
+    "states of layers": lambda model, h: _from_states(model.memory, model, torch.stack([h, h.cumsum(0)])),
     "after all before": lambda model, h: model.decoder(h.cumsum(0)),
     "in a checkpoint": partial(_together_again, use_reentrant=False),
     "in a reentrant checkpoint": partial(_together_again, use_reentrant=True),

@@ -128,6 +128,18 @@ def test_means_over_features_may_be_as_long_as_a_batch():
             clipper.backward((each * mask / mask.sum(1, keepdim=True)).sum(1))
 
 
+def test_inputs_of_another_part_say_nothing_of_lengths():
+    """An encoder takes in the source, a decoder the target, of other lengths; some targets end in the same tokens."""
+    torch.manual_seed(0)
+    source, target = torch.randint(1, 9, (6, 7)), torch.randint(1, 9, (6, 5))
+    target[:2, 3:] = 9
+    parts = nn.ModuleDict({"source": nn.Embedding(10, 10), "target": nn.Embedding(10, 10)}).double()
+    with ghostclip.GhostClipper(parts, max_grad_norm=1.0) as clipper:
+        for _ in range(2):
+            logits = parts["source"](source).mean(1, keepdim=True) + parts["target"](target)
+            clipper.backward(functional.cross_entropy(logits.mT, target))
+
+
 def test_the_number_of_records_may_be_near_a_length():
     """The mean of records' losses as a sum over their number: 11 of up to 5 positions, 4 of up to 3."""
     model = _Pooled().double()
