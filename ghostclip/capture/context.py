@@ -73,6 +73,9 @@ class InputNotes(Protocol):
     def note(self, tensors: Sequence[Tensor], rows: int) -> Any:
         """Return a note on the tensors that a forward takes in, with the number of its samples."""
 
+    def hand_on(self, output: Tensor) -> None:
+        """Note a tensor that a forward returns."""
+
     def join(self, forwards: Sequence[Any]) -> Any:
         """Return a note on a backward from those on the forwards behind it."""
 
@@ -420,6 +423,8 @@ class CaptureContext:
             forward.ends_on_mesh |= self._divided and _torch.is_sharded_tensor(leaf)
             if leaf.requires_grad:
                 backward_entry.announce(self, forward, leaf, lambda: self._arrives(forward))
+                if self.note_inputs is not None:
+                    self.note_inputs.hand_on(leaf)
         if forward.is_dummy:
             return _tree.mapped(lambda item: without_dummy(item, self.axis), result)
         return None if result is output else result

@@ -20,7 +20,7 @@ from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper
     from ghostclip.noise.keyed import NoiseSource
-    from ghostclip.optim.draws import Crossed
+    from ghostclip.optim.draws import Crossed, Replay
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -264,10 +264,16 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
     )
 
 
-def replayed(number: int, due: int) -> str:
+def replayed(replay: Replay, due: int) -> str:
     """Return the text of a `DrawError`: a step's records are of another draw than is to be released."""
+    if replay.carried:
+        return (
+            f"step(): the model took in what it had returned for draw {replay.number} (a hidden state, detached or "
+            f"not), while draw {due} is to be released (both counted from 0). A record counts for the draw that it "
+            "came with, and would move this release as well. Begin every batch with a new state, of zeros."
+        )
     return (
-        f"step(): the model saw records that were handed out in draw {number}, while draw {due} is to be "
+        f"step(): the model saw records that were handed out in draw {replay.number}, while draw {due} is to be "
         "released (both counted from 0). A record counts for the draw that it came with: every batch that is drawn "
         "must be stepped on, once, in order, and with all of its records; keep no batch, or part of one, for a later "
         "step. If you sample the batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."

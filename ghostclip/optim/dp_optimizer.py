@@ -28,6 +28,7 @@ from ghostclip.noise.exact import ExactRelease
 from ghostclip.noise.keyed import add_noise_
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
+from ghostclip.optim.draws import Replay
 from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
 from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
@@ -503,7 +504,7 @@ class DPOptimizer(WrappedOptimizer):
             if one is not None and one.crossed is not None:
                 raise DrawError(checks.crossed(one.crossed))
         traced = self._draws.trace(match, inputs)
-        if isinstance(traced, int):
+        if isinstance(traced, Replay):
             raise DrawError(checks.replayed(traced, match.draws[0].number))
         return traced
 

@@ -51,6 +51,13 @@ class Match:
     known: frozenset[int] = frozenset()  # numbers of the draws that inputs were known to be of; empty where none was
 
 
+class Replay(NamedTuple):
+    """A draw that a step's records are of, while another one is to be released."""
+
+    number: int
+    carried: bool = False  # whether it is known by what a forward has returned
+
+
 class Crossed(NamedTuple):
     """Two inputs behind one loss that have the same records in different orders."""
 
@@ -65,6 +72,7 @@ class NotedInputs(NamedTuple):
     tensors: Sequence[Tensor] = ()  # all of a forward, until the backward is over
     rows: int = 0
     crossed: Crossed | None = None
+    carried: frozenset[int] = frozenset()  # numbers of earlier draws that forwards have computed some of them from
 
 
 class HandedOut:
@@ -120,6 +128,8 @@ class DrawLog:
         self._several = 0
         self._schedule = CheckSchedule()
         self._handed_out = HandedOut()
+        # of what forwards have returned, by its memory, which detach() keeps: the draw that was due, and its version
+        self._made = weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int | None, int]]()
         # numbers of the draws that may still be released, where their order is free
         self._unreleased: set[int] = set()
         self._draws: list[Draw] = []
@@ -165,18 +175,30 @@ class DrawLog:
 
     def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
         """Return what is known of a forward's inputs."""
-        numbers = [self._handed_out.draw_of(tensor) for tensor in tensors]
-        return NotedInputs(frozenset([number for number in numbers if number is not None]), tensors, rows)
+        numbers, carried = [self._handed_out.draw_of(tensor) for tensor in tensors], set[int]()
+        for tensor in tensors:
+            if type(tensor) is Tensor and tensor.layout is torch.strided:
+                due, version = self._made.get(tensor.untyped_storage(), (None, 0))
+                if due is not None and due != self.next_number and version == _torch.version(tensor):
+                    carried.add(due)
+        known = frozenset([number for number in numbers if number is not None])
+        return NotedInputs(known, tensors, rows, carried=frozenset(carried))
+
+    def hand_on(self, output: Tensor) -> None:
+        """Note what a forward returns: the records of the draw that is due are in it, and in what it is given to."""
+        if type(output) is Tensor and output.layout is torch.strided:
+            self._made[output.untyped_storage()] = self.next_number, _torch.version(output)
 
     def join(self, forwards: Sequence[NotedInputs]) -> NotedInputs:
         """Return what is known of all inputs behind a backward: orders of rows in the first ones, and now and then."""
         if len(forwards) == 1 and len(forwards[0].tensors) < 2:
-            return NotedInputs(forwards[0].draws)
+            return forwards[0]._replace(tensors=())
         draws = frozenset().union(*(one.draws for one in forwards))
+        carried = frozenset().union(*(one.carried for one in forwards))
         alike = _of_kinds([rows for one in forwards for rows in self._rows_first(one)])
         self._several += bool(alike)
         crossed = crossed_in(alike) if alike and self._schedule.take(self._several) else None
-        return NotedInputs(draws, crossed=crossed)
+        return NotedInputs(draws, crossed=crossed, carried=carried)
 
     def _rows_first(self, inputs: NotedInputs) -> list[Tensor]:
         """Return the inputs that have rows, along their first axis."""
@@ -232,8 +254,11 @@ class DrawLog:
             return None
         return Match(self._widest(complete), frozenset(complete), max(complete.values()))
 
-    def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | int:
-        """Return the match without draws that its inputs are not of; if none is left, a draw that they are of."""
+    def trace(self, match: Match, passes: Sequence[NotedInputs | None]) -> Match | Replay:
+        """Return the match without draws that its inputs are not of, or the `Replay` if none is left."""
+        carried = [number for one in passes if one is not None for number in one.carried]
+        if carried:
+            return Replay(min(carried), carried=True)
         known = frozenset().union(*[one.draws for one in passes if one is not None])
         if not known:
             return match
@@ -247,7 +272,7 @@ class DrawLog:
             if known <= released and not (whole and len(known) < sum([draw.rows > 0 for draw in draws])):
                 fits.append(span)
         if not fits:
-            return min(others or known)
+            return Replay(min(others or known))
         spans = frozenset(fits)
         return replace(match, draws=self._widest(spans), spans=spans, known=known)
 
