@@ -158,8 +158,8 @@ class LossExaminer:
             self._agree(key, scales)
         if len(forms) > 1:
             raise LossReductionError(
-                "one part of the loss is averaged over the samples and another is summed: the norms of one of them "
-                f"would be off by the batch size. {remedy(self._reduction)}"
+                "one part of the loss is averaged over the samples and another is summed: norms of one would be off by "
+                f"the batch size. A loss that is summed throughout: loss_reduction='sum'. {remedy(self._reduction)}"
             )
         return True in forms
 

@@ -530,6 +530,20 @@ def test_a_parameter_that_weighs_means_in_the_forward_is_refused_with_the_place_
         clipper.backward(clipper.model(torch.randn(5, 4).double(), torch.arange(5) % V))
 
 
+def test_a_sum_whose_weight_may_be_one_over_the_batch_is_declared_as_the_refusal_says():
+    """A variational autoencoder's two sums, one times 0.5, in batches of two."""
+    batch = take(_rows(), [0, 1], {})
+
+    def step(reduction):
+        model, clipper = _attached("bookkeeping", 1.0, reduction)
+        means = model(batch["x"])
+        clipper.backward(functional.mse_loss(means, batch["z"], reduction="sum") + 0.5 * means.square().sum())
+
+    with pytest.raises(LossReductionError, match="summed throughout: loss_reduction='sum'"):
+        step("mean")
+    step("sum")
+
+
 @pytest.mark.parametrize("rows", [2, 3, 8])
 @pytest.mark.parametrize("last", ["the batch", "the others"])
 def test_a_loss_of_the_batch_and_of_another_number_of_rows_is_refused_by_their_numbers(rows, last):
