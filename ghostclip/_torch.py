@@ -147,6 +147,12 @@ def saved(node: Any, name: str) -> Any:
 sizes_before_view: Final[Callable[[Any], Sequence[int]]] = operator.attrgetter("_saved_self_sym_sizes")
 
 
+def saved_reader(node: Any, names: Iterable[str]) -> Callable[[Any], Any] | None:
+    """Return what reads those of some names that nodes of a class keep, None where they keep none: ``_saved_*``."""
+    kept = [f"_saved_{name}" for name in names if has_saved(node, name)]
+    return operator.attrgetter(*kept) if kept else None
+
+
 def saved_or(node: Any, name: str, otherwise: Any) -> Any:
     """Return what `saved` does, or something else where the node keeps nothing of that name: ``_saved_*``."""
     return getattr(node, f"_saved_{name}", otherwise)

@@ -295,6 +295,14 @@ def test_saved_raises_where_nothing_is_kept():
     assert not _torch.has_saved(None, "self")
 
 
+def test_a_reader_reads_what_nodes_of_a_class_keep():
+    turned = (_leaf(2, 3) * 1).transpose(0, 1).grad_fn
+    read = _torch.saved_reader(turned, ("dim", "dim0", "dim1"))
+    assert read(turned) == (0, 1)
+    assert read((_leaf(2, 3, 4) * 1).transpose(1, 2).grad_fn) == (1, 2)
+    assert _torch.saved_reader((_leaf(2) + 1).grad_fn, ("dim",)) is None
+
+
 def test_sizes_before_a_view_are_those_that_its_node_keeps():
     base = _leaf(2, 3, 4) * 1
     for view in (base.view(6, 4), base.reshape(2, 12), base[:, 0]):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import gcd, prod
-from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -748,20 +747,15 @@ def _sights_of(start: _Edge, visited: Mapping[_Edge, Any]) -> tuple[tuple[_Sight
                 first = reached.setdefault(one, (len(sights), at, tells))
                 if first[:2] != (len(sights), at):
                     again.append((at, *first[:2]))
-            read = _readers[type(node)] if type(node) in _readers else _reader_of(node)
+            if type(node) not in _readers:
+                asked = _ASKED_FOR.get(kind[0], ("dim",))
+                _readers[type(node)] = _torch.saved_reader(node, (*asked, "self_sym_sizes"))
+            read = _readers[type(node)]
             passed_by = tuple((at, type(one[0])) for at, one in enumerate(edges) if one not in visited)
             saved = None if read is None else read(node)
             sight = _Sight(*sight[:6], len(edges), passed_by, tuple(again), read, saved)
         sights.append(sight)
     return tuple(sights), tuple(notes)
-
-
-def _reader_of(node: Any) -> Callable[[Any], Any] | None:
-    """Return what reads all that is asked of nodes of a class."""
-    asked = _ASKED_FOR.get(_kinds[type(node)][0], ("dim",))
-    names = [f"_saved_{name}" for name in (*asked, "self_sym_sizes") if _torch.has_saved(node, name)]
-    _readers[type(node)] = read = attrgetter(*names) if names else None
-    return read
 
 
 # -- other questions of the graph --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ stream must be waited for by who goes on with it, and its memory must not be use
 import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -198,9 +198,9 @@ class Pass(ABC):
         """Take one parameter's factor, through one use."""
 
 
-def refuse_two_sizes(forwards: Iterable[ForwardContext]) -> None:
+def refuse_two_sizes(forwards: Sequence[ForwardContext]) -> None:
     """Refuse a backward through forwards of different numbers of samples."""
-    if len(sizes := dict.fromkeys(forward.batch_size for forward in forwards)) > 1:
+    if len(forwards) > 1 and len(sizes := dict.fromkeys([forward.batch_size for forward in forwards])) > 1:
         raise BatchAxisError(
             f"one backward went through forwards of {' and '.join(map(str, sizes))} samples: which sample is which "
             "cannot be known. Give every call of the model the same batch, or as many rows of other data as it has."

@@ -12,7 +12,7 @@ from torch import nn
 import ghostclip
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.errors import DrawError, InvalidOptionError
-from ghostclip.optim.draws import Draw, DrawLog, Match
+from ghostclip.optim.draws import Draw, DrawLog, Match, Replay
 from tests.engine.training import parameters_of, small_data, small_model
 from tests.private_run import PrivateRun
 
@@ -319,7 +319,7 @@ def test_draws_that_are_views_of_one_tensor():
     assert steps.step([first]).known == {0}
     second = steps.draw(data[8:])
     assert not steps.trace([second.view(24).view(8, 3)]).known
-    assert steps.step([first]) == 0
+    assert steps.step([first]) == Replay(0)
     assert steps.step([second]).known == {1}
 
 
@@ -327,7 +327,7 @@ def test_the_draw_that_is_named_is_not_the_one_that_is_due():
     steps = Steps()
     first = steps.draw()
     second = steps.draw()
-    assert steps.trace([first, second]) == 1
+    assert steps.trace([first, second]) == Replay(1)
 
 
 def test_draws_of_a_pass_in_another_order_where_each_record_is_paid_for_once_in_it():
@@ -336,10 +336,10 @@ def test_draws_of_a_pass_in_another_order_where_each_record_is_paid_for_once_in_
     assert steps.step([second]).known == {1}
     assert steps.step([first]).known == {0}
     steps.draw()
-    assert steps.step([first]) == 0
+    assert steps.step([first]) == Replay(0)
     steps.begin()
     steps.draw()
-    assert steps.step([first]) == 0
+    assert steps.step([first]) == Replay(0)
 
 
 def test_several_passes_over_one_draw_or_several():
