@@ -24,6 +24,8 @@ from benchmarks.tree_worker import PREDICTABLE, TreeWorker, commit_of
 STRATEGIES = ("bookkeeping", "ghost", "graph")
 # Valgrind takes fifty times as long.
 COUNTED = ("bookkeeping",)
+# GPT-2; small layers one after the other; GPT-2 of which adapters alone are trained.
+MODELS = {"gpt2": STRATEGIES, "stack": STRATEGIES, "lora": COUNTED}
 LAYERS = 36
 
 # Runs in a process of its own for each tree, with nothing of this one on its path but how reads are counted; answers
@@ -55,7 +57,13 @@ def made():
     from transformers import GPT2Config, GPT2LMHeadModel
     config = GPT2Config(n_layer=int(layers), n_embd=16, n_head=2, vocab_size=64, n_positions=16,
                         resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
-    return GPT2LMHeadModel(config), torch.randint(64, (4, 8))
+    model = GPT2LMHeadModel(config)
+    if name == "lora":
+        import peft
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    return model, torch.randint(64, (4, 8))
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 def losses(model, x):
     if name == "stack":
@@ -65,11 +73,11 @@ def losses(model, x):
     return each.view(len(x), -1).mean(1)
 
 plain, x = made()
-optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(trained(plain), lr=1e-3)
 model, _ = made()
 clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy)
 private_optimizer = DPOptimizer(
-    torch.optim.AdamW(model.parameters(), lr=1e-3), noise_multiplier=1.0, expected_batch_size=4, clipper=clipper)
+    torch.optim.AdamW(trained(model), lr=1e-3), noise_multiplier=1.0, expected_batch_size=4, clipper=clipper)
 
 def ordinary():
     optimizer.zero_grad(); losses(plain, x).mean().backward(); optimizer.step()
@@ -137,7 +145,7 @@ def measured(trees: Sequence[Path], model: str, strategy: str, *, rounds: int, l
 
     Args:
         trees: Checkouts, which take turns.
-        model: "gpt2" or "stack".
+        model: One of `MODELS`.
         strategy: How it clips; "graph" runs one compiled graph, the ordinary step beside it is eager.
         rounds: Turns of each tree, one step of each kind.
         layers: Blocks of the model.
@@ -237,8 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = head("benchmarks.gpu.host", arguments)
     report["rows"] = rows = []
     trees = [*(tree.resolve() for tree in given.tree), ROOT]
-    for model in ("gpt2", "stack"):
-        for strategy in STRATEGIES:
+    for model, strategies in MODELS.items():
+        for strategy in strategies:
             found = measured(trees, model, strategy, rounds=given.rounds, layers=given.layers)
             if given.instructions and strategy in COUNTED:
                 for tree, row in zip(trees, found, strict=True):
