@@ -122,6 +122,11 @@ class RowTracker(TorchFunctionMode):
         self._seen, self._changed = False, False
         self.odd = False  # whether the data of the latest query is not as it came into the model
         self._count = self._counted = 0
+        # How often the running forward has asked about data that is not as it came, and the last watched one, in which
+        # nothing else was to be seen: then the rest of a forward is as if it were not watched.
+        self._asked, self._last_asked = 0, -1
+        self._noted = self._over = False
+        self._may_end = True  # not where some forward has asked more often than the one before
         self._came_in: dict[int, int] = {}
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
@@ -154,6 +159,9 @@ class RowTracker(TorchFunctionMode):
         # `resized` is the same forward with another number of samples, if there is one; `watched` overrides what
         # earlier forwards have shown.
         self._watched = watched or self.always or self._changed or not self._seen
+        if watched or self.always or resized is not None:
+            self._last_asked = -1
+        self._asked, self._noted, self._over = 0, False, False
         self.missed = self.odd = False  # whether the latest forward should have been watched and was not
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
@@ -193,6 +201,8 @@ class RowTracker(TorchFunctionMode):
         if self._watched and self.active:
             self._seen = True
             self._changed |= self._rows.told or len(self._columns) > 0
+            if not self._over:
+                self._last_asked = -1 if self._has_noted() or self.resized is not None else self._asked
         self._inputs, self._came_in, self.active = (), {}, False
         _torch.end_mode(self)
 
@@ -204,10 +214,16 @@ class RowTracker(TorchFunctionMode):
             return None
         if self._batch_size > 1 and self.active and not (constant or self._is_as_it_came(tensor)):
             self._changed = self.odd = True
-            if not self._watched:
-                self.missed = True
+            if not self._watched or self._over:
+                self.missed, self._may_end = True, self._may_end and not self._over
                 return UNKNOWN_ORDER
+            self._asked += 1
+            self._over = self._may_end and self._asked == self._last_asked and not self._has_noted()
         return self._rows.get(tensor) if self._rows.told else None
+
+    def _has_noted(self) -> bool:
+        """Return whether the running forward did anything with rows that is to be remembered."""
+        return self._noted or self._rows.told or any(map(len, (self._columns, self._guessed, self._alternating)))
 
     def calls_since(self) -> int:
         """Return how many functions that may move rows were called since data was met that is not as it came."""
@@ -234,6 +250,8 @@ class RowTracker(TorchFunctionMode):
     ) -> Any:
         """Run any torch function and note what it does to the order of rows."""
         kwargs = kwargs or {}
+        if self._over:
+            return func(*args, **kwargs)
         # whether a forward took values out of the graph: then gradients need not be those of its outputs
         self.detaches = self.detaches or _detaches(func, args)
         ours = _OURS.issuperset(types)
@@ -269,12 +287,13 @@ class RowTracker(TorchFunctionMode):
         if node is not None and under_checkpoint():
             # Whoever asks the node would have the checkpoint run its part again, in the middle of the forward.
             note(node, INDEX_KEY, _index(func, base, args, kwargs))
-            self._changed = True
+            self._changed = self._noted = True
         written = base if func is torch.Tensor.__setitem__ else result
         into = written.grad_fn if isinstance(base, Tensor) and isinstance(written, Tensor) else None
         if into is not None and is_written(into) and not under_checkpoint():
             # Rows in the graph, written among others, which may have an order that the graph does not have.
             note(into, *((INDEX_KEY, None) if self._rows.get(base) is None else (ROWS_KEY, LOST)))
+            self._noted = True
         if func is torch.Tensor.__setitem__:
             if _scatters(args[1], args[2]) and self._known(base) is not None:
                 self._rows[base] = UNKNOWN_ORDER

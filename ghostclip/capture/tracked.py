@@ -19,6 +19,7 @@ from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 # They read a parameter and compute nothing from it.
 LOOKED_AT = {
     "detach", "detach_", "data", "grad", "numpy", "item", "tolist", "requires_grad_", "__deepcopy__", "__reduce_ex__",
+    "dtype", "device",
 }  # fmt: skip
 # They set a hook on the gradient of a whole batch.
 HOOKED = {"register_hook", "register_post_accumulate_grad_hook"}

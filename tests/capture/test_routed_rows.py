@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ghostclip
+from ghostclip.capture import row_tracker
 from ghostclip.errors import BatchAxisError, SampleMixingError
 from tests.reference import clip_and_sum, per_sample_gradients
 
@@ -185,3 +186,49 @@ def test_outputs_in_an_order_of_their_own_are_refused(counts):
     torch.manual_seed(0)
     with pytest.raises((BatchAxisError, SampleMixingError), match=r"another order than the samples|outputs of other"):
         model(torch.randn(6, 5))
+
+
+class _Adapted(nn.Module):
+    """Layers that are not trained, with an adapter beside each; what the first one meets is in no graph."""
+
+    def __init__(self, switched="never"):
+        super().__init__()
+        self.frozen = nn.ModuleList([nn.Linear(5, 5).requires_grad_(requires_grad=False) for _ in range(4)])
+        self.adapters = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.last, self.switched = nn.Linear(5, 5), switched
+
+    def forward(self, x):
+        raw, h = self.frozen[0](x).tanh(), x
+        for frozen, adapter in zip(self.frozen, self.adapters, strict=True):
+            h = h + frozen(h).sin() + adapter(h.exp().tanh().cos())
+        if self.switched == "more of it":
+            return h + self.last(raw)
+        if self.switched == "in another order":
+            return h + self.last(raw.flip(0)).flip(0)
+        return h + self.last(h)
+
+
+@pytest.mark.parametrize("switched", ["never", "more of it", "in another order"])
+def test_data_that_is_in_no_graph_is_looked_at_until_the_last_parameter_that_met_it(switched, monkeypatch):
+    looks = []
+    known = row_tracker._detaches
+    monkeypatch.setattr(row_tracker, "_detaches", lambda *given: looks.append(1) or known(*given))
+    torch.manual_seed(0)
+    model, twin, counts = _Adapted().double(), _Adapted().double(), []
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        for step in range(12):
+            if step == 8:
+                model.switched = switched
+            x = torch.randn(4, 5, dtype=torch.float64)
+            looks.clear()
+            clipper.backward(_losses(model, {"x": x}))
+            counts.append(len(looks))
+            found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+            clipper.reset()
+            model.zero_grad()
+            twin.load_state_dict(model.state_dict())
+            twin.switched = model.switched
+            wanted = clip_and_sum(per_sample_gradients(twin, {"x": x}, _losses, axes={}), 0.5).clipped
+            for name, sums in wanted.items():
+                torch.testing.assert_close(found[name], sums, rtol=1e-9, atol=1e-12)
+    assert counts[6] < 10
