@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -128,8 +128,9 @@ class DrawLog:
         self._several = 0
         self._schedule = CheckSchedule()
         self._handed_out = HandedOut()
-        # of what forwards have returned, by its memory, which detach() keeps: the draw that was due, and its version
-        self._made = weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int | None, int]]()
+        # of what forwards have returned, by its memory, which detach() keeps: the draw that was due, and its version;
+        # made when something is, as it cannot be pickled
+        self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int | None, int]] | None = None
         # numbers of the draws that may still be released, where their order is free
         self._unreleased: set[int] = set()
         self._draws: list[Draw] = []
@@ -176,9 +177,10 @@ class DrawLog:
     def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
         """Return what is known of a forward's inputs."""
         numbers, carried = [self._handed_out.draw_of(tensor) for tensor in tensors], set[int]()
-        for tensor in tensors:
+        made: Mapping[Any, tuple[int | None, int]] = self._made or {}
+        for tensor in tensors if made else ():
             if type(tensor) is Tensor and tensor.layout is torch.strided:
-                due, version = self._made.get(tensor.untyped_storage(), (None, 0))
+                due, version = made.get(tensor.untyped_storage(), (None, 0))
                 if due is not None and due != self.next_number and version == _torch.version(tensor):
                     carried.add(due)
         known = frozenset([number for number in numbers if number is not None])
@@ -187,6 +189,8 @@ class DrawLog:
     def hand_on(self, output: Tensor) -> None:
         """Note what a forward returns: the records of the draw that is due are in it, and in what it is given to."""
         if type(output) is Tensor and output.layout is torch.strided:
+            if self._made is None:
+                self._made = weakref.WeakKeyDictionary()
             self._made[output.untyped_storage()] = self.next_number, _torch.version(output)
 
     def join(self, forwards: Sequence[NotedInputs]) -> NotedInputs:
