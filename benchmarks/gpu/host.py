@@ -254,7 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += found
             print(_table(rows[-len(trees) :]).split("\n", 2)[2], flush=True)
     text = (
-        "CPU time of a step of tiny layers (B 4; GPT-2: T 8, width 16), AdamW, one thread, the least of "
+        "CPU time of a step of tiny layers (B 4; GPT-2: T 8, width 16; lora: adapters of rank 4 on c_attn alone are "
+        "trained), AdamW, one thread, the least of "
         f"{given.rounds} turns that ordinary and private steps of all trees take; operations that torch's profiler "
         "sees; values that the host reads in a private step."
         + " Instructions are those that Valgrind counts, on a processor with AVX2."

@@ -247,10 +247,8 @@ class _KnownCall:
         if len(self.readings) >= _SHAPES:
             self.readings.clear()
         way, sizes = Followed(edge) if size > 1 else None, tuple(shape[:dims])
-        followed, maps = (
-            None if way is None else way.rows,
-            candidates_along(self.known, sizes, size, forward.batch_axis),
-        )
+        followed = None if way is None else way.rows
+        maps = candidates_along(self.known, sizes, size, forward.batch_axis)
         if followed is not None and followed.order is None and sizes[self.known : self.known + 1] == (followed.size,):
             first = RowMap.of(followed, size)
             maps = [first, *(one for one in maps if one.kind != first.kind)]

@@ -7,8 +7,10 @@ carries the sample of each row. What cannot be followed is of *unknown order*: m
 one that is proved by evidence.
 
 Seeing every function of a forward costs as much as a small layer does. Where a watched forward has shown that data
-reaches parameters as it came in (token ids, images; as they are or reshaped), later ones are not watched; one in which
-something else meets a parameter all the same is run once more, and watched.
+reaches parameters as it came in (token ids, images; as they are or reshaped), later ones are not watched. Where it has
+shown that other data does, but nothing in another order (what frozen layers compute before the first adapter), later
+ones are watched until as often. One in which something else meets a parameter all the same is run once more, and
+watched.
 """
 
 import sys
@@ -159,7 +161,7 @@ class RowTracker(TorchFunctionMode):
         # `resized` is the same forward with another number of samples, if there is one; `watched` overrides what
         # earlier forwards have shown.
         self._watched = watched or self.always or self._changed or not self._seen
-        if watched or self.always or resized is not None:
+        if watched or self.always or resized is not None or not self._seen:
             self._last_asked = -1
         self._asked, self._noted, self._over = 0, False, False
         self.missed = self.odd = False  # whether the latest forward should have been watched and was not

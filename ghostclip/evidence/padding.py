@@ -160,13 +160,15 @@ class Padding:
         for number, tensor in enumerate(inputs):
             shape, samples = tensor.shape, batch_axis_of(tensor, batch_size=size, axis=batch_axis)
             # Ragged rows have no padding.
-            if samples is not None and not tensor.is_nested:
-                before = self._shapes.setdefault((self._part, number, len(shape)), shape)
-                for axis, length in enumerate(shape):
-                    if axis != samples:
-                        lengths.append(length)
-                        if length != before[axis]:
-                            self._following.add(_InputAxis(self._part, number, len(shape), axis))
+            if samples is None or tensor.is_nested:
+                continue
+            before = self._shapes.setdefault((self._part, number, len(shape)), shape)
+            for axis, length in enumerate(shape):
+                if axis == samples:
+                    continue
+                lengths.append(length)
+                if length != before[axis]:
+                    self._following.add(_InputAxis(self._part, number, len(shape), axis))
         self._lengths = tuple(lengths)
 
     def counts(self) -> Iterator[int]:

@@ -232,3 +232,19 @@ def test_data_that_is_in_no_graph_is_looked_at_until_the_last_parameter_that_met
             for name, sums in wanted.items():
                 torch.testing.assert_close(found[name], sums, rtol=1e-9, atol=1e-12)
     assert counts[6] < 10
+
+
+def test_a_model_that_is_asked_about_again_is_looked_at_to_the_end():
+    tracker, x = row_tracker.RowTracker(), torch.randn(4, 5)
+
+    def missed(queries):
+        tracker.begin(4, 0, [x], watched=False)
+        for _ in range(queries):
+            tracker.samples_of(x + 1)
+        tracker.end()
+        return tracker.missed
+
+    assert [missed(1), missed(1)] == [False, False]
+    tracker.renew()
+    assert not missed(2)
+    assert [missed(2), missed(3)] == [False, True]
