@@ -20,7 +20,7 @@ from ghostclip import _tree
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
-from ghostclip.evidence.dependence import batch_axis_of, has_lists, rows_of_each, taken, with_lists
+from ghostclip.evidence.dependence import batch_axis_of, has_lists, taken, with_lists
 from ghostclip.evidence.module_state import restored
 from ghostclip.evidence.randomness import WithoutDropout, unnoticed
 from ghostclip.rules.registry import operation_name
@@ -29,6 +29,8 @@ from ghostclip.rules.registry import operation_name
 _FEW: Final = 3
 # So many samples of a larger batch show which axes hold them.
 _SHOW_AXES: Final = 3
+# How many times as large loud samples are, on average.
+_LOUDER: Final = 8.0
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,17 @@ class Batch:
         # Lengths in decreasing order stay in that order, as packing them demands.
         return self.of_samples(self.copies(samples))
 
+    def louder(self, samples: Sequence[int], tensor: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return a tensor, or what was looked up by ids, with other and larger numbers for some samples."""
+        axis = batch_axis_of(tensor if ids is None else ids, batch_size=self.size, axis=self.axis)
+        if axis is None or not tensor.is_floating_point() or tensor.is_nested:
+            return tensor
+        # Not multiples of what they were, which norms of layers would undo.
+        drawn = torch.rand(tensor.shape[-1], generator=torch.Generator().manual_seed(self.seed)) + 0.5
+        places, factors = torch.tensor(samples, device=tensor.device), _LOUDER * drawn.to(tensor)
+        rows = tensor.detach().index_select(axis, places) * (factors if axis < tensor.dim() - 1 else factors[0])
+        return tensor.detach().index_copy(axis, places, rows).requires_grad_(tensor.requires_grad)
+
     def copies(self, samples: Sequence[int]) -> list[int]:
         """Return which sample stands at each place where some are replaced."""
         rest = self.others(samples)
@@ -139,11 +152,6 @@ class Batch:
     def with_lists(self, samples: Sequence[int]) -> Any:
         """Return the inputs of some samples, lists of one value for each of them taken along."""
         return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
-
-    @property
-    def has_folded(self) -> bool:
-        """Whether an input may have several rows for each sample, as flat patches have."""
-        return any(rows_of_each(leaf, batch_size=self.size, axis=self.axis) for leaf in _tree.tensors(self.inputs))
 
     def of_samples(self, samples: Sequence[int], *, folded: bool = False) -> Any:
         """Return the inputs of some samples, those without B samples as they are; or `folded` ones taken along."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ghostclip import _tree
 from ghostclip.evidence.batches import Batch
 from ghostclip.evidence.dependence import batch_axis_of
-from ghostclip.evidence.independence import dependence, memory, scalars_that_follow
+from ghostclip.evidence.independence import among_larger_ones, dependence, memory, plainly, scalars_that_follow
 from ghostclip.evidence.module_state import ModuleState
 from ghostclip.evidence.unchecked import CRITERION, REPLACED, SCALARS, Unchecked
 
@@ -94,6 +94,8 @@ class KnownLoss:
             return go_on(inputs)
 
         changed = dependence(holder, run, batch, local_unchecked)
+        if not changed and True in (among_larger_ones(holder, plainly(run), batch)[0] or ()):
+            changed = "others were replaced by several times larger ones"
         state.restore()
         if changed:
             whole = _as_long(batch, run)

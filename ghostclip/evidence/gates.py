@@ -5,9 +5,12 @@ projection or an adapter that starts at zero), a buffer, or a number that a sche
 before and after. To see what lies behind, a forward is run with every gate open: a parameter, a buffer or another
 tensor of a module that holds one value everywhere holds others, and zeros among the factors of sums and products are
 one half. Samples that are computed by themselves stay so whatever these values are.
+
+The samples that are replaced are *loud* in these runs, several times as large as any of the batch may be: what only the
+largest of all decides (one scale for the whole batch, a threshold) would be the same for copies of samples that stay.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -39,6 +42,8 @@ class OpenGates(_torch.DispatchMode):
         # What the model holds is put back at the end, without a trace in its tensors' versions.
         super().__init__()
         self._model = model
+        # makes rows of a table, which were looked up by ids, louder where they are of samples that are to be
+        self.louder: Callable[[Tensor, Tensor], Tensor] | None = None
         self._closed: list[tuple[Tensor, Tensor, float, int]] = []
 
     def __enter__(self) -> "OpenGates":
@@ -79,7 +84,10 @@ class OpenGates(_torch.DispatchMode):
             args = tuple(_opened(value) if index in indices else value for index, value in enumerate(args))
         if names and kwargs:
             kwargs = {name: _opened(value) if name in names else value for name, value in kwargs.items()}
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.louder is not None and func.overloadpacket is torch.ops.aten.embedding:
+            return self.louder(result, args[1])
+        return result
 
 
 def _opened(factor: Any) -> Any:

@@ -15,7 +15,7 @@ probability 1/2 in each proof. A model that draws random numbers is run both way
 elsewhere with such as are alike for all samples, unless some are drawn that no sample has of its own (an order, classes
 by their weights), or by NumPy or Python. What gradients show is asked of all pairs: see `evidence/probe.py`.
 
-What lies behind closed gates is looked at in a few samples alone.
+What lies behind closed gates, and beside samples of larger values, is looked at in a few samples alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from ghostclip import _tree
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
 from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.dependence import batch_axis_of
+from ghostclip.evidence.dependence import batch_axis_of, rows_of_each
 from ghostclip.evidence.gates import OpenGates
 from ghostclip.evidence.module_state import ModuleState, restored
 from ghostclip.evidence.randomness import AlikeDraws, Randomness, WithoutDropout, unnoticed
@@ -48,11 +48,12 @@ _PAIRS: Final = 1 << 22
 _COMPARED: Final = 1 << 18
 
 _BEHIND_GATES: Final = (
-    "{model}: outputs of other samples changed when half of the samples were replaced and every gate was open: "
-    "parameters and buffers that hold one value everywhere held others, and factors of zero were not zero. The output "
-    "of one sample depends on other samples behind a gate that is closed as yet (a gate or an adapter that is learned "
-    "from zero, a factor that a schedule changes). Compute each sample's output from its own rows, or leave out what "
-    "is multiplied by zero."
+    "{model}: outputs of other samples changed when half of the samples were replaced by several times larger ones and "
+    "every gate was open: parameters and buffers that hold one value everywhere held others, and factors of zero were "
+    "not zero. The output of one sample depends on other samples behind a gate that is closed as yet (a gate or an "
+    "adapter that is learned from zero, a factor that a schedule changes), or on the largest value of all (one scale "
+    "or range for the batch, a threshold). Compute each sample's output from its own rows, or leave out what is "
+    "multiplied by zero."
 )
 
 _REMEMBERED: Final = (
@@ -84,7 +85,8 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
     if changed:
         raise SampleMixingError(_refusal(model, changed))
     if not batch.again:
-        _refuse_behind_gates(model, plainly(run), batch, unchecked)
+        refusal = _BEHIND_GATES.format(model=type(model).__name__)
+        _settle(among_larger_ones(model, plainly(run), batch), refusal, unchecked, BEHIND, "with other parameters")
 
 
 def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> str:
@@ -95,30 +97,28 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
     def look(before: Randomness, coarsest: torch.dtype) -> str:
         asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
-            asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
+            asked = replace(batch, by_place=_Reruns(plain, batch, [], before, coarsest).are_positional(model))
         before.restore()
-        if base and not _changed(plain, asked, base, unchecked, before, coarsest):
+        if base and not _Reruns(plain, asked, base, before, coarsest).changed(unchecked):
             return ""
         before.restore()
         again = plain(batch.inputs)
         every = range(batch.size)
         if base and not before.drawn():
-            outputs = _Outputs(batch, every, every, TOLERANCE, coarsest)
-            if outputs.differ(base, again) and outputs.differ(base, _with_gradients(plain, batch, before)):
+            outputs, differ = _Outputs(batch, every, every, TOLERANCE, coarsest), False
+            if outputs.differ(base, again):
+                # Kernels of a run with gradients may round otherwise than those of one without.
+                before.restore()
+                with torch.enable_grad():
+                    differ = bool(outputs.differ(base, plain(batch.inputs)))
+            if differ:
                 raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
-        return _changed(plain, asked, again, unchecked, before, coarsest)
+        return _Reruns(plain, asked, again, before, coarsest).changed(unchecked)
 
     changed, raised = tried(model, batch, look, passing=GhostClipError)
     if raised:
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     return changed or ""
-
-
-def _with_gradients(plain: Run, batch: Batch, before: Randomness) -> list[Tensor]:
-    """Return the outputs of a run with gradients, whose kernels may round otherwise than those of one without."""
-    before.restore()
-    with torch.enable_grad():
-        return plain(batch.inputs)
 
 
 def tried(
@@ -251,19 +251,15 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
     return tried(model, batch, look)
 
 
-def _refuse_behind_gates(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> None:
-    """Refuse a model that mixes samples behind a gate that is closed as yet."""
-
-    def look(asked: Batch, before: Randomness, coarsest: torch.dtype) -> list[bool | None]:
-        with OpenGates(model) as gates:
-            return _differ_behind(gates, run, asked, before, coarsest)
-
+def among_larger_ones(model: nn.Module, run: Run, batch: Batch) -> tuple[list[bool | None] | None, str]:
+    """Return whether outputs change when others are replaced by larger ones and gates are open, as `tried` does."""
     few = batch.few()
-    outcome = tried(model, batch, partial(look, few))
-    if few is not batch and (outcome[1] or None in (outcome[0] or ())):
-        # It does not run on fewer samples, or shows nothing.
-        outcome = tried(model, batch, partial(look, batch))
-    _settle(outcome, _BEHIND_GATES.format(model=type(model).__name__), unchecked, BEHIND, "with other parameters")
+    outcome = tried(model, batch, partial(_differ_behind, model, run, few, loud=not batch.shared))
+    for asked in (few, batch):
+        # It does not run on such numbers, or on fewer samples, or shows nothing.
+        if outcome[1] or None in (outcome[0] or ()):
+            outcome = tried(model, batch, partial(_differ_behind, model, run, asked, loud=False))
+    return outcome
 
 
 def _settle(
@@ -280,54 +276,23 @@ def _settle(
 
 
 def _differ_behind(
-    gates: OpenGates, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype
+    model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype, *, loud: bool
 ) -> list[bool | None]:
     """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
-    base = run(batch.of_samples(range(batch.size)))
-    if gates.leave_written():
-        before.restore()
-        base = run(batch.of_samples(range(batch.size)))
 
     def moved(samples: Sequence[int]) -> bool | None:
-        differ = _differ_replaced(run, batch, base, samples, before, coarsest)
+        inputs, louder = batch.copied(samples), partial(batch.louder, samples)
+        if loud:
+            inputs, gates.louder = _tree.mapped(lambda x: louder(x) if isinstance(x, Tensor) else x, inputs), louder
+        differ = _Reruns(run, batch, base, before, coarsest).differ_in_place(samples, inputs)
         return differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
 
-    return [moved(batch.drawn), moved(batch.others(batch.drawn))]
-
-
-def _differ_replaced(
-    run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
-) -> bool | None:
-    """Return whether others' outputs change when some samples are replaced; None where that cannot be told."""
-    others = _Outputs(batch, batch.copies(samples), batch.others(samples), TOLERANCE, coarsest)
-    before.restore()
-    return others.differ(base, run(batch.copied(samples)))
-
-
-def _differ_among(
-    run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
-) -> bool | None:
-    """Return whether samples, some of them twice, come out otherwise among themselves; None where that is unknown."""
-    try:
-        return _differ_or_raise(run, batch, base, samples, before, coarsest)
-    except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
-        return None
-
-
-def _differ_or_raise(
-    run: Run, batch: Batch, base: list[Tensor], samples: Sequence[int], before: Randomness, coarsest: torch.dtype
-) -> bool | None:
-    """Return whether samples come out otherwise among themselves, or raise what the model does."""
-    tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
-    others = _Outputs(batch, samples, range(len(samples)), tolerances, coarsest)
-    if batch.has_folded:
-        # Inputs with several rows for each sample may hold samples, or what all of them share.
-        with suppress(Exception):
+    with OpenGates(model) as gates:
+        base = run(batch.of_samples(range(batch.size)))
+        if gates.leave_written():
             before.restore()
-            if others.differ(base, run(batch.of_samples(samples, folded=True))) is False:
-                return False
-    before.restore()
-    return others.differ(base, run(batch.of_samples(samples)))
+            base = run(batch.of_samples(range(batch.size)))
+        return [moved(batch.drawn), moved(batch.others(batch.drawn))]
 
 
 def plainly(run: Run) -> Run:
@@ -341,105 +306,134 @@ def plainly(run: Run) -> Run:
     return plain
 
 
-def _changed(
-    run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
-) -> str:
-    """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
-    moved: bool | None = None
-    in_place, draws = batch.by_place or batch.shared, before.drawn()
-    if not (in_place or draws):
-        moved = _differ_among(run, batch, base, batch.shuffled, before, coarsest)
-        if moved is False and _differ_among(run, batch, base, batch.drawn, before, coarsest) is False:
-            unchecked.ran(REPLACED)
-            unchecked.ran(FEWER)
-            return ""
-    # What lies in inputs by the samples' places, as the patches of all images do, did not move with them.
-    elsewhere = _ELSEWHERE if moved and not batch.has_places else ""
-    changed = _changed_in_place(run, batch, base, unchecked, before, coarsest) or elsewhere
-    if changed or in_place or not draws:
-        return changed
-    return _changed_with_alike_draws(run, batch, unchecked, before, coarsest)
+@dataclass(frozen=True)
+class _Reruns:
+    """Runs of a model on other batches, whose outputs are compared with those of one batch."""
 
+    run: Run
+    batch: Batch
+    base: list[Tensor]  # the outputs of the batch itself
+    before: Randomness  # the states of the generators that each run begins with
+    coarsest: torch.dtype  # the dtype with the fewest digits in use
 
-def _changed_with_alike_draws(
-    run: Run, batch: Batch, unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
-) -> str:
-    """Return the same where every sample meets the same random numbers, so that it may stand anywhere."""
-    # Which rows were selected may have been drawn.
-    batch = replace(batch, maps=[row_map and row_map.of_first(0) for row_map in batch.maps])
-    before.restore()
-    with AlikeDraws(batch.axis) as draws:
-        base = run(batch.inputs)
-    differ, alike = list[bool | None](), not (before.drawn(outside=True) or batch.has_places)
-    for samples in (batch.shuffled, batch.drawn, batch.left):
-        with AlikeDraws(batch.axis) as others:
-            differ.append(_differ_among(run, batch, base, samples, before, coarsest))
-        alike = alike and others.seen == draws.seen
-    if not alike:
-        unchecked.missed("random numbers are drawn", FEWER)
-        return ""
-    moved, *alone = differ
-    if moved:
-        return _ELSEWHERE
-    fewer = None if None in alone else all(alone)
-    _note(unchecked, FEWER, [fewer])
-    return "half of the samples were left out" if fewer else ""
+    def differ_in_place(self, samples: Sequence[int], inputs: Any) -> bool | None:
+        """Return whether others' outputs change on inputs with some replaced; None where that cannot be told."""
+        batch = self.batch
+        others = _Outputs(batch, batch.copies(samples), batch.others(samples), TOLERANCE, self.coarsest)
+        self.before.restore()
+        return others.differ(self.base, self.run(inputs))
 
-
-def _changed_in_place(
-    run: Run, batch: Batch, base: list[Tensor], unchecked: Unchecked, before: Randomness, coarsest: torch.dtype
-) -> str:
-    """Return the same where the samples that stay keep their places."""
-    fewer, differ = None, list[bool | None]()
-
-    def moved(samples: Sequence[int]) -> bool:
-        differ.append(_differ_replaced(run, batch, base, samples, before, coarsest))
-        if differ[-1] and before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before):
-            unchecked.missed("which random numbers a sample meets depends on the others", REPLACED)
-            return False
-        return bool(differ[-1])
-
-    # One after the other: outputs may be as large as all activations of a layer.
-    if any(map(moved, batch.replaced)):
-        return _REPLACED
-    _note(unchecked, REPLACED, differ)
-    if not before.drawn():
+    def differ_among(self, samples: Sequence[int]) -> bool | None:
+        """Return whether samples, some of them twice, come out otherwise among themselves; None if that is unknown."""
         try:
-            for some in (batch.apart, batch.left):
-                # What is rounded otherwise in a batch of another size is not in every one.
-                fewer = _differ_or_raise(run, batch, base, some, before, coarsest)
-                if not fewer:
-                    break
-            _note(unchecked, FEWER, [fewer])
-        except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
-            unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
-    return "half of the samples were left out" if fewer else ""
-
-
-def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
-    """Return whether a list of as many values as there are samples may hold one for each of them."""
-    # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
-    # order, with their values. It does not if they do: lists are then what all samples share. False where such values
-    # are all the same, too: then nothing goes by them. Outputs that follow the samples' places are refused.
-    sets = [samples for samples in (batch.drawn, batch.others(batch.drawn)) if _shows(batch, batch.copies(samples))]
-    before.restore()
-    base = run(batch.inputs)
-    if before.drawn():
-        return bool(sets)
-
-    def differ(samples: Sequence[int], places: Sequence[int]) -> bool | None:
-        before.restore()
-        try:
-            outputs = run(batch.with_lists(samples))
-        except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
+            return self.differ_or_raise(samples)
+        except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
             return None
-        return _Outputs(batch, samples, places, TOLERANCE, coarsest).differ(base, outputs)
 
-    moved = [differ(batch.copies(samples), batch.others(samples)) for samples in sets]
-    order = [*batch.drawn, *batch.others(batch.drawn)]
-    if not set(moved) - {False} and differ(order, range(batch.size)):
-        raise SampleMixingError(_refusal(model, "the samples were put in another order"))
-    return bool(moved) and True not in moved
+    def differ_or_raise(self, samples: Sequence[int]) -> bool | None:
+        """Return whether samples come out otherwise among themselves, or raise what the model does."""
+        batch = self.batch
+        tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
+        others = _Outputs(batch, samples, range(len(samples)), tolerances, self.coarsest)
+        if any(rows_of_each(leaf, batch_size=batch.size, axis=batch.axis) for leaf in _tree.tensors(batch.inputs)):
+            # Inputs with several rows for each sample may hold samples, or what all of them share.
+            with suppress(Exception):
+                self.before.restore()
+                if others.differ(self.base, self.run(batch.of_samples(samples, folded=True))) is False:
+                    return False
+        self.before.restore()
+        return others.differ(self.base, self.run(batch.of_samples(samples)))
+
+    def changed(self, unchecked: Unchecked) -> str:
+        """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
+        moved: bool | None = None
+        batch, draws = self.batch, self.before.drawn()
+        in_place = batch.by_place or batch.shared
+        if not (in_place or draws):
+            moved = self.differ_among(batch.shuffled)
+            if moved is False and self.differ_among(batch.drawn) is False:
+                unchecked.ran(REPLACED)
+                unchecked.ran(FEWER)
+                return ""
+        # What lies in inputs by the samples' places, as the patches of all images do, did not move with them.
+        elsewhere = _ELSEWHERE if moved and not batch.has_places else ""
+        changed = self._changed_in_place(unchecked) or elsewhere
+        return changed if changed or in_place or not draws else self._changed_with_alike_draws(unchecked)
+
+    def _changed_with_alike_draws(self, unchecked: Unchecked) -> str:
+        """Return the same where every sample meets the same random numbers, so that it may stand anywhere."""
+        # Which rows were selected may have been drawn.
+        batch = replace(self.batch, maps=[row_map and row_map.of_first(0) for row_map in self.batch.maps])
+        self.before.restore()
+        with AlikeDraws(batch.axis) as draws:
+            reruns = replace(self, batch=batch, base=self.run(batch.inputs))
+        differ, alike = list[bool | None](), not (self.before.drawn(outside=True) or batch.has_places)
+        for samples in (batch.shuffled, batch.drawn, batch.left):
+            with AlikeDraws(batch.axis) as others:
+                differ.append(reruns.differ_among(samples))
+            alike = alike and others.seen == draws.seen
+        if not alike:
+            unchecked.missed("random numbers are drawn", FEWER)
+            return ""
+        moved, *alone = differ
+        if moved:
+            return _ELSEWHERE
+        fewer = None if None in alone else all(alone)
+        _note(unchecked, FEWER, [fewer])
+        return "half of the samples were left out" if fewer else ""
+
+    def _changed_in_place(self, unchecked: Unchecked) -> str:
+        """Return the same where the samples that stay keep their places."""
+        fewer, differ, batch, before = None, list[bool | None](), self.batch, self.before
+
+        def moved(samples: Sequence[int]) -> bool:
+            differ.append(self.differ_in_place(samples, batch.copied(samples)))
+            if differ[-1] and before.drawn() and _meets_other_numbers(self.run, batch, batch.copied(samples), before):
+                unchecked.missed("which random numbers a sample meets depends on the others", REPLACED)
+                return False
+            return bool(differ[-1])
+
+        # One after the other: outputs may be as large as all activations of a layer.
+        if any(map(moved, batch.replaced)):
+            return _REPLACED
+        _note(unchecked, REPLACED, differ)
+        if not before.drawn():
+            try:
+                for some in (batch.apart, batch.left):
+                    # What is rounded otherwise in a batch of another size is not in every one.
+                    fewer = self.differ_or_raise(some)
+                    if not fewer:
+                        break
+                _note(unchecked, FEWER, [fewer])
+            except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
+                unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
+        return "half of the samples were left out" if fewer else ""
+
+    def are_positional(self, model: nn.Module) -> bool:
+        """Return whether a list of as many values as there are samples may hold one for each of them."""
+        # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
+        # order, with their values. It does not if they do: lists are then what all samples share. False where such
+        # values are all the same, too: then nothing goes by them. Outputs that follow the samples' places are refused.
+        batch, before = self.batch, self.before
+        sets = [samples for samples in (batch.drawn, batch.others(batch.drawn)) if _shows(batch, batch.copies(samples))]
+        before.restore()
+        base = self.run(batch.inputs)
+        if before.drawn():
+            return bool(sets)
+
+        def differ(samples: Sequence[int], places: Sequence[int]) -> bool | None:
+            before.restore()
+            try:
+                outputs = self.run(batch.with_lists(samples))
+            except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
+                return None
+            return _Outputs(batch, samples, places, TOLERANCE, self.coarsest).differ(base, outputs)
+
+        moved = [differ(batch.copies(samples), batch.others(samples)) for samples in sets]
+        order = [*batch.drawn, *batch.others(batch.drawn)]
+        if not set(moved) - {False} and differ(order, range(batch.size)):
+            raise SampleMixingError(_refusal(model, "the samples were put in another order"))
+        return bool(moved) and True not in moved
 
 
 def _shows(batch: Batch, samples: Sequence[int]) -> bool:
@@ -575,7 +569,7 @@ class _Outputs:
 def _pieces(
     first: Tensor, second: Tensor, first_rows: Sequence[int], second_rows: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Go through rows of two tensors, a piece at a time: logits may be the largest tensors of a step."""
+    """Yield equal rows of two tensors in flat chunks of `_COMPARED` values: logits may be a step's largest tensors."""
     rows = max(1, _COMPARED // max(1, first[:1].numel()))
     for start in range(0, len(first_rows), rows):
         taken = [

@@ -194,12 +194,6 @@ class Reachable:
     def _of_callable(self, item: Any) -> Iterable[Any]:
         return [getattr(item, name, None) for name in ("__self__", "__func__", "func", "args", "keywords", "fget")]
 
-    def _of_generator(self, generator: torch.Generator) -> Iterable[Any]:
-        return self._of_stream(generator.get_state, generator.set_state, torch.equal)
-
-    def _of_random(self, generator: random.Random) -> Iterable[Any]:
-        return self._of_stream(generator.getstate, generator.setstate, eq)
-
     def _of_stream(self, read: Any, write: Any, same: Callable[[Any, Any], bool]) -> Iterable[Any]:
         self._add(read, write, same=same)
         self._generators.append(self._noted[-1])
@@ -215,8 +209,8 @@ _BY_KIND: Final[tuple[tuple[Any, Callable[[Any, Any], Iterable[Any]]], ...]] = (
     (types.FunctionType, Reachable._of_function),
     (_CALLABLES, Reachable._of_callable),
     (type, Reachable._of_class),
-    (torch.Generator, Reachable._of_generator),
-    (random.Random, Reachable._of_random),
+    (torch.Generator, lambda found, one: found._of_stream(one.get_state, one.set_state, torch.equal)),
+    (random.Random, lambda found, one: found._of_stream(one.getstate, one.setstate, eq)),
 )
 
 
@@ -263,7 +257,7 @@ class ModuleState:
         self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules)]
         self._attributes = [(namespace, _attributes_of(namespace)) for namespace in map(vars, modules)]
         values = [value for _, saved in self._attributes for value in saved.values()]
-        data = filter(_is_data, values)
+        data = (one for one in values if isinstance(one, Tensor) and not (one.requires_grad or one.is_inference()))
         self._tensors = [(one, one.detach().clone(), _torch.version(one)) for one in (*model.buffers(), *data)]
         looked_after = [*modules, *model.parameters(), *(one for one, _, _ in self._tensors)]
         self._held = Reachable(values, known=looked_after)
@@ -332,7 +326,3 @@ def _hooks_of(model: nn.Module) -> int:
 
 def _attributes_of(namespace: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in namespace.items() if name not in _OWN}
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.requires_grad and not value.is_inference()

@@ -595,11 +595,7 @@ class Evidence:
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
                 # What followed one batch need not show in the next.
                 self._following |= scalars_that_follow(
-                    capture.model,
-                    seen.rerun(capture),
-                    batch,
-                    self.unchecked,
-                    parameters=list(leaves.values()),
+                    capture.model, seen.rerun(capture), batch, self.unchecked, parameters=list(leaves.values())
                 )
 
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
@@ -721,7 +717,7 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
     state = state or _state_of(capture, call)
     randomness = Randomness(_used(capture, call))
     # A checkpoint around the call counts what is saved in it.
-    uncounted = saved_tensors_hooks(_as_it_is, _as_it_is) if under_checkpoint() else nullcontext()
+    uncounted = saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if under_checkpoint() else nullcontext()
     try:
         with _torch.own_parametrization_cache(), uncounted:
             yield
@@ -730,10 +726,6 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
         randomness.restore()
         # Weights that were cast for autocast here are of graphs that nobody sees.
         torch.clear_autocast_cache()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _state_of(capture: CaptureContext, call: ModuleCall, *, outside: bool = True) -> ModuleState:

@@ -95,7 +95,9 @@ class _Tables:
                     (self.hidden if key in hidden else self.entries)[name] = table[key]
         self.tensors = list(self.entries.values())
         self.buffers = [name for name in self.entries if name not in self.parameters]
-        self.small = {name: entry for name, entry in self.entries.items() if _is_small(entry)}
+        # What costs next to nothing to compare: no device has to be waited for.
+        plain = {name: entry for name, entry in self.entries.items() if type(entry) is Tensor and entry.is_cpu}
+        self.small = {name: entry for name, entry in plain.items() if entry.numel() <= _TINY}
         # cuDNN moves the weights of a recurrent layer together where it finds them apart.
         self.flat = [f"{path}." for path, module in named if isinstance(module, nn.RNNBase)]
         self.extra = [
@@ -411,11 +413,6 @@ class Runs:
 
 def _is_watched(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_inference()
-
-
-def _is_small(entry: Tensor) -> bool:
-    """Return whether a buffer costs next to nothing to compare: no device has to be waited for."""
-    return type(entry) is Tensor and entry.device.type == "cpu" and entry.numel() <= _TINY
 
 
 def _place(tensor: Tensor) -> int:

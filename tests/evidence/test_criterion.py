@@ -124,6 +124,17 @@ UNSEEN = {("a compiled step", "a gradient alone"), ("a compiled step", "labels o
 SHOWN = [(way, loss) for way in WAYS for loss in FOLLOW if (way, loss) not in UNSEEN]
 
 
+def by_the_largest(output, target):
+    losses = (output[:, 0] - target[:, 1]) ** 2
+    return losses / 2 if losses.detach().max() > 50 else losses
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_branch_that_the_losses_of_no_batch_have_taken_is_refused(reduced):
+    with pytest.raises(LossReductionError, match="several times larger"):
+        in_a_loop(lambda o, t: by_the_largest(o, t).mean() if reduced else by_the_largest(o, t), mean=not reduced)
+
+
 @pytest.mark.parametrize(("way", "loss"), SHOWN)
 def test_a_loss_that_follows_the_batch_is_refused(way, loss):
     with pytest.raises(LossReductionError, match="no gradient leads from one to the other"):

@@ -83,6 +83,62 @@ def test_samples_apart_behind_one_are_not(way, dtype):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
 
 
+class _Scaled(nn.Module):
+    def __init__(self, way, takes):
+        super().__init__()
+        self.first = nn.Embedding(11, 6) if takes == "ids" else nn.Linear(6, 6)
+        self.last, self.way = nn.Linear(6, 2), way
+        if takes == "ids":
+            nn.init.constant_(self.first.weight[0], 3.0)
+
+    def forward(self, x):
+        return self.last(self.way(self.first(x))).mean(1)
+
+
+# What only the largest value of the batch decides: here no batch tells it, as each sample has the largest one, or none
+# is large enough.
+BY_THE_LARGEST = {
+    "one scale": lambda h: h / h.detach().abs().amax(),
+    "one range": lambda h: torch.fake_quantize_per_tensor_affine(h, float(h.detach().abs().max()) / 127, 0, -128, 127),
+    "a threshold": lambda h: h / 2 if h.detach().abs().max() > 5 else h,
+}
+BY_ITSELF = {
+    "its own scale": lambda h: h / h.detach().abs().amax((1, 2), keepdim=True),
+    "its own threshold": lambda h: torch.where(h.detach().abs().amax((1, 2), keepdim=True) > 5, h / 2, h),
+    "its own scale, where all are small": lambda h: _small(h) / h.detach().abs().amax((1, 2), keepdim=True),
+}
+
+
+def _small(h):
+    assert h.abs().max() < 5
+    return h
+
+
+def _of(takes):
+    if takes == "values":
+        return torch.rand(6, 4, 6).clamp(max=0.5) + torch.tensor([0.5, 0, 0, 0, 0, 0])
+    ids = torch.randint(1, 11, (6, 4))
+    ids[:, 0] = 0
+    return ids
+
+
+@pytest.mark.parametrize("takes", ["ids", "values"])
+@pytest.mark.parametrize("way", BY_THE_LARGEST.values(), ids=BY_THE_LARGEST)
+def test_what_the_largest_value_of_a_batch_decides_is_refused_in_the_first_forward(way, takes):
+    model = _Scaled(way, takes)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1), pytest.raises(SampleMixingError):
+        model(_of(takes))
+
+
+@pytest.mark.parametrize("takes", ["ids", "values"])
+@pytest.mark.parametrize("way", BY_ITSELF.values(), ids=BY_ITSELF)
+def test_what_the_largest_value_of_a_sample_decides_is_not(way, takes):
+    model = _Scaled(way, takes)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        clipper.backward(model(_of(takes)).square().sum(1))
+        assert not str(clipper.unchecked)
+
+
 def test_a_model_that_cannot_run_with_other_values_says_so():
     def strict(m, h, mean):
         assert float(m.scale) == 0

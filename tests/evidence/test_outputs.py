@@ -38,7 +38,7 @@ class _Model(nn.Module):
 
 
 _FORMS = ("folded beside rows", "selected", "selected beside rows", "attribute", "list in an attribute")
-_OWN = {"nothing": lambda h, x: h, "own rows": lambda h, x: h - h.mean(1, keepdim=True).detach()}
+_OWN = {"nothing": lambda h, x: h, "own rows": lambda h, x: h - 0.5 * h.mean(1, keepdim=True).detach()}
 _FOLLOWING = {
     "a number of samples": lambda h, x: h / len(x),
     "a detached mean": lambda h, x: h / (1 + x.mean()),
