@@ -23,7 +23,7 @@ from ghostclip.capture.inputs import Bags, as_flat, packed_inputs, with_dummy, w
 from ghostclip.capture.layouts import ArgumentLayout, layout_of
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied, under_checkpoint
 from ghostclip.capture.opaque_modules import OpaqueModules
-from ghostclip.capture.param_use import Listener, ParamUse, differentiated
+from ghostclip.capture.param_use import Listener, ParamUse, differentiated_message
 from ghostclip.capture.plans import ByRule
 from ghostclip.capture.ranks import (
     Gathering,
@@ -623,7 +623,7 @@ class CaptureContext:
     def _deliver(self, use: ParamUse, grad: Tensor) -> None:
         """Hand the gradient of a use's output to the listener, opening a pass if there is none."""
         if torch.is_grad_enabled():
-            raise UnsupportedModelError(differentiated(use.site, self.describe_module(use.site.names[0])))
+            raise UnsupportedModelError(differentiated_message(use.site, self.describe_module(use.site.names[0])))
         if self._listener is None:
             if not self._trains():
                 return

@@ -23,7 +23,7 @@ from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, result_axes
 from ghostclip.capture.nodes import Region
-from ghostclip.capture.param_use import ParamUse, no_axis, register, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, no_axis_message, register, site_of, versions_of
 from ghostclip.capture.row_maps import RowMap, candidates, order_of_rows, wants_gradient
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -115,7 +115,7 @@ def _split(tensor: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
 
 
 def _map_of(tensor: Tensor, arrived: Sequence[Arrived], batch_size: int) -> RowMap | None:
-    """Guess the row map of an input from those of the outputs; None for a constant."""
+    """Guess the row map of an input from the outputs'; None: a constant. What a wrong guess gives is not used."""
     for item in arrived:
         row_map = item.row_map
         size = item.output.shape[row_map.axis]
@@ -293,7 +293,7 @@ def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int
                 if samples is not None:
                     return [RowMap("gathered", 0, samples), *maps]
     if not maps and output.numel():
-        raise BatchAxisError(no_axis(use.site, output, forward))
+        raise BatchAxisError(no_axis_message(use.site, output, forward))
     # Rows that there are none of are nobody's: the first axis holds them, or another.
     return maps or [RowMap("gathered", output.shape.index(0), torch.zeros(0, dtype=torch.int64, device=output.device))]
 

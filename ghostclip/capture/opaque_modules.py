@@ -23,7 +23,7 @@ from ghostclip import _torch
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import save_tensors
-from ghostclip.capture.param_use import ParamUse, attached, no_axis, site_of, versions_of
+from ghostclip.capture.param_use import ParamUse, attached, no_axis_message, site_of, versions_of
 from ghostclip.capture.row_maps import row_maps
 from ghostclip.capture.sizes import UNKNOWN
 from ghostclip.capture.tracked import TrackedTensor
@@ -176,7 +176,7 @@ class OpaqueModules:
         maps, order = row_maps(rows, rows.shape[:1], UNKNOWN, forward)
         order.note(forward)
         if not maps:
-            raise BatchAxisError(no_axis(site, output, forward))
+            raise BatchAxisError(no_axis_message(site, output, forward))
         unwatched, compared = self._unwatched, self._compared
 
         def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:

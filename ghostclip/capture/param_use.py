@@ -36,7 +36,7 @@ from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
 
 
-def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
+def no_axis_message(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
     """Return the text of a ``BatchAxisError``: a tensor has no axis for the samples."""
     if not rows.dim():
         return (
@@ -53,7 +53,7 @@ def no_axis(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
     )
 
 
-def differentiated(site: CallSite, location: str) -> str:
+def differentiated_message(site: CallSite, location: str) -> str:
     """Return the error text for a gradient that passed a site and is to be differentiated itself."""
     return (
         f"{location}: a backward with create_graph=True passed {site.describe()}. What a gradient penalty (WGAN-GP, "

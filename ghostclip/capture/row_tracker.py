@@ -305,7 +305,7 @@ class RowTracker(TorchFunctionMode):
             return
         if isinstance(base, Tensor) and self._note_selection(func, base, args, kwargs, outputs):
             return
-        if func in _PLACES and self._is_placed(func, _tree.tensors((args, kwargs)), outputs[0]):
+        if func in _PLACES and self._loses_order(func, _tree.tensors((args, kwargs)), outputs[0]):
             self._mark(outputs, UNKNOWN_ORDER, None)
             return
         if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
@@ -349,13 +349,13 @@ class RowTracker(TorchFunctionMode):
         is_data = not tensor.requires_grad and self._rows.get(tensor) is None and id(tensor) in self._came_in
         return self._arranged(tensor) if is_data else None
 
-    def _is_placed(self, func: Callable[..., Any], tensors: Sequence[Tensor], output: Tensor) -> bool:
-        """Return whether a call puts rows of samples where nobody can follow them: in a stack, or in a product."""
+    def _loses_order(self, func: Callable[..., Any], tensors: Sequence[Tensor], output: Tensor) -> bool:
+        """Return whether data is stacked, or multiplied from the left by a matrix (`P @ x`): its rows' order is unknown."""
         if self._axis or not output.dim() or output.shape[0] != self._batch_size:
             return False
         if func is torch.stack:
             return all(not tensor.requires_grad for tensor in tensors)
-        # A contraction over as many rows as there are samples.
+        # The left factor keeps its rows, a permutation matrix orders those of the right one.
         named = func in (torch.einsum, torch.tensordot)
         factors = [factor for factor in tensors[1:] if not factor.requires_grad and (factor.dim() == 2 or named)]
         return any(factor.dim() > 0 and self._arranged(factor) is not None for factor in factors)

@@ -9,7 +9,7 @@ Which parameters share a norm and a bound is not its business (see `policies`).
 | at most C | C | 1 | C / s(norm) | inside the ball only `Flat` keeps a gradient as it is |
 | above C | C | C / norm, rounded down | C / s(norm), rounded down | must not exceed C in floating point |
 | above C / tiny | any | 0 | 0 | the quotient would be no normal number, and could be rounded up |
-| NaN or Inf | any | 0 | 0 | such a sample contributes nothing (its values are masked as well) |
+| NaN or Inf | any | 0 | 0 | such a sample contributes nothing (`decisions` masks its values) |
 | any finite | Inf | 1 | refused | no clipping asked for; C is a scale in the other rules |
 | any | 0, negative, NaN | refused | refused | by the policy that holds C |
 | below the floor | any | as at 0 | C / s(floor) | squares of so small values lose digits, so the norm is not known |

@@ -4,7 +4,8 @@
 passes* form factors again: the first backward is for the norms, the second for the sums. *Parts* do as memory allows:
 the backward is interrupted where the gradient of one value is all that goes on. What came before it is kept by
 book-keeping and its part of the graph is freed; behind it factors are dropped once their norms are known. With the
-coefficients of all, what was kept is contracted, and the part behind goes backward once more for its own sums.
+coefficients of all, what was kept is contracted, and the part behind goes backward once more for its own sums. Which
+one runs is chosen in `GhostClipper.resolve_strategy`.
 """
 
 import hashlib

@@ -245,7 +245,7 @@ class TakenAsItIs:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a nested batch on a device."""
+    """Return a nested batch moved to a device."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):

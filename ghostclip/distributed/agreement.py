@@ -7,7 +7,7 @@ cannot go on stops the others at their next exchange, wherever that is, instead 
 In the backward of a model that ranks hold in parts, and in the schedule of a pipeline, each waits for the others,
 inside collective operations of torch that nobody can end from outside. So do ranks of which one was left by an error of
 the user's own code, in a forward, a loader or an optimizer, at their next exchange. A rank that cannot go on says why
-beside them, in the store where the ranks have met; the others read it when their operation has ended: at once where the
+beside them, in the store where the ranks have met (torch's TCPStore); the others read it when their operation has ended: at once where the
 connection is closed, else after the timeout of the process group.
 """
 
@@ -180,14 +180,15 @@ def _leave(point: str, error: Exception, *, waited: bool) -> None:
 
 
 def _say(point: str, error: Exception, *, waited: bool) -> None:
-    # The process that holds the store may be gone: then the error that counts is this rank's own.
+    # `waited`: it left because another one did not come. The process that holds the store may be gone: then the error
+    # that counts is this rank's own.
     with contextlib.suppress(RuntimeError):
         said = json.dumps([type(error).__name__, str(error), waited])
         _torch.meeting_store().set(_key(distributed.get_rank(), point), said)
 
 
 def _reason_of_others(point: str) -> GhostClipError | None:
-    """Return why another rank has left a point of the program; None if nobody has published a reason."""
+    """Return why another rank left a point; None if nobody says, or only ranks that waited for others in vain."""
     if world_size() == 1:
         return None
     store: Any = _torch.meeting_store()

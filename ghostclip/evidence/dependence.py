@@ -133,10 +133,10 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, fol
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
-    """Return the axis of an input that has B entries: as the graph shows it, the expected one, or axis 0; else None."""
+    """Return an input's batch dimension, of size B: as the graph shows it, the expected one, or axis 0; else None."""
     if not isinstance(leaf, (Tensor, np.ndarray)):
         return None
-    # The states of a recurrent layer (layers, B, ...) that another forward made.
+    # The graph shows it of states of a recurrent layer (layers, B, ...) that another forward made.
     shown = sample_axis_at(edge_of(leaf)) if getattr(leaf, "grad_fn", None) is not None else None
     first = axis if shown is None or shown.order is not None or shown.axis < 0 else shown.axis
     for candidate in (first, axis, 0):

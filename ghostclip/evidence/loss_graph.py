@@ -65,7 +65,7 @@ _PRODUCTS: Final = {
 _PICKING: Final = frozenset({"IndexSelectBackward0", "GatherBackward0"})
 # A loss has some dozens of nodes; one that has more is proved by gradients alone.
 MAX_NODES: Final = 4096
-_THEIRS_AND_ANOTHER: Final = 2
+_TWO_AXES: Final = 2
 _FOREIGN: Final = (
     "the loss goes through a trainable parameter of shape {} that is no part of the private model: its gradient would "
     "be neither clipped nor noised, and what it learns tells of the data. Put the module that holds it (a head, a "
@@ -251,15 +251,15 @@ def _refuse_foreign(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]
 
 
 def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Sizes) -> str:
-    """Return from which shapes to which an operation pairs all samples with as many rows; nothing where it does not."""
+    """Return from which shapes to which all samples meet as many rows, as (B, 1) broadcast with (B,) does; else ""."""
     after = shape_at((node, 0)) or ()
-    met = _axes_of_samples(after, size)
-    if met < _THEIRS_AND_ANOTHER:
+    axes = _axes_of_samples(after, size)
+    if axes < _TWO_AXES:
         seen.setdefault((number, node.name()), size)
         return ""
     shapes = list(_kept(node))
-    longest = max(_axes_of_samples(shape, size) for shape in shapes)
-    if met <= longest or _NO_PAIRING.fullmatch(node.name()) or has_one_axis(node):
+    most = max(_axes_of_samples(shape, size) for shape in shapes)
+    if axes <= most or _NO_PAIRING.fullmatch(node.name()) or has_one_axis(node):
         return ""
     # A view has as many values as what it shows.
     is_view = any(prod(after) == prod(shape) for shape in shapes)

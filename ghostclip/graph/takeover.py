@@ -133,7 +133,7 @@ class Takeover:
         return True
 
     def note(self, step: Any) -> None:
-        """Record what graphs compute that were asked for, once there are others than in the record."""
+        """Note compiled graphs that were asked for (strategy "graph"), or that those to resume with are missing."""
         owner = step.clipper.owner
         if not self.asked and not step.graphs:
             # Those of an earlier process are on no disk here.

@@ -260,7 +260,7 @@ def _gram(
 def symmetric_gram(
     a_NTI: Tensor, g_NTO: Tensor, weighting: int, sum_NF: Tensor | None = None, summed: int = 0
 ) -> Reduced:
-    """Return each program's sums for the squared norms, added in a fixed order, so that runs repeat bit by bit."""
+    """Return the sums for squared norms from two Gram matrices, by program, in a fixed order: bit by bit the same."""
     # `summed` is 1 to leave the inputs' sums over positions in `sum_NF`, 2 for the gradients', 0 for neither.
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
@@ -407,7 +407,7 @@ def _block(inputs: int, outputs: int, sums: int, *, half: bool) -> int:
 
 
 def outer_square(a_NTI: Tensor, g_NTO: Tensor, weighting: int) -> Reduced:
-    """Return each program's sums for the squared norms, added in a fixed order, so that runs repeat bit by bit."""
+    """Return the sums of squares of gradients whose tiles are formed and never stored, by program, in a fixed order."""
     a_NTI, g_NTO = _alike(a_NTI, g_NTO)
     samples, positions, inputs = a_NTI.shape
     outputs, half = g_NTO.shape[2], a_NTI.dtype in HALF

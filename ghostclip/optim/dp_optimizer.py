@@ -172,7 +172,7 @@ class DPOptimizer(WrappedOptimizer):
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise in one coordinate of the sum, before any division.
+        """Standard deviation of the noise in one coordinate of the sum, before the division by `divisor`.
 
         Raises:
             InvalidOptionError: If the sum has no finite sensitivity and noise was asked for.

@@ -435,8 +435,9 @@ class Account:
         """Return the fingerprint that the next step had when it was made before, or None."""
         return None if self.ledger is None else self.ledger.find(self._run_of(optimizer), optimizer.releases)
 
-    def _refuse_other_values(self, optimizer: DPOptimizer, made: str, digest: str) -> None:
-        if made == digest:
+    def _refuse_other_values(self, optimizer: DPOptimizer, before: str, digest: str) -> None:
+        """Refuse a step made again with another sum: two sums under one noise show their difference."""
+        if before == digest:
             return
         raise ResumeError(
             f"step {optimizer.releases + 1} was made before the interruption with other values: this run does not "

@@ -230,13 +230,14 @@ class LedgerFile:
         self._told = self._end
 
     def _forget(self) -> None:
+        """Reset to a ledger without lines."""
         self.entries: list[Entry] = []
         self.mechanisms: list[dict[str, Any]] = []
         self.counts: list[int] = []  # releases under each of them
         self.compiled: dict[str, dict[str, Any]] = {}  # by run, which of its releases graphs compute
-        self._known: dict[tuple[str, int], str] = {}
-        self._places = [LedgerPosition()]
-        self._releases = [0]
+        self._known: dict[tuple[str, int], str] = {}  # fingerprints, by run and number of the release
+        self._places = [LedgerPosition()]  # behind each line
+        self._releases = [0]  # how many there are behind each line
         self._holder: Mapping[str, Any] = {}
         self._end = 0
 

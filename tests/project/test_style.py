@@ -25,7 +25,7 @@ MAY_FORWARD_OPTIONS = {
     "ghostclip.graph.step:_unseen",
     "ghostclip.graph.trace:forward",
     "ghostclip.distributed.weights:forward",
-    "ghostclip.distributed.pipelined:step",
+    "ghostclip.distributed.pipeline_module:step",
     "ghostclip.integrations.trl:__call__",
     "ghostclip.scaling.models:_attention",
 }
