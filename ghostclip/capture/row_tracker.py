@@ -350,7 +350,7 @@ class RowTracker(TorchFunctionMode):
         return self._arranged(tensor) if is_data else None
 
     def _loses_order(self, func: Callable[..., Any], tensors: Sequence[Tensor], output: Tensor) -> bool:
-        """Return whether data is stacked, or multiplied from the left by a matrix (`P @ x`): its rows' order is unknown."""
+        """Return whether data is stacked, or multiplied from the left (`P @ x`): nobody knows the order of its rows."""
         if self._axis or not output.dim() or output.shape[0] != self._batch_size:
             return False
         if func is torch.stack:

@@ -7,8 +7,8 @@ cannot go on stops the others at their next exchange, wherever that is, instead 
 In the backward of a model that ranks hold in parts, and in the schedule of a pipeline, each waits for the others,
 inside collective operations of torch that nobody can end from outside. So do ranks of which one was left by an error of
 the user's own code, in a forward, a loader or an optimizer, at their next exchange. A rank that cannot go on says why
-beside them, in the store where the ranks have met (torch's TCPStore); the others read it when their operation has ended: at once where the
-connection is closed, else after the timeout of the process group.
+beside them, in the store where the ranks have met (torch's TCPStore); the others read it when their operation has
+ended: at once where the connection is closed, else after the timeout of the process group.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sizes import Calls, Key, Resized, Shapes, shapes_of
@@ -131,9 +131,9 @@ class Batch:
         # Lengths in decreasing order stay in that order, as packing them demands.
         return self.of_samples(self.copies(samples))
 
-    def louder(self, samples: Sequence[int], tensor: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Return a tensor, or what was looked up by ids, with other and larger numbers for some samples."""
-        axis = batch_axis_of(tensor if ids is None else ids, batch_size=self.size, axis=self.axis)
+    def louder(self, samples: Sequence[int], tensor: Tensor, like: Tensor | None = None) -> Tensor:
+        """Return a tensor with other and larger numbers for some samples; `like`: what has its axis for them."""
+        axis = batch_axis_of(tensor if like is None else like, batch_size=self.size, axis=self.axis)
         if axis is None or not tensor.is_floating_point() or tensor.is_nested:
             return tensor
         # Not multiples of what they were, which norms of layers would undo.
@@ -141,6 +141,10 @@ class Batch:
         places, factors = torch.tensor(samples, device=tensor.device), _LOUDER * drawn.to(tensor)
         rows = tensor.detach().index_select(axis, places) * (factors if axis < tensor.dim() - 1 else factors[0])
         return tensor.detach().index_copy(axis, places, rows).requires_grad_(tensor.requires_grad)
+
+    def looked_up_louder(self, samples: Sequence[int], keys: set[Any], rows: Tensor, ids: Tensor) -> Tensor:
+        """Return what was looked up by ids of the inputs, whose memory is known by its keys; by others as it is."""
+        return self.louder(samples, rows, ids) if _torch.memory_key(ids) in keys else rows
 
     def copies(self, samples: Sequence[int]) -> list[int]:
         """Return which sample stands at each place where some are replaced."""

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ghostclip import _tree
+from ghostclip import _torch, _tree
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.errors import GhostClipError, SampleMixingError
 from ghostclip.evidence.batches import Batch
@@ -177,11 +177,8 @@ def scalars_that_follow(
         return frozenset(follow)
 
     following, raised = tried(model, batch, look)
-    if following is None:
-        why = f"the model raised {raised} on another batch" if raised else "random numbers are drawn"
-        unchecked.missed(why, SCALARS)
-    else:
-        unchecked.ran(SCALARS)
+    why = f"the model raised {raised} on another batch" if raised else "random numbers are drawn"
+    unchecked.note(SCALARS, why if following is None else "")
     return following or frozenset()
 
 
@@ -281,9 +278,10 @@ def _differ_behind(
     """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
 
     def moved(samples: Sequence[int]) -> bool | None:
-        inputs, louder = batch.copied(samples), partial(batch.louder, samples)
+        inputs = batch.copied(samples)
         if loud:
-            inputs, gates.louder = _tree.mapped(lambda x: louder(x) if isinstance(x, Tensor) else x, inputs), louder
+            inputs = _tree.mapped(lambda x: batch.louder(samples, x) if isinstance(x, Tensor) else x, inputs)
+            gates.louder = partial(batch.looked_up_louder, samples, set(map(_torch.memory_key, _tree.tensors(inputs))))
         differ = _Reruns(run, batch, base, before, coarsest).differ_in_place(samples, inputs)
         return differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
 
@@ -352,8 +350,7 @@ class _Reruns:
         if not (in_place or draws):
             moved = self.differ_among(batch.shuffled)
             if moved is False and self.differ_among(batch.drawn) is False:
-                unchecked.ran(REPLACED)
-                unchecked.ran(FEWER)
+                unchecked.ran(REPLACED, FEWER)
                 return ""
         # What lies in inputs by the samples' places, as the patches of all images do, did not move with them.
         elsewhere = _ELSEWHERE if moved and not batch.has_places else ""

@@ -119,6 +119,10 @@ class Unchecked:
         # `why` is for a parenthesis.
         self._why.update((check, why) for check in checks if check not in self._done)
 
+    def note(self, check: str, why: str) -> None:
+        """Note that a check ran, or why it could not."""
+        (self.missed(why, check) if why else self.ran(check))
+
     def reason(self, check: str) -> str:
         """Return why a check could not run; empty where it ran, or was not asked for."""
         return self._why.get(check, "")

@@ -268,7 +268,7 @@ def _group_norm(call: SampleSum) -> tuple[Any, ...]:
 
 @_handles("convolution_backward")
 def _convolution(call: SampleSum) -> tuple[Any, ...]:
-    """Per-sample gradients of a convolution: windows of one side as the kernel sees them; transposed swaps the sides."""
+    """Per-sample gradients of a convolution: windows of one side as the kernel sees them; transposed, of the other."""
     _, _, weight, _, stride, padding, dilation, transposed, _, groups, wanted = call.args
     inner: Any = None
     if wanted[0]:
