@@ -63,6 +63,12 @@ _PRODUCTS: Final = {
     "EuclideanDistBackward0": 0,
 }
 _PICKING: Final = frozenset({"IndexSelectBackward0", "GatherBackward0"})
+# Where products keep a factor that may be outside the graph.
+_FACTORS: Final = ("other", "self", "tensor1", "tensor2", "weight")
+_MULTIPLYING: Final = re.compile("(Mul|Div|Addcmul|Addcdiv|BinaryCrossEntropy.*)Backward[0-9]+")
+# Of fewer samples weights may add up to a whole number by chance; so far from it they are by rounding, or deviations
+# from a mean, which are rounded as the values were.
+_FEWEST, _ROUNDED, _DEVIATIONS = 4, 1e-6, 1e-5
 # A loss has some dozens of nodes; one that has more is proved by gradients alone.
 MAX_NODES: Final = 4096
 _TWO_AXES: Final = 2
@@ -77,6 +83,13 @@ _CROSSED: Final = (
     "loss depends on all targets, and removing a sample changes every other's gradient: bring outputs and targets to "
     "one shape, as outputs.squeeze(1) of shape (B,) for targets (B,). If that axis holds no samples, it only happens "
     "to be as long: begin with a batch of another size."
+)
+_NORMALISED: Final = (
+    "the loss multiplies the samples by weights that add up to {}: they were normalised over the batch (a softmax, "
+    "w / w.sum(), w / w.mean(), an advantage less its mean), so that each sample's weight depends on the others, and "
+    "no clipping bounds that. Weigh each sample by its own values and by public constants, as a baseline that is no "
+    "statistic of this batch. Weights that are public: pass the function that computes the loss as criterion=, and "
+    "the weights with the targets."
 )
 _HOOKED: Final = (
     "a hook between the model's outputs and a scalar loss {}. It may bring samples together or follow their number; "
@@ -138,6 +151,37 @@ def refuse_beyond_outputs(
             seen[number, node.name()] = 0
         elif crossed:
             raise SampleMixingError(_CROSSED.format(size, size, crossed))
+        if forward.unproven and not (forward.alone or forward.refusal) and _MULTIPLYING.fullmatch(node.name()):
+            _refuse_normalised(node, forward)
+
+
+def _refuse_normalised(node: Any, forward: ForwardContext) -> None:
+    """Refuse weights of the samples, one each, of which what they add up to shows that others are in each of them."""
+    dims = max(len(shape_at(edge) or ()) for edge in node.next_functions if edge[0] is not None)
+    for weights in (_torch.saved_or(node, name, None) for name in _FACTORS):
+        if not isinstance(weights, Tensor) or weights.requires_grad or not weights.is_floating_point():
+            continue
+        # Along another axis they are of features, of which there may be as many.
+        along = next((axis for axis, count in enumerate(weights.shape) if count > 1), 0) + dims - weights.dim()
+        total = _whole_sum(weights, forward.batch_size) if along in (0, forward.batch_axis) else ""
+        if total:
+            raise LossReductionError(_NORMALISED.format(total))
+
+
+def _whole_sum(weights: Tensor, size: int) -> str:
+    """Return what weights of the samples add up to where nobody but their batch has made it so; else nothing."""
+    if weights.numel() != size or size < _FEWEST or 0 in weights.stride():
+        return ""
+    values = _torch.part_of(weights).detach().double().flatten().cpu()
+    # What people write down has few digits, and may add up to anything; so may a few values of a table by chance.
+    written = torch.tensor([float(f"{value:.3g}") for value in values.tolist()]).to(weights.dtype).double()
+    if int((written != values).sum()) * 2 <= size:
+        return ""
+    off, largest, varied = float(values.sum()), float(values.abs().sum()), len(values.unique()) >= _FEWEST
+    if abs(off) <= _DEVIATIONS * largest:
+        return "0"
+    whole = {"1": 1, "their number": size} if varied else {}
+    return next((name for name, total in whole.items() if abs(off - total) <= _ROUNDED * largest), "")
 
 
 def refuse_following(roots: Sequence[Any], forward: ForwardContext) -> None:

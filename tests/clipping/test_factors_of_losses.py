@@ -215,6 +215,71 @@ def test_weights_of_each_sample_may_differ_from_batch_to_batch():
                 clipper.backward(loss_of(model(torch.randn(size, 4)), torch.rand(size, 3)))
 
 
+# Weights (B,) that were normalised over the batch, of numbers (B,).
+NORMALISED = {
+    "a softmax": lambda r: r.softmax(0),
+    "parts of a sum": lambda r: r.abs() / r.abs().sum(),
+    "parts of a mean": lambda r: r.abs() / r.abs().mean(),
+    "deviations": lambda r: r - r.mean(),
+    "advantages of far returns": lambda r: ((200 + 5 * r) - (200 + 5 * r).mean()) / ((200 + 5 * r).std() + 1e-8),
+    "advantages of two rewards": lambda r: ((r > 0).to(r) - (r > 0).to(r).mean()) / (r > 0).to(r).std(),
+}
+# Losses (B,) of logits (B, K), classes and such weights.
+WEIGHTED = {
+    "losses": lambda z, y, w: functional.cross_entropy(z, y, reduction="none") * w,
+    "their mean": lambda z, y, w: (functional.cross_entropy(z, y, reduction="none") * w).mean(),
+    "divided": lambda z, y, w: functional.cross_entropy(z, y, reduction="none") / w,
+    "kept axes": lambda z, y, w: (z.square() * w[:, None]).mean(),
+    "labels": lambda z, y, w: functional.binary_cross_entropy_with_logits(
+        z, z.detach().sigmoid() ** 2, weight=w[:, None]
+    ),
+    "PPO": lambda z, y, w: -torch.min(_ratio(z, y) * w, _ratio(z, y).clamp(0.8, 1.2) * w).mean(),
+}
+
+
+def _ratio(z, y):
+    chosen = z.log_softmax(1).gather(1, y[:, None])[:, 0]
+    return (chosen - chosen.detach() + torch.linspace(-0.3, 0.3, len(z))).exp()
+
+
+@pytest.mark.parametrize("weights", NORMALISED)
+def test_weights_that_were_normalised_over_the_batch_are_refused(weights):
+    torch.manual_seed(0)
+    logits, r, y = nn.Linear(4, 3), torch.randn(12), torch.arange(12) % 3
+    for name, loss_of in WEIGHTED.items():
+        with ghostclip.GhostClipper(logits, max_grad_norm=BOUND) as clipper:
+            loss = loss_of(logits(torch.randn(12, 4)), y, NORMALISED[weights](r))
+            with pytest.raises(LossReductionError) as caught:
+                clipper.backward(loss)
+        assert "normalised over the batch" in str(caught.value), name
+
+
+# Weights of numbers (B,) and classes of which none depends on another sample, whatever they add up to by chance.
+BY_THEMSELVES = {
+    "numbers": lambda r, y: r,
+    "of classes, of mean 1": lambda r, y: torch.tensor([0.5, 1.0, 1.5])[y],
+    "of classes, of sum 0": lambda r, y: torch.tensor([-1.0, 0.0, 1.0])[y],
+    "less a baseline": lambda r, y: r - 0.1,
+    "of another batch's mean": lambda r, y: r - 0.0437281,
+}
+
+
+@pytest.mark.parametrize("weights", BY_THEMSELVES)
+def test_weights_of_samples_by_themselves_are_not(weights):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        logits, r, y = nn.Linear(4, 3), torch.randn(12), torch.arange(12) % 3
+        with ghostclip.GhostClipper(logits, max_grad_norm=BOUND) as clipper:
+            clipper.backward(WEIGHTED["losses"](logits(torch.randn(12, 4)), y, BY_THEMSELVES[weights](r, y)))
+
+
+def test_public_weights_of_as_many_features_as_samples_may_add_up_to_one():
+    torch.manual_seed(0)
+    model, weights = nn.Linear(4, 12), torch.linspace(-2, 2, 12).square().neg().softmax(0)
+    with ghostclip.GhostClipper(model, max_grad_norm=BOUND) as clipper:
+        clipper.backward((model(torch.randn(12, 4)).square() * weights).sum(1))
+
+
 COUNTS = {
     "tokens": lambda ids, mask: int(mask.sum()),
     "tokens that are predicted": lambda ids, mask: int(mask[:, 1:].sum()),
