@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, count, product
 from typing import Any, Final
 
 import torch
@@ -114,6 +114,10 @@ class Batch:
 
     def few(self, most: int = _FEW) -> "Batch":
         """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
+        # Not with as many as something has entries that all samples share, which would be taken for theirs.
+        place_of = partial(batch_axis_of, batch_size=self.size, axis=self.axis)
+        lengths = {length for leaf in _tree.tensors(self.inputs) if place_of(leaf) is None for length in leaf.shape}
+        most = next(number for number in count(most) if number not in lengths)
         if self.size <= most or self.has_lists:
             return self
         order = list(range(most))

@@ -139,6 +139,18 @@ def test_what_the_largest_value_of_a_sample_decides_is_not(way, takes):
         assert not str(clipper.unchecked)
 
 
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_numbers_that_all_samples_share_are_not_taken_for_those_of_a_few(count):
+    class Weighed(nn.Linear):
+        def forward(self, x, weights):
+            return super().forward(x) * weights
+
+    model = Weighed(6, count)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        clipper.backward(model(torch.randn(8, 6), torch.arange(1.0, count + 1)).square().sum(1))
+        assert not str(clipper.unchecked)
+
+
 def test_a_model_that_cannot_run_with_other_values_says_so():
     def strict(m, h, mean):
         assert float(m.scale) == 0
