@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.gpu.counted import WAYS, count, main
+from benchmarks.gpu.counted import WAYS, count
 from benchmarks.gpu.models import Conv1D, large_models
 from ghostclip.clipping import joint
 from ghostclip.factors import planner
@@ -58,18 +58,3 @@ def test_with_kernels_the_gradient_of_a_bias_comes_with_the_norm_of_its_layer(mo
     # Of two steps; the head has no bias.
     assert len(left) == 2 * (found.kernels["_gram"] - 1) > 0
     assert all(left)
-
-
-def test_parameters_that_a_step_reads_are_counted_once():
-    base, private = (count(CASES[1], engine, samples=1) for engine in ("ordinary", "bookkeeping"))
-    held = sum(parameter.nbytes for parameter in CASES[1].task.make_model().parameters())
-    assert private.peak < base.peak + held
-
-
-def test_the_report_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.gpu.counted.large_models", lambda: CASES[:1])
-    main(["--out", str(tmp_path), "--samples", "2"])
-    assert "bookkeeping" in capsys.readouterr().out
-    text = (tmp_path / "gpu-counted.md").read_text(encoding="utf-8")
-    assert "no GPU took part" in text
-    assert (tmp_path / "gpu-counted.json").exists()

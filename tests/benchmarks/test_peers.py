@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks import peers
 from benchmarks.correctness import reference
-from benchmarks.engines import NON_PRIVATE, CannotDo, Engine
-from benchmarks.flops import count
-from benchmarks.peers import every_engine, missing
-from benchmarks.peers.per_sample import clipped_sum
+from benchmarks.engines import Engine
+from benchmarks.peers import every_engine
 from benchmarks.run import checked
 from benchmarks.tasks import find
 
@@ -71,29 +67,3 @@ def test_an_engine_that_is_wrong_is_marked(expected):
     row = checked(Engine("x", "X", True, Doubled), find("mlp", quick=True), CPU, expected["mlp"])
     assert row["status"] == "wrong"
     assert row["error"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_a_model_that_nobody_wrote_in_jax_is_refused():
-    pytest.importorskip("jax", reason="no dependency of the tests")
-    with pytest.raises(CannotDo, match="Linear is not written in JAX"):
-        _engine("jax").attach(nn.Linear(2, 2), 1.0)
-
-
-def test_what_is_not_installed_is_named_with_its_command(monkeypatch):
-    monkeypatch.setattr(peers, "find_spec", lambda package: None if package == "jax" else object())
-    assert missing() == [{"title": "JAX", "install": "pip install jax"}]
-
-
-def test_clipped_sum_clips_samples_and_not_parameters():
-    gradients = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0], [0.4]])]
-    first, second = clipped_sum(gradients, 1.0)
-    torch.testing.assert_close(first, torch.tensor([0.6 + 0.3]))
-    torch.testing.assert_close(second, torch.tensor([0.8 + 0.4]))
-
-
-def test_a_runner_that_counts_itself_is_asked():
-    task = find("mlp", quick=True)
-    runner = NON_PRIVATE.attach(task.model(CPU), 1.0)
-    assert count(runner, task.batch(CPU)) > 0
-    runner.operations = lambda _: None
-    assert count(runner, task.batch(CPU)) is None

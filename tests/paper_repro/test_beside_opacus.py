@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import pytest
-
-from paper_repro import beside_opacus, measure
+from paper_repro import beside_opacus
 
 
 def _row(name, cpu, wall=None):
@@ -43,26 +39,3 @@ def test_cells_are_counted():
         "no",
         "another strategy",
     ]
-
-
-def test_without_opacus_there_is_nothing_to_say():
-    assert beside_opacus.markdown(beside_opacus.cells([_case(_row("bookkeeping", [1.0]))])) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "stay"),
-    [
-        (1000, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew", "opacus-hooks", "torch-func"]),
-        (160, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew", "torch-func"]),
-        (0, ["nonprivate", "bookkeeping", "opacus-ghost", "opacus-ew"]),
-    ],
-)
-def test_only_engines_that_cannot_be_opacus_s_fastest_are_left_out(seconds, stay):
-    trials = {"nonprivate": 1, "bookkeeping": 9, "opacus-ghost": 4, "opacus-ew": 5, "opacus-hooks": 8, "torch-func": 7}
-    chosen = [
-        ({"status": "ok", "trial_seconds": taken}, SimpleNamespace(name=name, private=name != "nonprivate"))
-        for name, taken in trials.items()
-    ]
-    kept = measure._leave_out_slow(chosen, seconds)
-    assert [engine.name for _, engine in kept] == stay
-    assert all("the non-private" in row["problem"] for row, _ in chosen if row["status"] == "slow")

@@ -7,44 +7,10 @@ import math
 import re
 from dataclasses import replace
 
-import pytest
-import torch
-
 from ghostclip.accounting.registry import bounding_accountant
 from paper_repro import good_model
 from paper_repro.good_model import DELTA, EPSILON, RESULTS, TRAIN, Setting, filled, markdown, noise
 from tests.docs.pages import DOCS
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Made-up records in the place of texts, and a head in the place of BERT."""
-    torch.manual_seed(0)
-    labels = torch.arange(1650) % 4
-    inputs = 3 * torch.eye(4)[labels] + torch.randn(1650, 4)
-    parts = [(inputs[a:b], labels[a:b]) for a, b in ((0, 1000), (1000, 1200), (1200, 1400), (1400, 1650))]
-    monkeypatch.setattr(good_model, "data", lambda: (4, {}, dict.fromkeys(("scratch", "base", "raw", "head"), parts)))
-    monkeypatch.setattr(good_model, "_Bert", lambda what: torch.nn.Linear(4, 4))
-    monkeypatch.setattr(good_model, "TRAIN", 1000)
-    monkeypatch.setattr(good_model, "BATCHES", (500, 920))
-    monkeypatch.setattr(good_model, "CLIPS", (0.5, 1.0))
-    monkeypatch.setattr(good_model, "EPOCHS", (2, 3))
-    monkeypatch.setattr(good_model, "RATES", (1e-3, 1e-2, 1e-1, 0.3, 0.5, 1.0))
-    good_model._noise.cache_clear()
-    yield
-    good_model._noise.cache_clear()
-
-
-def test_it_runs_and_the_steps_have_the_best_of_the_curves(small):
-    found = good_model.curves(range(1), lambda values: values[-2:])
-    rows = good_model.ladder(found, range(2), range(1))
-    by_name = {row["name"]: row for row in rows}
-    of_the_page_s_batch = [cell for cell in found["rate and batch"] if cell["batch"] == 920]
-    assert by_name["tuned"]["lr"] == max(of_the_page_s_batch, key=lambda cell: cell["last"][0])["lr"]
-    assert by_name["average"]["weights"] == "tail"
-    assert by_name["tuned"]["last"][0] > 0.7
-    report = {"ladder": rows, "curves": found, "parameters": dict.fromkeys(("scratch", "base", "raw", "head"), 20)}
-    assert "average of the weights" in good_model.steps_table(report)
 
 
 def test_the_noise_is_what_epsilon_asks_for():

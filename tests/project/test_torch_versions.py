@@ -39,10 +39,3 @@ def test_the_oldest_version_that_is_allowed_was_tested():
 
 def test_no_version_failed():
     assert {version: row[2] for version, row in _results().items() if row[2] != "0"} == {}
-
-
-def test_rows_of_a_version_take_the_place_of_older_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(SCRIPT, "RESULTS", tmp_path / "results.md")
-    SCRIPT.write({"2.15.0": "| 2.15.0 | 1 | 1 |", "2.8.0": "| 2.8.0 | 3 | 0 |"})
-    SCRIPT.write({"2.15.0": "| 2.15.0 | 2 | 0 |"})
-    assert {version: row[1:] for version, row in _results().items()} == {"2.8.0": ["3", "0"], "2.15.0": ["2", "0"]}
