@@ -6,9 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.graph.trace import NoGraphError, inputs_of, trace
 from tests.graph.at_once import at_once
-from tests.graph.steps import batch, eager_sums, losses, net, step_of, sums
+from tests.graph.steps import batch, eager_sums, step_of, sums
 
 pytestmark = pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning")
 
@@ -61,26 +60,6 @@ def test_a_graph_is_no_witness_in_a_batch_that_goes_another_way():
     assert not step.graphs[0].verified
     step(*_batch(1, marked=True))
     assert step.graphs[0].verified
-
-
-def test_how_often_it_branches_must_not_follow_data():
-    def how(h):
-        return h + 1 if h.sum() > 1e9 or h.amax() > 1e9 or h.amin() > -1e9 else h
-
-    model = net(how=how)
-    inputs = inputs_of(model, (batch(), {}), lambda x: 0)
-    assert trace(model, losses, inputs).branches == (False, False, True)
-    for known in ((False,), (True, False)):
-        with pytest.raises(NoGraphError, match="how often it branches"):
-            trace(model, losses, inputs, known)
-
-
-def test_more_branches_than_are_followed_stay_eager():
-    def how(h):
-        return h + sum(1 for entry in h[0].detach().repeat(3) if entry > 0)
-
-    with pytest.raises(NoGraphError, match="how often it branches"):
-        trace(model := net(how=how), losses, inputs_of(model, (batch(), {}), lambda x: 0))
 
 
 def _training(ledger):

@@ -1,7 +1,6 @@
 """Batches of any size, samples that are not finite, models that change, randomness, and what is counted."""
 
 import dataclasses
-import functools
 from types import MethodType
 
 import numpy as np
@@ -9,30 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_sequence
 
 import ghostclip
 from ghostclip.errors import LossReductionError
 from ghostclip.graph import GraphOptions
-from ghostclip.graph.compiled import Sizes
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums, warmed
-
-
-@pytest.mark.parametrize(
-    ("given", "samples", "parts"),
-    [
-        (None, 16, [(16, 16)]),
-        ((16, 4), 16, [(16, 16)]),
-        ((16, 4), 22, [(16, 16), (4, 4), (2, 4)]),
-        ((16, 4), 15, [(15, 16)]),
-        ((16, 4), 1, [(1, 4)]),
-        ((64, 8), 100, [(64, 64), (8, 8), (8, 8), (8, 8), (8, 8), (4, 8)]),
-    ],
-)
-def test_a_batch_is_cut_into_parts_of_few_sizes(given, samples, parts):
-    found = Sizes(given).parts(samples)
-    assert [(part.samples, part.size) for part in found] == parts
-    assert [part.start for part in found] == [sum(p[0] for p in parts[:k]) for k in range(len(parts))]
 
 
 @pytest.mark.parametrize("samples", [2, 5, 6, 7, 11])
@@ -108,27 +88,6 @@ def test_bags_of_any_number_of_samples(mode):
         step.clipper.reset()
 
 
-def test_packed_sequences_of_any_number_of_samples():
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.recurrent, self.last = nn.GRU(5, 4), nn.Linear(4, 3)
-
-        def forward(self, rows):
-            return self.last(self.recurrent(rows)[1][-1])
-
-    torch.manual_seed(0)
-    model = Packed().double()
-    step = step_of(model)
-    for samples in (8, 9, 12):
-        rows = [torch.randn(1 + place % 3, 5, dtype=torch.float64) for place in range(samples)]
-        one_batch = pack_sequence(rows, enforce_sorted=False), torch.randint(3, (samples,))
-        expected, _ = eager_sums(model, *one_batch)
-        step(*one_batch)
-        torch.testing.assert_close(sums(model), expected, rtol=1e-10, atol=1e-12)
-        step.clipper.reset()
-
-
 @pytest.mark.parametrize("samples", [0, 1])
 def test_batches_without_two_samples_are_eager(samples):
     model = net()
@@ -178,46 +137,12 @@ def test_ill_conditioned_samples_are_measured_by_the_eager_engine():
     torch.testing.assert_close(sums(model), eager_sums(model, x, sign, max_grad_norm=1.0, loss=loss)[0])
 
 
-def test_two_batches_accumulate():
-    model = net()
-    step = warmed(model)
-    step(*batch(seed=1))
-    step(*batch(seed=2))
-    want = eager_sums(model, *batch(seed=1))[0] + eager_sums(model, *batch(seed=2))[0]
-    torch.testing.assert_close(sums(model), want)
-    assert step.clipper.backward_passes == 2
-    assert step.clipper.rows_seen == (6, 6)
-
-
-def test_the_first_sums_are_not_copied(monkeypatch):
-    model, handed = net(), {}
-    step = warmed(model)
-    added = step.clipper.add_computed
-
-    def watched(**given):
-        handed.update(given["sums"])
-        added(**given)
-
-    monkeypatch.setattr(step.clipper, "add_computed", watched)
-    step(*batch(seed=1))
-    assert {name: p.grad.data_ptr() for name, p in model.named_parameters()} == {
-        name: total.data_ptr() for name, total in handed.items()
-    }
-    before = dict(handed)
-    step(*batch(seed=2))
-    assert all(p.grad is before[name] for name, p in model.named_parameters())
-
-
 def _frozen(model):
     model.first.weight.requires_grad_(False)
 
 
 def _less_dropout(model):
     model.dropout.p = 0.5
-
-
-def _replaced(model):
-    model.first = nn.Linear(5, 7).double()
 
 
 @pytest.mark.parametrize(
@@ -335,17 +260,6 @@ def test_what_a_loss_holds_is_watched():
     torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1), loss=loss)[0])
 
 
-@pytest.mark.parametrize(
-    "behind", [lambda loss: loss.forward, functools.partial], ids=["a method", "a partial function"]
-)
-def test_what_stands_behind_a_loss_is_watched(behind):
-    model, loss = net(), _Weighed()
-    step = warmed(model, loss=behind(loss))
-    loss.temperature = 3.0
-    step(*batch(seed=1))
-    torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=1), loss=loss)[0])
-
-
 class _Counted(_Weighed):
     def __init__(self):
         super().__init__()
@@ -364,23 +278,6 @@ def test_a_loss_that_holds_something_else_in_every_batch_is_computed_eagerly():
         step(*batch(seed=seed))
     assert step.reasons == {"the model or its loss holds something else in every batch": 2}
     torch.testing.assert_close(sums(model), eager_sums(model, *batch(seed=4), loss=_Weighed())[0])
-
-
-def test_tensors_in_common_that_hold_the_same_go_on():
-    """Filled again with the same values, with NaN where nothing is, and made without gradients."""
-    model, common = net(), torch.tensor([1.0, float("nan"), 3.0])
-
-    def weighed(model, x, y, weights):
-        return (model(x).square() * weights.nan_to_num()).sum(1)
-
-    step = step_of(model, loss=weighed)
-    for seed in range(4):
-        common.copy_(common.clone())
-        step(*batch(seed=seed), common)
-    with torch.inference_mode():
-        made = common.clone()
-    step(*batch(), made)
-    assert [graph.runs for graph in step.graphs] == [5]
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given beside the batch", "held by the loss"])
@@ -409,32 +306,6 @@ def test_a_tensor_in_common_that_is_as_long_as_a_batch_is_not_cut():
     torch.testing.assert_close(sums(model), sum(halves))
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda values: [torch.tensor(value) for value in values]])
-def test_values_of_each_sample_that_are_not_cut_with_a_batch_keep_it_whole(kind):
-    def weighed(model, x, y, weights):
-        known = [float(weight) for _, weight in zip(range(len(x)), weights, strict=False)]
-        return losses(model, x, y) * torch.tensor(known, dtype=x.dtype)
-
-    (x, y), weights = batch(14, seed=1), [0.25 * place for place in range(14)]
-    model = net()
-    step = step_of(model, loss=weighed, options=ghostclip.GraphOptions(backend="aten", sizes=(12, 3)))
-    for _ in range(4):
-        step.clipper.reset()
-        step(x[:12], y[:12], kind(weights[:12]))
-    step.clipper.reset()
-    step(x, y, kind(weights))
-    eager, _ = eager_sums(model, x, y, loss=lambda *arguments: weighed(*arguments, weights))
-    torch.testing.assert_close(sums(model), eager)
-
-
-def test_a_list_of_equal_values_needs_no_other_graph():
-    model = _Held()
-    step = warmed(model)
-    model.several = [1.0, {"deep": [1.0]}]
-    step(*batch(seed=1))
-    assert step.graphs[0].runs == 2
-
-
 def test_new_values_of_parameters_are_used():
     model = net()
     step = warmed(model)
@@ -458,13 +329,6 @@ def test_another_bound_needs_another_graph():
     assert step.clipper.sensitivity() == 0.05
 
 
-def test_other_shapes_beyond_the_most_graphs_are_eager():
-    step = warmed(net(), options=GraphOptions(backend="aten", sizes=(6,), most=1))
-    step(*batch(dtype=torch.float64)[:1], torch.rand(6, 3).double())
-    assert len(step.graphs) == 1
-    assert "graphs were compiled" in next(iter(step.reasons))
-
-
 def test_dropout_draws_what_the_eager_engine_draws():
     step, data = warmed(model := net(p=0.5)), batch()
     torch.manual_seed(9)
@@ -472,17 +336,6 @@ def test_dropout_draws_what_the_eager_engine_draws():
     got = sums(model)
     torch.manual_seed(9)
     torch.testing.assert_close(got, eager_sums(model, *data)[0])
-
-
-def test_every_kth_batch_is_held_against_the_eager_engine(monkeypatch):
-    step = warmed(net(), options=GraphOptions(backend="aten", check_every=3))
-    seen = []
-    eager = ghostclip.GraphStep.eager
-    monkeypatch.setattr(ghostclip.GraphStep, "eager", lambda self, tree: (seen.append(1), eager(self, tree))[1])
-    for _ in range(6):
-        step(*batch())
-    assert len(seen) == 2
-    assert not step.reasons
 
 
 def test_what_else_the_loss_returns_comes_back():
@@ -531,30 +384,6 @@ def test_autocast_is_part_of_the_graph():
     torch.testing.assert_close(sums(model), sums(other), rtol=3e-2, atol=3e-3)
 
 
-def test_lora_and_a_shared_layer_in_two_forwards():
-    class Adapted(Net):
-        def __init__(self):
-            super().__init__()
-            self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
-            self.first.requires_grad_(False)
-
-        def forward(self, x):
-            return self.second(torch.tanh(self.first(x) + self.up(self.down(x))))
-
-    def twice(model, x, y):
-        return functional.cross_entropy(model(x) + model(x.flip(1)), y, reduction="none")
-
-    torch.manual_seed(0)
-    model = Adapted().double()
-    step = step_of(model, loss=twice)
-    for _ in range(2):
-        step.clipper.reset()
-        step(*batch())
-    assert step.graphs[0].runs == 2
-    assert not step.reasons
-    assert model.first.weight.grad is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_inductor_computes_what_operations_one_by_one_do(p):
@@ -566,24 +395,3 @@ def test_inductor_computes_what_operations_one_by_one_do(p):
         found.append(sums(model))
         assert not step.reasons
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
-
-
-def test_a_mode_of_the_compiler_is_passed_on(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "ghostclip._torch.compiled", lambda graph, inputs, options: (seen.append(dict(options)), graph)[1]
-    )
-    warmed(net(), options=GraphOptions(mode="max-autotune"))
-    assert seen[0]["max_autotune"] is True
-    assert seen[0]["fallback_random"] is True
-
-
-@pytest.mark.slow
-def test_the_compiler_finds_in_its_cache_what_it_compiled_before():
-    from torch._dynamo.utils import counters
-
-    for _ in range(2):
-        before = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-        step = warmed(net(), options=GraphOptions())
-        assert not step.reasons
-    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > before

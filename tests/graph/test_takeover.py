@@ -1,6 +1,5 @@
 """From eager batches to graphs in mid-training: what is computed, recorded, resumed and refused."""
 
-import copy
 import logging
 import time
 
@@ -14,7 +13,6 @@ import ghostclip
 from ghostclip import _torch
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.graph import takeover
-from ghostclip.graph.takeover import Takeover
 from ghostclip.optim import DPOptimizer
 from tests.graph.at_once import at_once
 
@@ -195,14 +193,6 @@ def test_a_release_that_cannot_be_computed_as_it_was_is_refused(tmp_path, disk):
     assert engine.get_epsilon(1e-5) == before
 
 
-def test_a_graph_is_made_once_in_a_training_whose_account_grows():
-    _, private = _training(compile=True)
-    _train(private, 12)
-    step = private[0].deferral.step
-    assert sum(graph.runs for graph in step.graphs) >= 12
-    assert not step.reasons
-
-
 @pytest.mark.parametrize(("checkpoint", "seed", "dropout"), [(5, 3, 0.0), (1, 4, 0.0), (1, 6, 0.3)])
 def test_graphs_that_are_asked_for_repeat_releases_as_well(checkpoint, seed, dropout, tmp_path):
     # Also where sizes grow, and where a size is held against the eager engine, only after the checkpoint.
@@ -348,21 +338,6 @@ def test_batches_stay_eager(change, why, where, monkeypatch):
         assert all(map(torch.equal, own, _eager(monkeypatch, 60)))
 
 
-def test_batches_of_many_forms_stay_eager():
-    model = nn.Sequential(nn.Embedding(7, 5), nn.Flatten(1), nn.LazyLinear(3))
-    model(torch.zeros(1, 4, dtype=torch.long))
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=C)
-    optimizer = DPOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), noise_multiplier=1.0, expected_batch_size=6, clipper=clipper
-    )
-    step = ghostclip.GraphStep(clipper, lambda model, x, extra: model(x).square().sum(1) + 0 * extra.sum(1))
-    for number in range(60):
-        step(torch.randint(7, (6, 4)), torch.zeros(6, 1 + number % 5))
-        optimizer.step()
-    assert "many forms" in step.takeover.why
-    assert optimizer.compiled.known is None
-
-
 def test_a_loop_that_looks_at_outputs_is_computed_eagerly_and_right(monkeypatch):
     _, private = _training()
     model, optimizer, criterion, loader = private
@@ -387,21 +362,6 @@ def test_compile_contradicts_other_strategies(mode):
         _training(compile=False, grad_sample_mode="graph")
 
 
-def test_a_bare_clipper_without_an_optimizer_stays_eager():
-    model = _model()
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=C)
-    step = ghostclip.GraphStep(clipper, lambda model, x, y: functional.cross_entropy(model(x), y, reduction="none"))
-    x, y = _records(BATCH).tensors
-    for _ in range(40):
-        clipper.reset()
-        step(x, y)
-    assert "no private optimizer" in step.takeover.why
-    other = copy.deepcopy(_model())
-    with ghostclip.GhostClipper(other, max_grad_norm=C) as eager:
-        eager.backward(functional.cross_entropy(other(x), y, reduction="none"))
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-
-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("compiler")
 def test_a_forked_process_compiles_what_takes_over(monkeypatch):
@@ -424,20 +384,3 @@ def test_a_forked_process_compiles_what_takes_over(monkeypatch):
     assert step.graphs
     assert all(graph.verified and graph.graph is None for graph in step.graphs)
     assert not step.reasons
-
-
-def test_a_takeover_that_is_asked_for_says_so_aloud():
-    assert Takeover(asked=True).level == logging.WARNING
-
-
-def test_a_criterion_that_may_return_one_loss_for_all_returns_what_it_returns():
-    def mean(output, target):
-        return functional.cross_entropy(output, target)
-
-    mean.temperature = 2.0
-    _, private = _training(criterion=mean)
-    output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    assert torch.equal(private[2](output, target), mean(output, target))
-    assert private[2].temperature == 2.0
-    assert private[0].deferral is None
-    _train(private, 3)
