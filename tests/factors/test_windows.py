@@ -107,22 +107,6 @@ def test_every_form_of_norm(factor):
         assert error is None or ((error >= 0).all() and (error <= 1e-10 * expected).all())
 
 
-def test_terms_are_no_larger_than_what_norms_of_inputs_and_gradients_say(factor):
-    terms, most_B = factor.terms(), factor.mass_at_most()
-    if terms is not None:
-        assert (most_B >= terms.mass_B).all()
-        assert (most_B.square() >= terms.scale_B).all()
-
-
-def test_in_parts(factor, monkeypatch):
-    whole = factor.materialize(), factor.sqnorm().value_B
-    monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1)
-    torch.testing.assert_close(factor.materialize(), whole[0])
-    torch.testing.assert_close(factor.sqnorm().value_B, whole[1])
-    torch.testing.assert_close(factor.instantiated_sqnorm().value_B, whole[1])
-
-
 def test_masked_samples_are_gone_even_if_they_are_not_finite(factor):
     expected = factor.materialize()
     expected[1] = 0
@@ -150,18 +134,6 @@ def test_uses_of_one_kernel(factor):
     torch.testing.assert_close(together.sqnorm().value_B, expected.flatten(1).square().sum(1))
 
 
-@pytest.mark.parametrize("name", ["plain", "stride", "depthwise", "pointwise"])
-def test_no_samples(name):
-    factor = _factor(name, samples=0)
-    assert factor.instantiated().materialize().shape == (0, *factor.shape)
-    assert factor.sqnorm().value_B.shape == (0,)
-    assert factor.materialize().shape == (0, *factor.shape)
-    assert not factor.stores_gradient()
-    out = torch.zeros(factor.shape, dtype=F64)
-    factor.add_clipped_sum_(torch.zeros(0, dtype=F64), out)
-    assert not out.any()
-
-
 # Wide and long enough for the backward of a convolution with one group a sample.
 GROUPED = {
     "wide": (_geometry((24, 9, 3, 3), padding=((1, 1), (1, 1))), 1, (13, 12), 0),
@@ -186,19 +158,6 @@ def test_grouped_backward(name, monkeypatch):
     factor.x_BKC[1, :, :1], factor.g_BKO[1, :, -1:] = float("inf"), float("nan")
     neighbours = factor.materialize()[[0, 2]].double()
     torch.testing.assert_close(neighbours, exact.materialize()[[0, 2]], rtol=1e-5, atol=1e-4)
-
-
-def test_sixteen_bits_are_widened():
-    exact = _factor("padded")
-    factor = Windows(exact.x_BKC.bfloat16(), exact.g_BKO.bfloat16(), exact.geometry)
-    wide = Windows(factor.x_BKC.double(), factor.g_BKO.double(), exact.geometry)
-    expected = wide.materialize()
-    torch.testing.assert_close(factor.materialize().double(), expected, rtol=1e-5, atol=1e-5)
-    for form in (factor.sqnorm, factor.instantiated_sqnorm, factor.gram_sqnorm, factor.pixel_sqnorm):
-        torch.testing.assert_close(form().value_B.double(), expected.flatten(1).square().sum(1), rtol=1e-5, atol=1e-5)
-    out = torch.zeros(factor.shape)
-    factor.add_clipped_sum_(torch.ones(B), out)
-    torch.testing.assert_close(out.double(), expected.sum(0), rtol=1e-5, atol=1e-5)
 
 
 def test_pixels_over_estimate_what_they_cannot_resolve():

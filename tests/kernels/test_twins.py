@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ghostclip import kernels
-from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels import runtime
 
 F64 = torch.float64
@@ -123,18 +122,6 @@ def test_the_switch(mode, pays, used):
     with kernels.using(mode):
         assert pair.pick(torch.ones(2), pays=pays) == (pair.fast if used else pair.naive)
         assert pair.pick(torch.ones(2, dtype=F64), pays=pays) == pair.naive
-
-
-def test_the_environment(monkeypatch):
-    monkeypatch.setenv(runtime.VARIABLE, "off")
-    assert kernels.mode() == "off"
-    with kernels.using("on"):
-        assert kernels.mode() == "on"
-    monkeypatch.setenv(runtime.VARIABLE, "of")
-    with pytest.raises(InvalidOptionError, match="GHOSTCLIP_KERNELS"):
-        kernels.mode()
-    with pytest.raises(InvalidOptionError, match="mode"):
-        kernels.set_mode("of")
 
 
 def _raises(x):

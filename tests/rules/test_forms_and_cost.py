@@ -3,15 +3,12 @@
 With 16 samples a loop over them would cost more than ten times a non-private step; the limits below are far under it.
 """
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from benchmarks.flops import counter
-from tests.cases.custom_operations import OneParameter
 from tests.cases.indexing import Looked, WindowBias
 from tests.exactness.runs import engine
 
@@ -108,14 +105,3 @@ def test_form_and_cost(name):
     # Gradients that are tensors already are weighted and added up: two operations an entry.
     weighted = 2 * SAMPLES * sum(p.numel() for p in model.parameters())
     assert private <= limit * non_private + weighted, f"{private / max(1, non_private):.3f} times a non-private step"
-
-
-def test_operation_that_cannot_be_run_on_rows_alone_says_so(caplog):
-    """Its gradients are formed one by one, which is told once and shown in the table."""
-    model = OneParameter((5, 5), lambda p, x: torch.linalg.solve(p + 9 * torch.eye(5), x.mT).mT)
-    clipper = engine("bookkeeping")(model, 1.0)
-    with caplog.at_level(logging.WARNING, logger="ghostclip"):
-        for _ in range(2):
-            clipper.backward(_losses(model, torch.randn(4, 3, 5)))
-    assert {row.name: row.handled for row in clipper.coverage()}["p"] == "linalg_solve: one gradient per sample"
-    assert sum("parameter 'p' in linalg_solve has no rule" in record.message for record in caplog.records) == 1

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 
 from ghostclip.compat.opacus.utils.per_sample_gradients_utils import compute_opacus_grad_sample, get_grad_sample_modes
 from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModelError
@@ -50,12 +49,6 @@ def wrong_layer(monkeypatch):
 )
 def test_right_layers_pass(module, x):
     assert check_per_sample_gradients_are_correct(x, module)
-
-
-def test_packed_sequences():
-    torch.manual_seed(0)
-    x = pack_sequence([torch.randn(length, 5) for length in (4, 2, 3)], enforce_sorted=False)
-    assert check_per_sample_gradients_are_correct(x, nn.GRU(5, 4), strategy=("bookkeeping", "hooks"))
 
 
 @pytest.mark.parametrize("strategy", get_grad_sample_modes())
