@@ -120,15 +120,6 @@ def test_interrupt_whose_traceback_is_kept():
     assert clipper.per_sample_norms.shape == (2,)
 
 
-def test_a_stance_of_the_users_stays():
-    model = _Model()
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
-    with torch.compiler.set_stance("eager_on_recompile"):
-        clipper.backward(model(torch.randint(11, (4, 5))).square().sum(1))
-        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-
-
 class _Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -154,18 +145,6 @@ def test_a_backward_that_raised_leaves_the_compiler_and_the_parameters():
     assert clipper.per_sample_norms.shape == (4,)
 
 
-def test_a_checkpoint_between_two_parts_of_a_model_leaves_the_compiler():
-    model = _Model().layers
-    model.append(nn.Linear(7, 2))
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
-    x = torch.randn(4, 7)
-    between = checkpoint(lambda x: model[2](x.relu()), model[0](x), use_reentrant=False)
-    losses = model[3](between).square().sum(1)
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    clipper.backward(losses)
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-
-
 @pytest.mark.parametrize("waiting", [False, True], ids=["alone", "beside a forward of another model"])
 def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters(waiting):
     model, other, x = _Checkpointed(), _Checkpointed(), torch.randn(4, 7)
@@ -184,31 +163,3 @@ def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters(waitin
     if others is not None:
         beside.backward(others)
         assert beside.per_sample_norms.shape == (4,)
-
-
-def test_removing_a_clipper_in_the_middle_leaves_the_compiler():
-    model, x = _Model(), torch.randint(11, (4, 5))
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
-    model.interrupted = True
-    with pytest.raises(KeyboardInterrupt) as kept:
-        model(x)
-    clipper.remove()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    del kept
-
-
-def test_an_interrupted_evaluation_does_not_end_the_training():
-    model, x = _Model().double(), torch.randint(11, (4, 5))
-    wanted = clip_and_sum(per_sample_gradients(model, {"x": x}, _losses, axes={}), 0.5).clipped
-    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
-    clipper.backward(model(x).square().sum(1))
-    model.interrupted = True
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(x)
-    model.interrupted = False
-    model.zero_grad()
-    clipper.reset()
-    clipper.backward(model(x).square().sum(1))
-    for name, p in model.named_parameters():
-        assert torch.allclose(p.grad, wanted[name], rtol=1e-10, atol=1e-14), name

@@ -53,28 +53,6 @@ def test_batches_of_changing_sizes_are_exact(strategy):
         _check(clipper, model, torch.randint(11, (size, positions)))
 
 
-class _TwoViews(nn.Module):
-    """Both views of every sample side by side, in front or behind the positions."""
-
-    def __init__(self, axis):
-        super().__init__()
-        self.axis, self.encoder, self.head = axis, nn.GRU(4, 8, batch_first=not axis), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = x.transpose(0, self.axis)
-        states = self.encoder(torch.cat([x, x * 2], self.axis))[0].select(1 - self.axis, -1)
-        one, other = states.chunk(2)
-        return self.head(one * other).sum(1)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_views_side_by_side_are_exact_in_batches_of_changing_sizes(axis, strategy):
-    model = _TwoViews(axis).double()
-    clipper = engine(strategy)(model, 0.1)
-    for size, positions in ((3, 5), (4, 5), (5, 5), (2, 8), (1, 6), (6, 3)):
-        _check(clipper, model, torch.randn(size, positions, 4, dtype=torch.float64))
-
-
 def test_exchanged_parameters_are_seen(strategy):
     """Another dtype, or other storage, in the middle of training."""
     model = _Zoo()
@@ -174,22 +152,3 @@ def test_rows_that_move_inside_of_vmap_are_each_samples_own(change):
     clipper = GhostClipper(model, max_grad_norm=0.1)
     for size in (4, 3, 1, 5, 2, 6, 10, 8):
         _check_rows(clipper, model, torch.randn(size, 4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_constants_stay_constants(size):
-    """A norm of a table without samples, beside the same norm of data."""
-
-    class Tables(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-            self.register = nn.Buffer(torch.randn(5, 4, dtype=torch.float64))
-
-        def forward(self, x):
-            return self.norm(self.first(x)) @ self.norm(self.register).mT
-
-    model = Tables().double()
-    clipper = GhostClipper(model, max_grad_norm=0.1)
-    for samples in (4, size, 4, size):
-        _check_rows(clipper, model, torch.randn(samples, 4, dtype=torch.float64))

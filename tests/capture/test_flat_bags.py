@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ghostclip import GhostClipper, validate
+from ghostclip import GhostClipper
 from ghostclip.errors import BatchAxisError, SampleMixingError
 
 BOUND = 0.05
@@ -58,12 +58,6 @@ def test_several_bags_of_one_sample_are_refused():
         clipped_sum(Model(lambda h: h.view(-1, 8), inputs=8), ids, offsets, target[:3])
 
 
-def test_offsets_with_an_end_are_refused_with_a_remedy_that_works():
-    ids, offsets, target = batch()
-    with pytest.raises(BatchAxisError, match=r"pass offsets\[:-1\]"):
-        clipped_sum(Model(include_last_offset=True), ids, torch.cat([offsets, torch.tensor([len(ids)])]), target)
-
-
 def test_ids_that_are_no_bags_are_samples():
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(11, 4), "one": nn.Embedding(11, 4), "head": nn.Linear(4, 3)})
 
@@ -77,20 +71,3 @@ def test_ids_that_are_no_bags_are_samples():
 
     ids, target = torch.randint(11, (5,)), torch.randint(3, (5,))
     assert clipped_sum(Both(), ids, torch.randint(11, (5, 3)), target).norm() > 0
-
-
-def test_a_batch_without_bags_adds_nothing():
-    none = torch.zeros(0, dtype=torch.long)
-    assert clipped_sum(Model(), none, none, none).norm() == 0
-
-
-@pytest.mark.parametrize(("between", "sound"), [(torch.tanh, True), (lambda h: h - h.mean(0), False)])
-def test_validate_takes_flat_ids(between, sound):
-    ids, offsets, target = batch()
-
-    def loss(model, given):
-        return functional.cross_entropy(model(given["ids"], given["offsets"]), given["y"], reduction="none")
-
-    report = validate(Model(between), {"ids": ids, "offsets": offsets, "y": target}, loss)
-    assert report.batch_size == len(offsets)
-    assert report.ok == sound, str(report)

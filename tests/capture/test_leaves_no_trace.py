@@ -98,21 +98,6 @@ def test_ordinary_training_is_back_after_remove(case, strategy):
         assert torch.equal(p.grad, q.grad), name
 
 
-@core
-def test_context_manager_removes_also_after_an_error(case, strategy):
-    model, batch = case.model(F64), case.data(F64)
-    before = _snapshot(model)
-
-    def step_that_fails():
-        with _attach(case, strategy, model):
-            case.losses(model, batch)
-            raise RuntimeError("the user's own")
-
-    with pytest.raises(RuntimeError, match="the user's own"):
-        step_that_fails()
-    assert not _changes(before, _snapshot(model))
-
-
 def _copies(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)

@@ -1,13 +1,11 @@
 """Where samples lie in a value, followed through one operation after the other."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ghostclip.capture import sample_axis
-from ghostclip.capture.nodes import nodes_behind, shape_at
+from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.sample_axis import LOST, ROWS_KEY, Followed, SampleAxis, note, sample_axis_at
 
 F64 = torch.float64
@@ -205,116 +203,10 @@ def test_every_node_that_is_told_apart_is_made_by_some_operation():
     assert (sample_axis._STEPS.keys() | sample_axis._MEETINGS.keys()) - made == elsewhere
 
 
-# Of a value whose axes are of one size, that value with samples along another axis, and a constant. What they are made
-# of is alike: what differs is which axis, which piece, which parent.
-CUBE = {
-    "turned 01": lambda x, o, _: x.transpose(0, 1),
-    "turned 12": lambda x, o, _: x.transpose(1, 2),
-    "rolled over": lambda x, o, _: x.permute(1, 2, 0),
-    "rolled back": lambda x, o, _: x.permute(2, 0, 1),
-    "piece 0": lambda x, o, _: x.split([3, 3], 0)[0],
-    "piece 1": lambda x, o, _: x.split([3, 3], 0)[1],
-    "other piece": lambda x, o, _: x.split([3, 3], 2)[1].transpose(0, 2),
-    "one of 0": lambda x, o, _: x[2],
-    "one of 1": lambda x, o, _: x[:, 2],
-    "sample 1 of 1": lambda x, o, _: x[:, 1],
-    "cut in 0": lambda x, o, _: x[1:4].transpose(0, 1)[1:4],
-    "cut in 2": lambda x, o, _: x[..., 1:4].transpose(0, 2).transpose(0, 1)[1:4],
-    "mirrored in 0": lambda x, o, _: x.flip(0),
-    "mirrored in 1": lambda x, o, _: x.flip(1),
-    "folded 01": lambda x, o, _: x.reshape(36, 6).unflatten(0, (6, 6)),
-    "folded 12": lambda x, o, _: x.reshape(6, 36).reshape(6, 6, 6),
-    "twice itself": lambda x, o, _: x * x,
-    "with the other": lambda x, o, _: o * x,
-    "the other with it": lambda x, o, _: x * o,
-    "views of one": lambda x, o, _: (lambda y: y + y)(x.transpose(0, 2)),
-    "views of two": lambda x, o, _: x.transpose(0, 2) + o.transpose(0, 2),
-    "views of two, turned": lambda x, o, _: o.transpose(0, 2) + x.transpose(0, 2),
-    "products": lambda x, o, c: x @ c,
-    "products with the other": lambda x, o, c: c @ o,
-    "products of the other": lambda x, o, c: o @ c,
-    "summed 0": lambda x, o, _: x.sum(0),
-    "summed 2": lambda x, o, _: x.sum(2),
-    "stacked": lambda x, o, _: torch.stack([x[0], x[0] * 2] * 3, 0),
-    "stacked behind": lambda x, o, _: torch.stack([x[0], x[0] * 2] * 3, 2),
-    "softmax 0": lambda x, o, _: x.softmax(0),
-    "softmax 1": lambda x, o, _: x.softmax(1),
-    "broadcast": lambda x, o, c: x[0] + c,
-    "broadcast from behind": lambda x, o, c: x[:, :, :1] + c,
-    "picked": lambda x, o, _: x[:, ORDER],
-    "picked otherwise": lambda x, o, _: x[:, TWICE],
-    "of a leaf": lambda x, o, c: x + c.requires_grad_(),
-    "of a constant": lambda x, o, c: x + c,
-    "behind a constant": lambda x, o, c: c[ORDER] + x,
-    "behind what is picked": lambda x, o, c: o[ORDER] + x,
-    "mirrored views of one": lambda x, o, _: (lambda y: y + y)(x.flip(1)),
-    "mirrored views of two": lambda x, o, _: x.flip(1) + o.flip(1),
-    "a square": lambda x, o, c: _Square.of(x) + c,
-    "a square's sine": lambda x, o, c: _Square.of(x).sin() + c,
-    "a sine": lambda x, o, c: x.sin() + c,
-    "all of one": lambda x, o, _: _First.apply(x),
-    "all of two": lambda x, o, _: _First.apply(x, o[ORDER]),
-    "joined": lambda x, o, _: torch.cat([x[:3], o[:3]], 0),
-    "joined to the other": lambda x, o, _: torch.cat([o[:3], x[:3]], 0),
-}  # fmt: skip
-
-
-class _Square:
-    """A value of two axes, with samples along the first."""
-
-    @staticmethod
-    def of(x: Tensor) -> Tensor:
-        y = x.detach()[0].requires_grad_() * 1
-        note(y.grad_fn, ROWS_KEY, SampleAxis(0, 1, 6, 1))
-        return y
-
-
-class _First(torch.autograd.Function):
-    """An operation that nobody knows, on any number of values."""
-
-    @staticmethod
-    def forward(ctx, first, *others):
-        return first.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 def _is_by_data(name: str) -> bool:
     return any(
         word in name for word in ("index", "picked", "masked", "gathered", "in order", "constant", "interleaved")
     )
-
-
-AXES = ((0, 1), (1, 0), (1, 2), (2, 0), (1, 1))
-
-
-def _edge_of(name: str, axes: tuple[int, int]) -> tuple[object, int]:
-    """Return a value anew: a walk leaves notes on what it has passed."""
-    values = []
-    for along in axes:
-        values.append(torch.randn(6, 6, 6, dtype=F64, requires_grad=True) * 1)
-        note(values[-1].grad_fn, ROWS_KEY, SampleAxis(along, 1, 6, 1))
-    value = CUBE[name](*values, torch.randn(6, 6, 6, dtype=F64))
-    return value.grad_fn, value.output_nr
-
-
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("name", CUBE)
-def test_what_looks_the_same_has_the_same_rows(name, axes):
-    """A way is known again only where a walk finds on it what it found before."""
-    edge = _edge_of(name, axes)
-    followed, same = Followed(edge), set[str]()
-    for other, along in itertools.product(CUBE, AXES):
-        like = _edge_of(other, along)
-        if shape_at(like) == shape_at(edge) and followed.holds(like):
-            same.add(other)
-            assert _are_equal(sample_axis_at(_edge_of(other, along)), followed.rows), (other, along)
-            # With the notes that it has left.
-            assert _are_equal(sample_axis_at(like), followed.rows), (other, along)
-    # What data has picked is followed each time anew.
-    assert (name in same) != ("picked" in name or name == "all of two")
 
 
 def _are_equal(rows: SampleAxis | None, others: SampleAxis | None) -> bool:

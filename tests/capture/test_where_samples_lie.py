@@ -3,14 +3,12 @@
 Masks handed over first, folded outputs, models that return their own loss, losses that compare samples.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import BatchAxisError, GhostClipError, SampleMixingError
+from ghostclip.errors import BatchAxisError, GhostClipError
 from tests.reference import per_sample_gradients, whole_norm
 
 F64 = torch.float64
@@ -35,36 +33,6 @@ def test_mask_before_the_data():
     ghostclip.GhostClipper(model, max_grad_norm=0.1)
     with pytest.raises(BatchAxisError, match=r"6 samples that the model's first input holds"):
         model(torch.zeros(6, 6, dtype=F64), torch.randn(3, 6, 3, dtype=F64))
-
-
-@dataclasses.dataclass
-class _Records:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-class _OfRecords(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, records):
-        return (self.head(records.x) - records.y).square().sum(1)
-
-
-def test_a_data_class_is_looked_into_once_it_is_registered():
-    """As the error says which is raised before."""
-    model, records = _OfRecords().double(), _Records(torch.randn(4, 3, dtype=F64), torch.randn(4, 2, dtype=F64))
-    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
-        with pytest.raises(BatchAxisError, match=r"torch\.export\.register_dataclass\(YourBatch\)"):
-            model(records)
-        torch.export.register_dataclass(_Records)
-        clipper.backward(model(records))
-        norms_B = clipper.per_sample_norms
-    for sample in range(4):
-        alone = _Records(records.x[[sample]], records.y[[sample]])
-        grads = torch.autograd.grad(model(alone).sum(), [*model.parameters()])
-        torch.testing.assert_close(norms_B[sample], torch.cat([grad.flatten() for grad in grads]).norm())
 
 
 class _Language(nn.Module):
@@ -124,26 +92,6 @@ def test_folded_outputs_of_a_model_that_mixes(batch_first, length, own_loss):
     ghostclip.GhostClipper(model, max_grad_norm=0.1, batch_first=batch_first)
     with pytest.raises(GhostClipError):
         model(ids)
-
-
-class _Distributed(nn.Module):
-    """Returns an object that is no container."""
-
-    def __init__(self, *, mixes):
-        super().__init__()
-        self.layer, self.head, self.mixes = nn.Linear(3, 4), nn.Linear(4, 2), mixes
-
-    def forward(self, x):
-        h = self.layer(x)
-        return torch.distributions.Normal(self.head(h - h.mean(0) if self.mixes else h), 1.0)
-
-
-def test_outputs_inside_an_object():
-    ghostclip.GhostClipper(model := _Distributed(mixes=False), max_grad_norm=0.1)
-    model(torch.randn(4, 3))
-    ghostclip.GhostClipper(model := _Distributed(mixes=True), max_grad_norm=0.1)
-    with pytest.raises(SampleMixingError):
-        model(torch.randn(4, 3))
 
 
 def test_output_without_samples():

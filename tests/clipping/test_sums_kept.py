@@ -92,16 +92,6 @@ def test_a_sum_that_nobody_owns_is_noticed_when_it_was_changed(strategy):
             clipper.summed_gradient(model.mix.bias)
 
 
-def test_noise_follows_the_bound_that_was_used():
-    model, ids = _Tied(), torch.randint(9, (4, 5))
-    with ghostclip.GhostClipper(model, max_grad_norm=2.0) as clipper:
-        clipper.backward(_losses(model, ids))
-        clipper.max_grad_norm = 0.5
-        assert clipper.sensitivity() == 2.0
-        clipper.reset()
-        assert clipper.sensitivity() == 0.5
-
-
 def test_a_second_backward_through_the_same_forward_is_refused(strategy):
     """It would clip the same samples twice, each time up to the bound."""
     model, ids = _Tied(), torch.randint(9, (4, 5))
@@ -111,31 +101,6 @@ def test_a_second_backward_through_the_same_forward_is_refused(strategy):
         clipper.backward(first) if strategy in ("ghost", "fast") else first.mean().backward(retain_graph=True)
         with pytest.raises((ghostclip.errors.GhostClipError, RuntimeError)):
             clipper.backward(second)
-
-
-def test_exception_half_way_leaves_no_half_batch(strategy, monkeypatch):
-    from ghostclip.clipping.decisions import ClipWeights
-
-    model, ids = _Tied(), torch.randint(9, (4, 5))
-    with ghostclip.GhostClipper(model, max_grad_norm=1.0, strategy=strategy) as clipper:
-        clipper.own_gradients()
-        calls = []
-
-        def fails(self, sums, factor, name, *, more):
-            del factor, more
-            calls.append(1)
-            if len(calls) == 2:
-                raise MemoryError
-            sums.buffer(name)[0].fill_(1.0)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ClipWeights, "into", fails)
-            with pytest.raises(MemoryError):
-                clipper.backward(_losses(model, ids))
-        assert not clipper.has_clipped_sum
-        assert all(p.grad is None for p in model.parameters())
-        clipper.backward(_losses(model, ids))
-        assert clipper.has_clipped_sum
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "hooks"])

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ghostclip.errors import InvalidOptionError, LossReductionError
 from ghostclip.losses import token_losses
 
 B, T, V = 3, 5, 7
@@ -44,19 +43,3 @@ def test_masked_sample_has_no_gradient_and_no_nan():
 
 def test_half_precision_is_summed_in_single():
     assert token_losses(_data(torch.bfloat16)[0], _data()[1]).dtype == torch.float32
-
-
-def test_other_label_to_ignore():
-    logits, labels = _data()
-    torch.testing.assert_close(
-        token_losses(logits, labels.masked_fill(labels == -100, 6), ignore_index=6),
-        token_losses(logits, labels.masked_fill(labels == 6, -100)),
-    )
-
-
-def test_flattened_is_refused():
-    logits, labels = _data()
-    with pytest.raises(LossReductionError, match=r"expected \(B, T, V\) and \(B, T\)"):
-        token_losses(logits.flatten(0, 1), labels.flatten())
-    with pytest.raises(InvalidOptionError):
-        token_losses(logits, labels, reduction="none")

@@ -1,7 +1,5 @@
 """A check that was switched off or could not run says so: in the coverage table, the summary and one log line."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -84,21 +82,6 @@ def test_what_could_not_run_is_said_and_why(make, sizes, said):
 
 def test_switched_off():
     assert _forward(nn.Linear(3, 4), [5], probe=False) == f"not checked: {', '.join(ALL)}: probe=False"
-
-
-def test_said_once(caplog):
-    model = nn.Sequential(nn.Linear(3, 4), _Noisy())
-    with caplog.at_level(logging.WARNING, logger="ghostclip"):
-        _forward(model, [5] * 6)
-    assert [record.getMessage() for record in caplog.records] == [f"not checked: {FEWER}: random numbers are drawn."]
-
-
-def test_a_few_batches_of_one_sample_are_no_news(caplog):
-    with caplog.at_level(logging.WARNING, logger="ghostclip"):
-        _forward(nn.Linear(3, 4), [1, 1, 1])
-        assert not caplog.records
-        _forward(nn.Linear(3, 4), [1] * 5)
-    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("probe", [True, False])

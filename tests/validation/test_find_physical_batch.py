@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import ghostclip
 from ghostclip import PrivacyEngine
-from ghostclip.errors import DataError, InvalidOptionError
 from tests.engine.training import small_data, small_model
 
 
@@ -86,17 +85,3 @@ def test_nothing_is_changed_or_counted(private):
     else:
         model(batch[0]).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("batch", "options", "error", "text"),
-    [
-        (_batch(0), {}, DataError, "holds no sample"),
-        (_batch(2), {"upper": 0}, InvalidOptionError, "upper"),
-        (_batch(2), {"memory_budget": -1}, InvalidOptionError, "memory_budget"),
-        ({"x": torch.ones(2, 5)}, {}, InvalidOptionError, "has to be a pair"),
-    ],
-)
-def test_wrong_input_is_refused_by_name(batch, options, error, text):
-    with pytest.raises(error, match=text):
-        ghostclip.find_physical_batch(small_model(), batch, nn.CrossEntropyLoss(), **options)
