@@ -53,11 +53,6 @@ def test_epochs_are_what_the_sampler_makes_of_them():
     assert get_noise_multiplier(**options, epochs=1.999) == get_noise_multiplier(**options, steps=98)
 
 
-def test_a_generous_target_needs_little_noise():
-    sigma = get_noise_multiplier(target_epsilon=1e9, target_delta=1e-5, sample_rate=0.1, steps=1)
-    assert 1e-3 <= sigma < 2e-3
-
-
 def test_unreachable_is_an_error():
     with pytest.raises(BudgetError, match=r"target_epsilon=1e-07: not reached .* fewer steps"):
         get_noise_multiplier(target_epsilon=1e-7, target_delta=1e-12, sample_rate=1.0, steps=10**9)

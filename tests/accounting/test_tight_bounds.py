@@ -200,14 +200,6 @@ def test_never_above_the_renyi_bound_and_never_infinite():
             assert 0 <= ours.get_epsilon(1e-6) <= renyi.get_epsilon(1e-6) * (1 + 1e-3) < math.inf
 
 
-def test_edges():
-    assert bounds([], 1e-5).upper == 0
-    assert bounds([(0.0, 1.0, 1)], 1e-5).lower == math.inf
-    assert bounds([(0.0, 1e-3, 10)], 1e-5).upper == math.inf
-    assert bounds([(0.0, 1e-7, 10)], 1e-5).upper == 0
-    assert bounds([(math.inf, 1.0, 10), (1.0, 0.0, 10)], 1e-5).upper == 0
-
-
 @pytest.mark.parametrize(("steps", "delta"), [(1, 1e-5), (10**7, 1e-10), (1, 1e-40)])
 def test_tails_are_cut_where_they_hold_a_millionth_of_delta_over_all_steps(steps, delta):
     history = keeper([(1.0, 0.01, steps)]).whole_history()

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -86,26 +84,6 @@ def test_rate_and_expected_size_are_not_truncated(records, size):
     assert len(loader) == steps_per_epoch(size / records) == len(list(loader))
 
 
-def test_options_are_kept():
-    def collate(records):
-        return torch.stack([x for x, _ in records]).sum(1)
-
-    def init(worker):
-        return None
-
-    source = DataLoader(
-        RECORDS, batch_size=4, num_workers=2, collate_fn=collate, timeout=30, worker_init_fn=init, prefetch_factor=3,
-        persistent_workers=True, multiprocessing_context="fork",
-    )  # fmt: skip
-    loader = DPDataLoader.from_data_loader(source)
-    for name in ("dataset", "num_workers", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers"):
-        assert getattr(loader, name) == getattr(source, name)
-    assert loader.multiprocessing_context.get_start_method() == "fork"
-    assert loader.collate_fn([RECORDS[3]]).tolist() == [15.0]
-    assert loader.collate_fn([]).shape == (0,)
-    assert DPDataLoader.from_data_loader(loader) is loader
-
-
 def collate_encoding(records):
     return Encoding({"input_ids": torch.stack([r[0] for r in records]), "n": len(records)}, kind="bert")
 
@@ -152,31 +130,11 @@ def test_empty_batches_have_the_structure_of_the_others(name):
         assert describe(batch) == expected
 
 
-@pytest.mark.parametrize(
-    ("collate", "match"),
-    [
-        (lambda rs: {"out": object()}, r"batch\['out'\]: .* an empty object cannot"),
-        (lambda rs: (0, pack_sequence(rs)), r"batch\[1\]: torch has no empty PackedSequence"),
-        (lambda rs: torch.ones((1,) * len(rs)), "the batch axis is unclear"),
-    ],
-)
-def test_structures_without_an_empty_form_are_named(collate, match):
-    with pytest.raises(DataError, match=match):
-        private(Listed([torch.ones(2)] * 9), 3, collate_fn=collate).collate_fn([])
-
-
 class Own:
     """A batch class of a user's."""
 
     def __init__(self, rows, handle=None):
         self.x, self.size, self.handle = torch.stack(rows), len(rows), handle
-
-
-def test_a_batch_class_of_ones_own_is_emptied_by_its_attributes():
-    empty = private(Listed([torch.ones(2)] * 9), 3, collate_fn=Own).collate_fn([])
-    assert type(empty) is Own
-    assert empty.x.shape == (0, 2)
-    assert (empty.size, empty.handle) == (0, None)
 
 
 @pytest.mark.parametrize(("batch_size", "refused"), [(3, True), (9, False), (60, False)])
@@ -217,11 +175,6 @@ def repeated(kind):
 def test_repetitions_are_told_with_the_unit_that_is_protected(kind, said):
     with pytest.warns(UserWarning, match=rf"{said} records are there before .* one position of the data set"):
         warn_of_repetitions(repeated(kind))
-
-
-@pytest.mark.parametrize("kind", ["parts", "random_split"])
-def test_records_that_are_there_once_are_not_told(kind):
-    warn_of_repetitions(repeated(kind))
 
 
 class Stream(IterableDataset):
@@ -274,21 +227,6 @@ def test_what_breaks_the_analysis_is_refused(name):
         return
     with pytest.raises(error, match=match):
         DPDataLoader.from_data_loader(build())
-
-
-def test_other_refusals():
-    with pytest.raises(InvalidOptionError, match="twice the clipping bound"):
-        DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), rand_on_empty=True)
-    with pytest.raises(InvalidOptionError, match="init_process_group"):
-        DPDataLoader.from_data_loader(DataLoader(RECORDS, 4), distributed=True)
-    with pytest.raises(TypeError, match="posson"):
-        DPDataLoader(RECORDS, batch_size=4, posson=True)
-
-
-def test_a_plain_batch_sampler_and_a_subset_are_accepted():
-    batches = BatchSampler(RandomSampler(RECORDS), 5, drop_last=False)
-    assert DPDataLoader.from_data_loader(DataLoader(RECORDS, batch_sampler=batches)).sample_rate == 5 / 40
-    assert private(Subset(RECORDS, range(20)), 5).sample_rate == 5 / 20
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import namedtuple
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch import nn
 
 from ghostclip.clipping.decisions import ClipWeights
 from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.data.physical_batches import rows_of
-from ghostclip.errors import DataError, MissingGradientError
+from ghostclip.errors import MissingGradientError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
 from tests.private_run import PrivateRun
 
@@ -129,26 +127,3 @@ def _losses(model, part):
 def _broken(model, optimizer, part):
     optimizer.clipper.backward(_losses(model, part))
     raise ZeroDivisionError
-
-
-Pair = namedtuple("Pair", ["x", "y"])
-
-
-def test_any_structure_is_split():
-    x = torch.arange(6).reshape(3, 2)
-    batch = {
-        "x": x,
-        "names": ["a", "b", "c"],
-        "pair": Pair(x[:, 0], "kept"),
-        "scalar": torch.tensor(3.0),
-        "list": [x, x],
-    }
-    part = rows_of(batch, 3, slice(1, 3))
-    assert part["x"].tolist() == [[2, 3], [4, 5]]
-    assert part["names"] == ["b", "c"]
-    assert part["pair"].x.tolist() == [2, 4]
-    assert part["pair"].y == "kept"
-    assert part["scalar"].item() == 3.0
-    assert [entry.shape for entry in part["list"]] == [(2, 2), (2, 2)]
-    with pytest.raises(DataError, match="cannot be split"):
-        rows_of({"x": torch.zeros(2)}, 3, slice(0, 1))

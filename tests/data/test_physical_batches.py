@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PhysicalBatches
-from ghostclip.errors import DataError, InvalidOptionError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
 from tests.private_run import PrivateRun
 
@@ -74,17 +73,6 @@ def test_the_same_draws_and_noise_as_without_lack_of_memory():
         torch.testing.assert_close(end, ends[0], rtol=1e-5, atol=1e-6)
 
 
-def test_later_batches_begin_with_what_fitted():
-    _, model, optimizer, loader = _private()
-    parts, work = PhysicalBatches(optimizer, max_physical_batch_size=40), Work(model, room=3)
-    for _ in range(3):
-        for batch in loader:
-            parts.run(batch, work)
-            optimizer.step()
-    assert parts.size <= 3
-    assert sum(size > 3 for size in work.sizes) < 6
-
-
 def test_one_record_that_does_not_fit_is_an_error_and_leaves_nothing():
     engine, model, optimizer, loader = _private()
     parts = PhysicalBatches(optimizer, max_physical_batch_size=8)
@@ -92,35 +80,3 @@ def test_one_record_that_does_not_fit_is_an_error_and_leaves_nothing():
         parts.run(next(iter(loader)), Work(model, room=0))
     assert not optimizer.clipper.has_clipped_sum
     assert len(engine.accountant) == 0
-
-
-def test_a_batch_that_cannot_be_split_says_so():
-    class Graph:
-        def __init__(self, batch):
-            self.batch = batch
-
-    _, model, optimizer, loader = _private()
-    parts = PhysicalBatches(optimizer, max_physical_batch_size=4)
-    graph = Graph(next(iter(loader)))
-    with pytest.raises(DataError, match=r"\(Graph\) did not fit in memory and cannot be split.*BatchMemoryManager"):
-        parts.run(graph, lambda whole: Work(model, room=3)(whole.batch))
-    assert not optimizer.clipper.has_clipped_sum
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"max_physical_batch_size": 0}, "max_physical_batch_size"),
-        ({"max_physical_batch_size": "largest"}, "max_physical_batch_size"),
-        ({"max_physical_batch_size": 3, "memory_budget": 9}, "memory_budget only says"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(options, found):
-    _, _, optimizer, _ = _private()
-    with pytest.raises(InvalidOptionError, match=found):
-        PhysicalBatches(optimizer, **options)
-
-
-def test_another_optimizer_is_refused():
-    with pytest.raises(InvalidOptionError, match="make_private"):
-        PhysicalBatches(torch.optim.SGD(small_model().parameters()))

@@ -44,17 +44,6 @@ def test_every_record_joins_independently_with_probability_q():
     assert np.abs(following - q * q).max() < 5 * np.sqrt(q * q / draws)
 
 
-def test_the_cost_does_not_grow_with_the_data():
-    batch = seeded(num_samples=10**12, sample_rate=1e-10).draw(0)
-    assert 40 < len(batch) < 180
-
-
-@pytest.mark.parametrize(("records", "size", "steps"), [(147, 3, 49), (10, 10, 1), (10, 9, 1), (100, 7, 14), (3, 1, 3)])
-def test_an_epoch_has_as_many_steps_as_batches_fit(records, size, steps):
-    sampler = PoissonSampler(num_samples=records, sample_rate=size / records)
-    assert len(sampler) == steps == len(list(sampler))
-
-
 def test_neither_torch_nor_numpy_seeds_reach_it():
     drawn = []
     for _ in range(2):
@@ -143,13 +132,3 @@ def test_foreign_state_is_refused(change, match):
     state = {key: value for key, value in (seeded().state_dict() | change).items() if value is not ...}
     with pytest.raises(ResumeError, match=match):
         seeded().load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [({"num_samples": 0}, "num_samples"), ({"sample_rate": 0}, "sample_rate"), ({"sample_rate": 1.1}, "sample_rate"),
-     ({"steps": 0}, "steps")],
-)  # fmt: skip
-def test_refuses(change, match):
-    with pytest.raises(InvalidOptionError, match=match):
-        PoissonSampler(**{"num_samples": 10, "sample_rate": 0.1} | change)

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from ghostclip.accounting.history import SamplingEvent
-from ghostclip.data import Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
+from ghostclip.data import Poisson, PrivateSampler, Shuffled, UserPoisson
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise.keys import RandomKey, WordStream, permutation, subset
 
@@ -119,14 +119,6 @@ def test_an_abandoned_shuffled_epoch_is_over_and_a_resumed_one_goes_on():
         seeded(Poisson(num_samples=20, sample_rate=1.0)).load_state_dict(state | {"truncation": None})
 
 
-def test_batches_of_a_shuffled_epoch_are_uniform():
-    sampler = seeded(Shuffled(num_samples=6, batch_size=2))
-    counts = np.zeros((3, 6))
-    for position in range(9000):
-        counts[position % 3, sampler.draw(position)] += 1
-    assert all(chi2_p(row, np.full(6, 1000.0)) > 1e-5 for row in counts)
-
-
 # Users
 
 
@@ -171,28 +163,7 @@ def test_a_user_is_the_unit_and_its_records_the_factor():
         UserPoisson([], sample_rate=0.5, max_records=1)
 
 
-def test_an_item_of_a_user_data_set_is_a_user():
-    records = torch.utils.data.TensorDataset(torch.arange(12.0), torch.arange(12))
-    users = UserDataset(records, OWNERS, max_records=3)
-    assert len(users) == 3
-    assert users[1][1].tolist() == [5, 5, 5]
-    assert users[2][1].tolist() == [6, 7, 6]
-    seen = set()
-    for _ in range(50):
-        rows = users[0][1].tolist()
-        assert len(set(rows)) == 3
-        seen |= set(rows)
-    assert seen == {0, 1, 2, 3, 4, 8, 9, 10, 11}
-    with pytest.raises(DataError, match="11 given for 12"):
-        UserDataset(records, OWNERS[1:], max_records=3)
-
-
 # Public constants and events
-
-
-@pytest.mark.parametrize(("records", "size"), [(147, 3), (60_000, 256), (49, 7), (10**9, 12_345), (3, 1), (7, 6)])
-def test_the_expected_size_is_the_batch_size(records, size):
-    assert Poisson(num_samples=records, sample_rate=size / records).expected_batch_size == size
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -11,13 +10,10 @@ import torch
 from torch import nn
 
 from ghostclip.accounting import get_noise_multiplier
-from ghostclip.cli import main
-from ghostclip.errors import BudgetError, InvalidOptionError, ResumeError
+from ghostclip.errors import BudgetError, ResumeError
 from ghostclip.mechanisms import (
     AveragedWeights,
     BandedInverse,
-    BandedMatrixFactorization,
-    BufferedToeplitz,
     PoissonSampling,
     UnamplifiedSampling,
     plan_privacy,
@@ -57,50 +53,6 @@ def test_noise_of_a_plan_is_that_of_drawn_streams() -> None:
     )
     summed = np.cumsum(plan.noise_multiplier * correlation.scale * steps, axis=0) / 500
     assert plan.noise == pytest.approx(float(np.sqrt((summed**2).mean())), rel=0.02)
-
-
-def test_plans_for_a_schedule_leave_less_in_it_than_plans_for_none() -> None:
-    falling = [0.9**step for step in range(40)]
-    choices = [BandedMatrixFactorization(bands=4, learning_rates=rates) for rates in (falling, None)]
-    choices += [BufferedToeplitz(buffers=2, learning_rates=rates) for rates in (falling, None)]
-    plans = plan_privacy(**TRAINING, epochs=2, target_epsilon=4.0, learning_rates=falling, mechanisms=choices)
-    for kind in (BandedMatrixFactorization, BufferedToeplitz):
-        given, equal = sorted(
-            (plan for plan in plans if isinstance(plan.mechanism, kind)),
-            key=lambda plan: not plan.mechanism.learning_rates,
-        )
-        assert given.noise < 0.999 * equal.noise
-        # What it costs is not a matter of coefficients.
-        assert given.noise_multiplier == equal.noise_multiplier
-
-
-def test_the_command_compares_them_for_a_schedule_and_three_batch_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan-privacy --samples 3000 --batch-size 500 --epochs 2 --target-epsilon 4 --schedule cosine --json -"
-    assert main(words.split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    names = {row["mechanism"] for row in found["mechanisms"]}
-    assert {"BandedMatrixFactorization(bands=4)", "BufferedToeplitz(buffers=3)", "BandedInverse(bands=2)"} <= names
-    assert {row["buffers"] for row in found["mechanisms"]} == {0, 1, 3}
-    assert set(found["noise_to_batch"]) == {"500", "2000"}
-    # Two batches are no epoch for four bands.
-    assert "BandedMatrixFactorization(bands=4)" not in found["noise_to_batch"]["2000"]
-    with pytest.raises(SystemExit):
-        main([*words.split(), "--schedule", "step"])
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"learning_rates": [0.0]}, "learning_rates: finite numbers"),
-        ({"batch_size": 20_000}, "batch_size=20000: there are only 10000"),
-        ({"target_epsilon": 0.0}, "target_epsilon=0.0"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"momentum": 1.0}, "momentum=1.0"),
-    ],
-)
-def test_plans_of_nothing_are_refused(options: dict[str, float], match: str) -> None:
-    with pytest.raises(InvalidOptionError, match=match):
-        plan_privacy(**{**TRAINING, "epochs": 1, "target_epsilon": 1.0, **options})  # type: ignore[arg-type]
 
 
 def test_a_budget_that_no_noise_keeps_is_an_error() -> None:
@@ -158,12 +110,3 @@ def test_saved_averages_go_on_where_they_were(kind: str) -> None:
     different = nn.Linear(3, 4)
     with pytest.raises(ResumeError, match="other parameters"):
         AveragedWeights(different, torch.optim.SGD(different.parameters(), lr=0.1)).load_state_dict(one.state_dict())
-
-
-def test_averages_of_another_kind_are_refused() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidOptionError, match="kind='mean'"):
-        AveragedWeights(model, optimizer, kind="mean")
-    with pytest.raises(InvalidOptionError, match=r"decay=1.0"):
-        AveragedWeights(model, optimizer, decay=1.0)

@@ -269,40 +269,6 @@ def test_combinations_that_nobody_accounts_for_are_refused(options: dict[str, An
         private(BandedInverse(bands=2, epochs=EPOCHS), sigma=1.0, **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: BandedInverse(bands=1), "independent noise"),
-        (lambda: BandedInverse(bands=3, coefficients=(0.5,)), "2 are needed"),
-        (lambda: BandedInverse(bands=2, coefficients="best"), "coefficients='best'"),
-        (lambda: BandedInverse(bands=2, momentum=1.0), "momentum=1.0"),
-        (lambda: BandedInverse(bands=2, learning_rates=()), "learning_rates: finite numbers"),
-        (lambda: BandedInverse(bands=2, learning_rates=(1.0, -1.0)), "learning_rates: finite numbers"),
-        (lambda: BandedMatrixFactorization(bands=1), "independent noise"),
-        (lambda: BandedMatrixFactorization(bands=3, groups=2), "share rows of C"),
-        (lambda: BandedMatrixFactorization(bands=5, epochs=1).scheme(SAMPLES, SIZE), "groups=5: 24 records"),
-        (lambda: BufferedToeplitz(buffers=0), "buffers=0"),
-        (lambda: private(BallsInBins(uniform=True), sigma=1.0), "epochs=None"),
-        (lambda: private(BufferedToeplitz(buffers=2), sigma=1.0), "epochs=None"),
-        (lambda: private(BandedInverse(bands=2), sigma=1.0), "epochs=None"),
-        (lambda: CyclicPoissonSampling(groups=0).scheme(10, 2), "groups=0"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(make: Callable[[], object], match: str) -> None:
-    with pytest.raises(InvalidOptionError, match=match):
-        make()
-
-
-def test_the_summary_says_how_records_are_drawn_and_noise_is_added() -> None:
-    engine = private(BandedInverse(bands=3, epochs=EPOCHS), sigma=1.0)[0]
-    assert "the same batches in each epoch of 4 steps" in engine.summary(1e-2)
-    assert "correlated over 3 steps" in engine.summary(1e-2)
-    engine = private(BufferedToeplitz(buffers=2, epochs=EPOCHS), sigma=1.0)[0]
-    assert "correlated over all steps, by 2 buffers" in engine.summary(1e-2)
-    assert "exactly 3 of 12 steps" in private(MECHANISMS[-1], sigma=1.0)[0].summary(1e-2)
-    assert "exactly one of 4 steps" in private(BallsInBins(), sigma=1.0)[0].summary(1e-2)
-
-
 @pytest.mark.parametrize("mechanism", [MECHANISMS[2], MECHANISMS[3], MECHANISMS[4], *MECHANISMS[-4:]], ids=repr)
 def test_a_ledger_holds_any_mechanism_and_a_repeated_step_costs_nothing(mechanism: Mechanism, tmp_path: Path) -> None:
     def begun() -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy import special
 
-from ghostclip.errors import InvalidOptionError
 from ghostclip.privacy.charges import discretisation_delta
 
 
@@ -31,17 +30,3 @@ def test_it_is_negligible_on_the_default_grid():
     small, large = (discretisation_delta(1.0, scale=100.0, coordinates=10, steps=steps) for steps in (1, 4))
     assert large == pytest.approx(2 * small)
     assert discretisation_delta(800.0, scale=4.0, coordinates=1, steps=1) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"scale": 3.9}, "finer grid"),
-        ({"steps": 0}, "steps"),
-        ({"coordinates": 0}, "coordinates"),
-        ({"epsilon": -1}, "epsilon"),
-    ],
-)
-def test_refuses(change, match):
-    with pytest.raises(InvalidOptionError, match=match):
-        discretisation_delta(**{"epsilon": 1.0, "scale": 9.0, "coordinates": 1, "steps": 1} | change)

@@ -53,16 +53,6 @@ def test_noise_is_added_in_place_in_any_layout_and_type():
     assert not torch.equal(base, torch.arange(12.0).view(3, 4))
 
 
-def test_other_ranks_pass_over_as_many_calls():
-    source = make_noise_source()
-    copy = twin(source)
-    add_noise_(source, zeros(), 1.0)
-    skip_noise(copy, zeros())
-    assert source.fingerprint() == copy.fingerprint()
-    source.add_all_(zeros(), 0.0)
-    assert source.fingerprint() == copy.fingerprint()
-
-
 class Doubled(FastNoise):
     """Knows of `add_` alone."""
 

@@ -61,15 +61,3 @@ def test_any_number_of_threads_draws_the_same(monkeypatch):
     assert len(seen) > 1
     assert threading.active_count() == before
     assert source.fingerprint() == copy.fingerprint()
-
-
-def test_threads_hold_less_than_the_largest_tensor(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    source = FastNoise()
-    for largest in (8 * BLOCK, 10 * BLOCK, 100 * BLOCK):
-        workers = source._workers([torch.empty(largest), *(torch.empty(8 * BLOCK) for _ in range(200))])
-        assert 1 < workers <= 64
-        assert workers * 2 * 8 * BLOCK <= 4 * largest
-    assert source._workers([]) == 0
-    with torch.inference_mode():
-        assert source._workers([torch.empty(100 * BLOCK)] * 9) == 1

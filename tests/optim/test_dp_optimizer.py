@@ -239,41 +239,10 @@ def test_bound_cannot_change_between_backward_and_step():
         training.optimizer.max_grad_norm = 5.0
 
 
-def test_learning_rate_scheduler_takes_it_for_an_optimizer():
-    training = Training(learning_rate=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, step_size=1, gamma=0.5)
-    for _ in range(2):
-        training.step(batch_of(DATA, start=0, stop=2))
-        scheduler.step()
-    assert training.optimizer.original_optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_state_is_the_inner_optimizers():
-    training = Training()
-    inner = torch.optim.Adam(training.model.parameters(), lr=0.1)
-    optimizer = DPOptimizer(
-        inner, noise_multiplier=1.0, expected_batch_size=2, clipper=training.clipper, noise_source=training.noise
-    )
-    training.backward(batch_of(DATA, start=0, stop=2))
-    optimizer.step()
-    other = torch.optim.Adam(training.model.parameters(), lr=0.5)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["lr"] == 0.1
-    assert optimizer.state is inner.state
-    assert optimizer.defaults is inner.defaults
-    optimizer.load_state_dict(other.state_dict())
-    assert isinstance(optimizer, torch.optim.Optimizer)
-
-
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(copier):
     with pytest.raises(CopyError, match="state_dict"):
         copier(Training().optimizer)
-
-
-def test_a_name_of_opacus_0_says_what_took_its_place():
-    with pytest.raises(AttributeError, match=r"DPOptimizer has no virtual_step.*BatchMemoryManager"):
-        Training().optimizer.virtual_step()
 
 
 def test_an_optimizer_of_a_module_that_came_in_later_and_was_called_by_itself_is_refused() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ghostclip.compat.opacus import schedulers
-from ghostclip.errors import InvalidOptionError, ResumeError
-from tests.engine.training import Training, batch_of, small_data, small_model
+from ghostclip.errors import ResumeError
+from tests.engine.training import Training, batch_of, small_data
 
 DATA = small_data()
 KINDS = {
@@ -71,14 +70,3 @@ def test_state_continues_schedule_and_value(name):
         resumed.step()
     with pytest.raises(ResumeError, match="value"):
         resumed.load_state_dict({"last_epoch": 1})
-
-
-@pytest.mark.parametrize("gamma", [0.0, -1.0, float("nan"), None])
-def test_factors_out_of_range_are_refused(gamma):
-    with pytest.raises(InvalidOptionError, match="gamma"):
-        schedulers.ExponentialNoise(Training().optimizer, gamma=gamma)
-
-
-def test_plain_optimizers_are_refused():
-    with pytest.raises(InvalidOptionError, match="make_private"):
-        schedulers.StepNoise(torch.optim.SGD(small_model().parameters(), lr=0.1), step_size=1, gamma=0.5)

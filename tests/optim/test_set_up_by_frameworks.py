@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip.data import DPDataLoader
-from ghostclip.errors import DataError
 from ghostclip.facade import GradSampleModule
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -91,13 +90,3 @@ def test_loader_that_fabric_has_wrapped_stays_wrapped():
     *_, private = _private(model, optimizer, wrapped)
     assert type(private) is type(wrapped)
     assert isinstance(private._dataloader, DPDataLoader)
-
-
-def test_loader_in_an_unknown_wrapping_is_refused():
-    class Around:
-        def __init__(self, loader):
-            self.loader = loader
-
-    model, optimizer, loader = _parts()
-    with pytest.raises(DataError, match=r"Around is no .*DataLoader"):
-        _private(model, optimizer, Around(loader))

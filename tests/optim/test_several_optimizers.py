@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ghostclip
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
-from ghostclip.errors import InvalidOptionError, MissingGradientError, UncoveredParameterError
+from ghostclip.errors import InvalidOptionError, UncoveredParameterError
 from tests.engine.training import clipped_sum, declared, parameters_of, small_data, small_model
 
 DATA = small_data(48)
@@ -96,22 +95,6 @@ def test_the_sum_is_clipped_over_all_parameters_and_no_sample_moves_it_by_more_t
         assert (whole - rest).norm() <= 0.5 * (1 + 1e-6)
 
 
-def test_physical_batches():
-    run = Run()
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizers[1]) as batches:
-        for batch in batches:
-            run.step(batch)
-    assert len(run.engine.accountant) == len(run.loader)
-
-
-def test_zero_grad_of_one_discards_the_sums_of_all():
-    run = Run()
-    run.backward(next(iter(run.loader)))
-    run.optimizers[1].zero_grad()
-    with pytest.raises(MissingGradientError):
-        run.optimizers[0].step()
-
-
 def test_checkpoints_of_the_engine(tmp_path):
     run = Run()
     for batch in run.loader:
@@ -139,23 +122,3 @@ def test_groups_that_join_later():
     run.optimizers[1].register_step_pre_hook(lambda *_: called.append(1))
     run.step(next(iter(run.loader)))
     assert called == [1]
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda m: [], "at least one"),
-        (lambda m: [torch.optim.SGD(m.parameters(), lr=1.0), torch.optim.SGD([m[0].bias], lr=1.0)], "same parameter"),
-        (lambda m: [torch.optim.SGD(m.parameters(), lr=1.0), "Adam"], "expected"),
-    ],
-)
-def test_wrong_lists_are_refused(make, match):
-    model = small_model()
-    with pytest.raises(InvalidOptionError, match=match):
-        ghostclip.PrivacyEngine().make_private(
-            module=model,
-            optimizer=make(model),
-            data_loader=DataLoader(DATA, batch_size=8),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )

@@ -77,13 +77,6 @@ def test_what_was_handed_out_and_not_released_is_drawn_again(prefetched, tmp_pat
     assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
 
 
-def test_a_plain_optimizer_loads_the_state():
-    run = Run().epochs(1)
-    plain = torch.optim.AdamW(small_model().parameters(), lr=0.1)
-    plain.load_state_dict(run.optimizer.state_dict())
-    assert plain.param_groups[0]["lr"] == 0.05
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_state_without_an_account_is_refused(steps):
     run = Run()
@@ -184,12 +177,3 @@ def test_torch_distributed_checkpoint_carries_the_account(tmp_path):
     run.epochs(1)
     resumed.epochs(1)
     assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
-
-
-def test_an_optimizer_without_an_engine_loads_as_torch_does():
-    from tests.engine.training import Training
-
-    training, plain = Training(), torch.optim.SGD(small_model().parameters(), lr=0.25)
-    training.optimizer.load_state_dict(plain.state_dict())
-    assert training.optimizer.param_groups[0]["lr"] == 0.25
-    assert ACCOUNT_KEY not in training.optimizer.state_dict()["param_groups"][0]

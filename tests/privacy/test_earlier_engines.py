@@ -85,37 +85,3 @@ def test_nothing_is_said_where_the_account_goes_on():
     _train(private, other)
     assert len(other.accountant) == 9
     assert "another engine" not in other.summary(DELTA)
-
-
-def test_nothing_is_said_of_other_models():
-    model = _model()
-    _train(model)
-    fresh = _model()
-    fresh.load_state_dict(model.state_dict())
-    _train(fresh)
-    _, untrained = _train(_model(), steps=0)
-    _train(untrained)
-
-
-def test_a_checkpoint_that_is_loaded_brings_the_account(tmp_path):
-    model = _model()
-    first, private = _train(model)
-    first.save_checkpoint(path=tmp_path / "state.pt", module=private)
-    second = PrivacyEngine()
-    with pytest.warns(UserWarning, match="trained by another"):
-        _train(private, second, steps=0)
-    second.load_checkpoint(path=tmp_path / "state.pt", module=model)
-    assert second.get_epsilon(DELTA) == first.get_epsilon(DELTA)
-    assert "another engine" not in second.summary(DELTA)
-
-
-def test_a_model_remembers_neither_in_its_state_nor_in_a_pickle(tmp_path):
-    model = _model()
-    keys = list(model.state_dict())
-    _, private = _train(model)
-    private.remove_hooks()
-    assert list(model.state_dict()) == keys
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    # Warnings are errors in all tests.
-    _train(loaded)

@@ -172,25 +172,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):
                 PrivacyEngine(ledger=path)
 
 
-@pytest.mark.parametrize("make", [lambda path: PrivacyEngine(ledger=path), LedgerFile])
-def test_a_path_into_a_folder_that_is_not_there_begins_no_account(tmp_path, make):
-    """A mistyped path would start at epsilon = 0, beside the ledger that was meant."""
-    with pytest.raises(InvalidOptionError, match=r"there is no folder .*runz"):
-        make(tmp_path / "runz" / "deep" / "ledger")
-    assert not (tmp_path / "runz").exists()
-
-
-def test_links_to_files_are_followed(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "folder" / "ledger")
-    ledger = LedgerFile(tmp_path / "link")
-    ledger.append(_entry(0))
-    assert (tmp_path / "link").is_symlink()
-    assert len(LedgerFile(tmp_path / "folder" / "ledger").entries) == 1
-    with pytest.raises(ResumeError, match="is writing to this ledger"):
-        LedgerFile(tmp_path / "folder" / "ledger").lock()
-
-
 # One writer
 
 
