@@ -56,22 +56,6 @@ def test_every_method(audit, recorded, method):
     assert f"90 % confidence ({method})" in out
 
 
-def test_rates_of_independent_trainings_are_said(audit, recorded):
-    status, out, _ = audit(recorded(".npz"), "--method", "gaussian")
-    assert status == 0
-    assert "false positives" in out
-
-
-def test_losses_are_turned(audit, tmp_path):
-    included = flip_coins(400, seed=1)
-    losses = np.random.default_rng(2).normal(-4.0 * included, 1.0)
-    path = tmp_path / "losses.csv"
-    rows = (f"{loss},{'yes' if inside else 'no'}" for loss, inside in zip(losses, included, strict=True))
-    path.write_text("score, member\n" + "\n".join(rows), encoding="utf-8")
-    assert audit(path)[1].startswith("epsilon >= 0.000")
-    assert audit(path, "--lower-is-member")[1].startswith("epsilon >= 3.")
-
-
 def test_finding_as_json(audit, recorded, tmp_path):
     finding = tmp_path / "audit.json"
     words = ["--method", "gaussian", "--claimed-epsilon", 2, "--json", finding]
@@ -127,18 +111,3 @@ def test_a_wrong_option_is_one_line(audit, recorded, options, words):
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert words in err
-
-
-def test_scores_are_never_replaced(audit, recorded):
-    path = recorded(".json")
-    before = path.read_bytes()
-    status, _, err = audit(path, "--json", path)
-    assert status == 2
-    assert "would replace the scores" in err
-    assert path.read_bytes() == before
-
-
-def test_a_dash_is_standard_output(audit, recorded):
-    status, out, _ = audit(recorded(".csv"), "--json", "-")
-    assert status == 0
-    assert json.loads(out[out.index("{") :])["sentence"] == out.splitlines()[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -69,23 +68,3 @@ def test_wrong_file_is_named_with_its_line(tmp_path, name, content, match):
     with pytest.raises(DataError, match=match) as caught:
         read_documents(path)
     assert str(path) in str(caught.value)
-
-
-def test_missing_path_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere\.txt: no such file or folder"):
-        read_documents(tmp_path / "nowhere.txt")
-
-
-def test_folder_without_text_says_what_it_looked_for(tmp_path):
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    with pytest.raises(DataError, match=r"no text file in this folder.*\.txt"):
-        read_documents(tmp_path)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
-def test_unreadable_file_is_named(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("secret")
-    path.chmod(0)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_documents(path)

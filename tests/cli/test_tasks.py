@@ -9,7 +9,6 @@ import copy
 import json
 import random
 import re
-import shutil
 import signal
 from dataclasses import replace
 
@@ -229,13 +228,6 @@ def test_what_is_written_is_loaded(finetune, given, tmp_path, kind, loader, said
         assert "the list of labels, which was read from the data" in text
 
 
-def test_rows_longer_than_the_context_are_said(finetune, given, tmp_path):
-    words = ["--task", "answers", "--data", given / "rows.jsonl", "--model", given / "gpt2", "--context-length", "6"]
-    result = finetune(*words, *TINY_GIVEN, "--output", tmp_path / "out")
-    assert result.status == 0, result.err
-    assert "rows are longer than 6 tokens and lose the beginning of their prompt" in result.err
-
-
 def test_answers_are_what_is_predicted(given):
     options = options_of(given, "answers")
     split = read_samples(options, byte_tokens(), context_length=200, seed=1)
@@ -308,19 +300,3 @@ def test_a_name_that_cannot_be_fetched_says_so_and_names_the_toy(finetune, text_
     assert "--model gpt2: no such file or folder" in result.err
     assert "cache of Hugging Face" in result.err
     assert "--toy gpt2 for a small one with random weights" in result.err
-
-
-def test_a_name_is_taken_from_the_cache(finetune, given, text_file, tmp_path, monkeypatch):
-    """What lies in the cache is loaded by its name, weights and tokenizer, without the network."""
-    from huggingface_hub import constants
-
-    place = tmp_path / "hub" / "models--tiny--gpt2"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("abc")
-    shutil.copytree(given / "gpt2", place / "snapshots" / "abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    words = ["--task", "answers", "--data", given / "rows.jsonl", "--model", "tiny/gpt2"]
-    result = finetune(*words, *TINY_GIVEN, "--output", tmp_path / "out")
-    assert result.status == 0, result.err
-    assert "weights from tiny/gpt2" in " ".join(result.out.split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -101,21 +100,6 @@ def test_wrong_option_beside_overwrite_touches_nothing(finetune, tmp_path):
     assert (out / "private" / "resume" / "state.pt").read_text() == "precious"
 
 
-def test_nothing_to_resume_is_said(finetune, tmp_path):
-    assert_refused(finetune("--resume", "--output", tmp_path), "holds no interrupted run")
-
-
-def test_folder_without_a_model_is_refused(finetune, text_file, tmp_path):
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *BYTES)
-    assert_refused(result, "config.json is missing")
-
-
-def test_damaged_model_is_refused(finetune, text_file, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": ')
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path, *BYTES)
-    assert_refused(result, "cannot be loaded as a causal language model")
-
-
 def test_model_that_looks_ahead_is_refused(finetune, text_file, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -146,21 +130,6 @@ def test_model_that_cannot_be_private_is_refused_with_the_reason(finetune, text_
     result = finetune("--data", text_file, "--output", tmp_path / "out", *TINY)
     assert_refused(result, "BatchNorm")
     assert not (tmp_path / "out").exists()
-
-
-def test_vocabulary_that_is_too_small_is_refused(finetune, text_file, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1, n_positions=32)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "small")
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--model", tmp_path / "small", *BYTES)
-    assert_refused(result, "vocabulary has 50 rows", "bytes needs 259")
-
-
-def test_tokenizer_file_that_is_none_is_refused(finetune, text_file, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": "none"}))
-    path = tmp_path / "tokenizer.json"
-    result = finetune("--data", text_file, "--output", tmp_path / "out", "--tokenizer", path, *TINY)
-    assert_refused(result, "no tokenizer could be loaded")
 
 
 def test_missing_library_is_named(finetune, text_file, tmp_path, monkeypatch):

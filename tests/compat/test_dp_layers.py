@@ -1,7 +1,5 @@
 """Layers under Opacus's names compute what torch's compute, with torch's parameters."""
 
-import inspect
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,14 +57,6 @@ def test_recurrent_layers_are_torchs(name, options):
         _same(ours(given), expected)
 
 
-def test_initial_state_goes_by_both_names():
-    lstm, x = layers.DPLSTM(4, 5), torch.randn(6, 3, 4)
-    state = (torch.randn(1, 3, 5), torch.randn(1, 3, 5))
-    expected = nn.LSTM.forward(lstm, x, state)
-    for found in (lstm(x, state), lstm(x, hx=state), lstm(x, state_init=state)):
-        _same(found, expected)
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 def test_projection():
     ours, theirs = layers.DPLSTM(4, 5, proj_size=3), nn.LSTM(4, 5, proj_size=3)
@@ -75,25 +65,6 @@ def test_projection():
     _same(ours(x), theirs(x))
     with pytest.raises(UnsupportedModelError, match="DPRNN: proj_size=3"):
         layers.DPRNN(4, 5, proj_size=3)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("DPLSTMCell", nn.LSTMCell), ("DPGRUCell", nn.GRUCell)])
-def test_cells_are_torchs(name, kind):
-    ours, theirs = getattr(layers, name)(4, 5, True), kind(4, 5)
-    _swap_weights(ours, theirs)
-    x, states = torch.randn(2, 4), (torch.randn(3, 5), torch.randn(3, 5))
-    _same(ours(x), theirs(x))
-    lstm = kind is nn.LSTMCell
-    first = tuple(state[:2] for state in states) if lstm else states[0][:2]
-    _same(ours(x, states if lstm else states[0], batch_size_t=2), theirs(x, first))
-
-
-@pytest.mark.parametrize("name", ["DPLSTM", "DPGRU", "DPRNN", "DPMultiheadAttention", "SequenceBias"])
-def test_constructors_take_what_opacus_takes(name):
-    theirs = inspect.signature(getattr(opacus.layers, name)).parameters.values()
-    defaults = {"input_size": 4, "hidden_size": 5, "embed_dim": 6, "num_heads": 2}
-    given = [defaults.get(p.name, p.default) for p in theirs]
-    assert isinstance(getattr(layers, name)(*given), nn.Module)
 
 
 def _attend(module: nn.Module, options: dict, **asked: object) -> tuple[Tensor, Tensor | None]:
@@ -143,22 +114,6 @@ class _Renamed(layers.RenameParamsMixin, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * self.scale
-
-
-def test_renamed_parameters_go_by_their_new_names_however_deep():
-    for model, prefix in ((_Renamed(), ""), (nn.Sequential(nn.Linear(4, 4), _Renamed()), "1.")):
-        names = {prefix + name for name in ("gain", "weight_ih", "bias_ih")}
-        own = {name for name in model.state_dict() if name.startswith(prefix) and not name.startswith("0.")}
-        assert own == names
-        assert {name for name, _ in model.named_parameters() if not name.startswith("0.")} == names
-        other = type(model)() if not prefix else nn.Sequential(nn.Linear(4, 4), _Renamed())
-        other.load_state_dict(model.state_dict())
-        x = torch.randn(2, 4)
-        _same(other(x), model(x))
-        short = model.state_dict()
-        del short[prefix + "weight_ih"]
-        with pytest.raises(RuntimeError, match="weight_ih"):
-            other.load_state_dict(short)
 
 
 def test_renamed_parameters_are_clipped_once():

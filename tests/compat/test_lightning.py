@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip.data import DPDataLoader
-from ghostclip.errors import InvalidOptionError
 from ghostclip.integrations.lightning import DPLightningDataModule
 
 
@@ -41,44 +40,6 @@ def users(base):
             return "validation"
 
     return Users()
-
-
-def test_module_is_the_librarys_and_ours():
-    plain = users(LightningDataModule)
-    module = DPLightningDataModule(plain)
-    assert module.prepared
-    assert isinstance(module, LightningDataModule)
-    assert isinstance(module, DPLightningDataModule)
-    assert isinstance(module.train_dataloader(), DPDataLoader)
-    assert module.train_dataloader().sample_rate == 0.1
-    assert module.val_dataloader() == "validation"
-    module.setup(stage="fit")
-    assert plain.stage == "fit"
-    assert type(module) is type(DPLightningDataModule(users(LightningDataModule)))
-
-
-def test_a_class_derived_from_it_keeps_its_methods():
-    class Own(DPLightningDataModule):
-        def val_dataloader(self):
-            return "own"
-
-    assert Own(users(LightningDataModule)).val_dataloader() == "own"
-
-
-def test_sampling_follows_the_generator():
-    with pytest.warns(UserWarning, match="seed|generator"):
-        first, second = (
-            [len(x) for x, _ in module.train_dataloader()]
-            for module in (
-                DPLightningDataModule(users(LightningDataModule), torch.Generator().manual_seed(4)) for _ in range(2)
-            )
-        )
-    assert first == second
-
-
-def test_anything_else_is_refused():
-    with pytest.raises(InvalidOptionError, match="not a LightningDataModule"):
-        DPLightningDataModule(DataLoader([1]))
 
 
 @pytest.mark.integration

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.compat.opacus.grad_sample import (
@@ -22,7 +22,6 @@ from ghostclip.compat.opacus.optimizers import (
 )
 from ghostclip.compat.opacus.utils.adaptive_clipping import (
     DPLossFastGradientAdaptiveClipping,
-    DPTensorFastGradientAdaptiveClipping,
 )
 from ghostclip.compat.opacus.utils.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
@@ -91,28 +90,6 @@ def test_what_is_not_private_is_named():
         facade.add_hooks()
 
 
-@pytest.mark.filterwarnings("ignore:2 backward passes")
-def test_adaptive_loss_of_a_batch():
-    training = make_private("ghostclip.compat.opacus", "ghost", bound=1.0)
-    options = {"target_unclipped_quantile": 1.0, "min_clipbound": 0.5}
-    for backwards in (1, 2):
-        for _ in range(backwards):
-            x, y = batch()
-            losses = nn.functional.cross_entropy(training.module(x), y, reduction="none")
-            DPTensorFastGradientAdaptiveClipping(training.module, training.optimizer, losses, **options).backward()
-        training.optimizer.step()
-    assert training.optimizer.max_grad_norm > 1.0
-    summed = DPOptimizer(
-        torch.optim.SGD(training.model.parameters(), lr=1.0),
-        noise_multiplier=1.0,
-        expected_batch_size=6,
-        clipper=training.optimizer.clipper,
-    )
-    summed.expected_batch_size = None
-    with pytest.raises(InvalidOptionError, match="divides its count"):
-        DPTensorFastGradientAdaptiveClipping(training.module, summed, torch.ones(2), min_clipbound=2.0)
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -177,18 +154,3 @@ def test_parts_make_up_logical_batches():
     loader.load_state_dict(state)
     train(training, loader)
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), moved)
-
-
-def test_a_loop_left_early_leaves_nothing():
-    training = make_private("ghostclip.compat.opacus", "hooks", batch_size=30)
-    train(training, split(training), stop_after=1)
-    assert training.optimizer.accumulated_iterations == 1
-    train(training, split(training))
-    assert not training.optimizer.last_step_was_virtual
-
-
-def test_length_over_any_sampler():
-    optimizer = make_private("ghostclip.compat.opacus", "hooks").optimizer
-    batches = BatchSampler(SequentialSampler(range(20)), batch_size=10, drop_last=False)
-    assert len(BatchSplittingSampler(sampler=batches, max_batch_size=4, optimizer=optimizer)) == 5
-    assert len(BatchSplittingSampler(sampler=[[1, 2], [3]], max_batch_size=4, optimizer=optimizer)) == 2

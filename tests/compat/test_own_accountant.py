@@ -9,16 +9,13 @@ from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import (
-    Accountant,
     GaussianAccountant,
     IAccountant,
     RDPAccountant,
-    create_accountant,
-    get_noise_multiplier,
     register_accountant,
     registry,
 )
-from ghostclip.errors import BudgetExceededError, GhostClipError, InvalidOptionError
+from ghostclip.errors import BudgetExceededError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
 from tests.private_run import PrivateRun
 
@@ -113,26 +110,6 @@ def test_checkpoint_fills_an_accountant_with_four_methods(tmp_path):
     assert back.accountant.history == [(1.0, 0.2, 4)]
 
 
-def test_steps_that_an_accountant_brings_count_too():
-    brought = RDPAccountant()
-    brought.step(noise_multiplier=2.0, sample_rate=0.1)
-    training = Training(PrivacyEngine()).train(1)
-    training.engine.accountant = brought
-    assert brought.history == [(2.0, 0.1, 1), (1.0, 0.2, 1)]
-
-
-def test_relation_of_an_accountant_that_brings_nothing_is_the_accounts():
-    engine = PrivacyEngine()
-    engine.accountant = RDPAccountant(relation="add_remove")
-    assert engine.accountant.relation == "zero_out"
-    brought = RDPAccountant(relation="add_remove")
-    brought.step(noise_multiplier=2.0, sample_rate=0.1)
-    engine.accountant = brought
-    assert engine.accountant.relation == "add_remove"
-    with pytest.raises(InvalidOptionError, match="relation"):
-        Training(PrivacyEngine()).train(1).engine.accountant = brought
-
-
 def test_what_is_refused(tmp_path):
     engine = PrivacyEngine()
     with pytest.raises(InvalidOptionError, match="has no step, get_epsilon"):
@@ -162,31 +139,3 @@ def counting(monkeypatch):
     monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
     register_accountant("counting", Counting)
     return "counting"
-
-
-def test_registered_accountant_with_four_methods(counting):
-    assert isinstance(create_accountant(counting), Counting)
-    training = Training(PrivacyEngine(accountant=counting)).train(2)
-    assert training.engine.get_epsilon(1e-3) == pytest.approx(0.2)
-    with pytest.raises(InvalidOptionError, match="epsilon_bounds"):
-        get_noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, steps=10, accountant=counting)
-
-
-def test_interface_of_an_accountant():
-    assert issubclass(Accountant, IAccountant)
-    with pytest.raises(TypeError, match="abstract"):
-        IAccountant()
-    own = Counting()
-    hook = own.get_optimizer_hook_fn(0.1)
-
-    class Optimizer:
-        noise_multiplier = 2.0
-        accumulated_iterations = 1
-
-    hook(Optimizer())
-    other = Counting()
-    other.load_state_dict(own.state_dict())
-    assert other.history == [(2.0, 0.1, 1)]
-    for state in ({}, {"history": []}, {"history": [], "mechanism": "rdp"}):
-        with pytest.raises(GhostClipError, match="accountant state"):
-            other.load_state_dict(state)

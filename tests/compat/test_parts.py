@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ghostclip import PrivacyEngine
 from ghostclip.compat.opacus import data_loader
 from ghostclip.compat.opacus.accountants.analysis import gdp, rdp
 from ghostclip.compat.opacus.scripts import compute_dp_sgd_privacy
-from ghostclip.compat.opacus.utils import fsdp_utils, module_utils, tensor_utils
 from ghostclip.compat.opacus.utils.batch_memory_manager import wrap_data_loader
-from ghostclip.compat.opacus.utils.packed_sequences import compute_seq_lengths
-from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel
 from ghostclip.errors import DataError, InvalidOptionError, UnsupportedModuleError
-from tests.compat.pairs import make_private, package, small_model
+from tests.compat.pairs import make_private, package
 
 RECORDS = [({"a": torch.ones(3)}, torch.tensor(1)), ({"a": torch.zeros(3)}, torch.tensor(0))]
 
@@ -41,13 +37,6 @@ def test_empty_batch_before_the_first_record():
         data_loader.CollateFnWithEmpty(default_collate, dtypes=[int])
     with pytest.raises(InvalidOptionError, match="rand_on_empty"):
         data_loader.CollateFnWithEmpty(default_collate, rand_on_empty=True)
-
-
-def test_shapes_and_dtypes():
-    for x in (torch.ones(2, 3), 1.5, 7):
-        theirs = package("opacus.data_loader")
-        assert data_loader.shape_safe(x) == tuple(theirs.shape_safe(x))
-        assert data_loader.dtype_safe(x) == theirs.dtype_safe(x)
 
 
 def test_loader_takes_a_rate():
@@ -75,27 +64,9 @@ def test_generator_is_switched():
         data_loader.switch_generator(data_loader=DataLoader([1]), generator=torch.Generator())
 
 
-def test_generator_of_a_plain_loader_is_switched():
-    plain = DataLoader(TensorDataset(torch.arange(50)), batch_size=10, shuffle=True)
-    first, second = (
-        data_loader.switch_generator(data_loader=plain, generator=torch.Generator().manual_seed(8)) for _ in range(2)
-    )
-    assert type(first) is DataLoader
-    assert all(torch.equal(a, b) for (a,), (b,) in zip(first, second, strict=True))
-    assert plain.batch_sampler.sampler.generator is None
-
-
 def test_sampler_of_ranks_needs_ranks():
     with pytest.raises(InvalidOptionError, match="init_process_group"):
         data_loader.DistributedUniformWithReplacementSampler(total_size=10, sample_rate=0.1)
-
-
-def test_parallel_model_is_the_model_on_one_rank():
-    model = small_model()
-    wrapped = DifferentiallyPrivateDistributedDataParallel(model)
-    x = torch.ones(2, 5, dtype=torch.float64)
-    assert torch.equal(wrapped(x), model(x))
-    assert list(wrapped.state_dict()) == [f"module.{key}" for key in model.state_dict()]
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -107,37 +78,6 @@ def test_physical_batches_without_a_with_block():
         training.optimizer.zero_grad()
         nn.CrossEntropyLoss()(training.module(x), y).backward()
         training.optimizer.step()
-
-
-def test_module_utilities():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    assert [name for name, _ in module_utils.parametrized_modules(model)] == ["0", "2"]
-    assert [name for name, _ in module_utils.trainable_modules(model)] == ["2"]
-    assert [name for name, _ in module_utils.trainable_parameters(model)] == ["2.weight", "2.bias"]
-    assert not module_utils.has_trainable_params(model)
-    assert module_utils.requires_grad(model, recurse=True)
-    assert list(fsdp_utils.iterate_submodules(model)) == [model[0], model[2]]
-    clone = module_utils.clone_module(model)
-    assert module_utils.get_submodule(clone, "2") is clone[2]
-    assert module_utils.are_state_dict_equal(clone.state_dict(), model.state_dict())
-    with torch.no_grad():
-        clone[0].weight += 1
-    assert not module_utils.are_state_dict_equal(clone.state_dict(), model.state_dict())
-
-
-def test_tensor_utilities():
-    named = [("a", torch.randn(4, 3, 2)), ("b", torch.randn(4))]
-    theirs = package("opacus.utils.tensor_utils")
-    for flat in (True, False):
-        ours, wanted = (module.calc_sample_norms(iter(named), flat=flat) for module in (tensor_utils, theirs))
-        torch.testing.assert_close(ours, wanted)
-    x = torch.randn(2, 3, 4, 5)
-    for kept in (1, 2, 3):
-        wanted = theirs.sum_over_all_but_batch_and_last_n(x, kept)
-        torch.testing.assert_close(tensor_utils.sum_over_all_but_batch_and_last_n(x, kept), wanted)
-    packed = pack_sequence([torch.zeros(n) for n in (5, 3, 3, 1)])
-    assert compute_seq_lengths(packed.batch_sizes) == [5, 3, 3, 1]
 
 
 def test_analysis_is_that_of_opacus():

@@ -8,14 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine
-from ghostclip.compat.opacus.grad_sample import GradSampleModuleFastGradientClipping, prepare_module
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
     UncoveredParameterError,
     UnsupportedModelError,
     UnsupportedModuleError,
 )
-from ghostclip.facade import GradSampleModule
 from ghostclip.validation.fixers import ModuleValidator, register_module_validator
 
 
@@ -49,20 +47,6 @@ def test_modules_that_mix_samples_are_refused_before_the_first_forward(name):
         make_private(MIXING[name])
     assert isinstance(refused.value, UnsupportedModelError)
     assert isinstance(refused.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    "wrap", [GradSampleModule, GradSampleModuleFastGradientClipping, lambda m, **o: prepare_module(m, "hooks", **o)]
-)
-def test_a_facade_refuses_them_if_it_is_strict(wrap):
-    with pytest.raises(NotImplementedError, match="BatchNorm1d"):
-        wrap(MIXING["batch norm"])
-    wrap(MIXING["batch norm"], strict=False).remove_hooks()
-
-
-def test_frozen_embedding_may_count():
-    frozen = nn.Embedding(5, 3, scale_grad_by_freq=True).requires_grad_(requires_grad=False)
-    assert make_private(nn.Sequential(frozen, nn.Linear(3, 2)))
 
 
 def test_validators_of_ones_own_are_asked(monkeypatch):

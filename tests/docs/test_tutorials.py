@@ -92,7 +92,7 @@ def test_a_tutorial_runs_and_learns(name):
     assert PLANNED.findall(printed) == PLANNED.findall(shown)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_tutorial_on_few_texts_runs_and_spends_what_it_says():
     printed, _, spent, epsilon = _run_in_new_process("text_lora", "few")

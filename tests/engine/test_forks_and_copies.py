@@ -165,24 +165,6 @@ def test_what_frameworks_copy_goes_on():
     assert len(engine.accountant) == 2
 
 
-def test_a_fork_may_save_what_the_training_is_at(tmp_path):
-    engine = ghostclip.PrivacyEngine()
-    model, optimizer, _ = _private(engine)
-    _backward(model)
-    optimizer.step()
-    in_fork(lambda: engine.save_checkpoint(path=tmp_path / "state.pt", module=model, optimizer=optimizer))
-    _backward(model)
-    optimizer.step()
-    want = parameters_of(model)
-    other = ghostclip.PrivacyEngine()
-    again, follower, _ = _private(other)
-    other.load_checkpoint(path=tmp_path / "state.pt", module=again, optimizer=follower)
-    _backward(again)
-    follower.step()
-    assert torch.equal(parameters_of(again), want)
-    assert other.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
-
-
 def _said_in(child_trains_on, caplog):
     """What a fork says that makes a training."""
 
@@ -200,15 +182,3 @@ def test_a_fork_that_trains_with_an_engine_of_another_process_says_where_the_acc
     assert "ε is known here alone" in said
     assert "ledger" in said
     assert "known here alone" not in _said_in(lambda: _private(ghostclip.PrivacyEngine()), caplog)
-
-
-def test_weights_that_processes_share_are_told_of(caplog):
-    model = small_model().share_memory()
-    ghostclip.PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=declared(DATA, 8),
-        noise_multiplier=2.0,
-        max_grad_norm=1.0,
-    )
-    assert "parameters in memory that processes share" in caplog.text

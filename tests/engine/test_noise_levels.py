@@ -187,18 +187,3 @@ def test_summary_says_what_the_guarantee_is(level):
         assert phrase in text, phrase
     assert ("rounding of floating-point numbers" in text) == (level != "exact")
     assert "\n" not in text
-
-
-def test_summary_names_users_and_truncation():
-    from ghostclip.data import DPDataLoader, Poisson, UserPoisson
-
-    users = UserPoisson([record // 4 for record in range(64)], sample_rate=0.25, max_records=3)
-    truncated = Poisson(num_samples=64, sample_rate=0.125, truncation=20)
-    said = []
-    for scheme in (users, truncated):
-        engine = PrivacyEngine()
-        made(engine, data_loader=DPDataLoader.from_data_loader(DataLoader(DATA, batch_size=8), scheme=scheme))
-        said.append(engine.summary(DELTA))
-    assert "each user (at most 3 records in a batch)" in said[0]
-    assert "16, is public" in said[0]
-    assert "at most 20 in a batch" in said[1]

@@ -120,15 +120,6 @@ def test_target_epsilon_is_reached_and_not_exceeded():
     assert 1.9 < engine.get_epsilon(DELTA) <= 2.0
 
 
-def test_second_budget_on_one_account_warns():
-    engine = PrivacyEngine()
-    _, optimizer, _ = with_budget(engine)
-    as_if_drawn(optimizer, 0)
-    optimizer.step()
-    with pytest.warns(UserWarning, match="accounted for already"):
-        with_budget(engine)
-
-
 def test_scheduled_noise_is_accounted_step_by_step():
     engine, (model, optimizer, loader) = made_private()
     one_epoch(model, optimizer, loader)
@@ -317,12 +308,6 @@ def test_a_target_out_of_range_is_named_as_it_was_given(name, value):
             data_loader=DataLoader(DATA, batch_size=20), epochs=1, max_grad_norm=1.0,
             **{"target_epsilon": 3.0, "target_delta": DELTA, name: value},
         )  # fmt: skip
-
-
-def test_other_data_in_one_account_warns():
-    engine, _ = made_private()
-    with pytest.warns(UserWarning, match="another data set"):
-        made_private(engine, data_loader=DataLoader(small_data(50), batch_size=5))
 
 
 def test_secure_mode_draws_secure_noise_and_takes_no_seed():

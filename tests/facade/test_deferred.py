@@ -13,17 +13,6 @@ from ghostclip.graph import GraphOptions
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier=0")
 
 
-class Tokens(nn.Module):
-    """Logits of tokens, in an object as transformers returns them."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
-
-    def forward(self, ids):
-        return {"logits": self.head(torch.tanh(self.table(ids)))}
-
-
 def _private(model, data, mode, *, criterion=None):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(data, batch_size=4)
@@ -103,74 +92,6 @@ def test_the_loop_stays_as_it_is_written(loop, as_graph):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
     assert [step.runs for step in private.deferral.step.graphs] == ([3] if as_graph else [])
-
-
-def test_attributes_items_and_views_of_an_output_are_part_of_the_graph():
-    def loop(model, criterion, ids):
-        output = model(ids)
-        loss = criterion(output["logits"][:, :-1].transpose(1, 2), ids[:, 1:])
-        loss.backward()
-        return loss.item()
-
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
-    want, seen, _ = _trained("bookkeeping", loop, Tokens().double(), data)
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
-    got, saw, private = _trained("graph", loop, Tokens().double(), data)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(torch.tensor(saw), torch.tensor(seen))
-    assert private.deferral.step.graphs[0].runs == 3
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_another_part_of_an_output_needs_another_graph(as_tensor):
-    def trained(mode):
-        places = itertools.count()
-
-        def loop(model, criterion, ids):
-            place = next(places)
-            output = model(ids)["logits"]
-            part = output[:, torch.tensor([place])].squeeze(1) if as_tensor else output[:, place]
-            criterion(part, ids[:, 0]).backward()
-
-        torch.manual_seed(0)
-        data = torch.utils.data.TensorDataset(torch.randint(9, (12, 6)))
-        return _trained(mode, loop, Tokens().double(), data)
-
-    (want, *_), (got, _, private) = trained("bookkeeping"), trained("graph")
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-    assert private.deferral.step.graphs
-
-
-@pytest.mark.parametrize(("name", "value"), [("margin", 0.5), ("criterion", nn.MultiMarginLoss(margin=0.5))])
-def test_what_is_set_on_the_criterion_counts_from_then_on(name, value):
-    model, other = _model(), _model()
-    private, optimizer, criterion, loader = _private(model, _classes(), "graph", criterion=nn.MultiMarginLoss())
-    x, y = next(iter(loader))
-    criterion(private(x), y).backward()
-    optimizer.zero_grad()
-    setattr(criterion, name, value)
-    assert criterion.margin == 0.5
-    criterion(private(x), y).backward()
-    with ghostclip.GhostClipper(other, max_grad_norm=0.5) as clipper:
-        clipper.backward(nn.MultiMarginLoss(margin=0.5, reduction="none")(other(x), y))
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(private.clipper.summed_gradient(p), q.grad)
-
-
-def test_what_a_trace_leaves_on_a_criterion_is_taken_back():
-    class Remembering:
-        earlier = None
-
-        def __call__(self, output, y):
-            losses_B = nn.functional.cross_entropy(output, y, reduction="none")
-            self.earlier, scale = losses_B.detach().mean(), 1.0 if self.earlier is None else self.earlier
-            return losses_B * scale
-
-    private, optimizer, criterion, loader = _private(_model(), _classes(), "graph", criterion=Remembering())
-    with pytest.raises(LossReductionError, match="keeps something of a batch for later ones"):
-        _step(private, optimizer, criterion, loader)
 
 
 def _step(private, optimizer, criterion, batches):
@@ -274,14 +195,6 @@ def test_the_criterion_of_another_model_is_refused_and_computes_neither(mode, ha
     with pytest.raises(LossReductionError, match=r"another private model|two private models"):
         criterion(other(private(x)[:, [0, 1, 2, 0, 1]]), y).backward()
     assert not any(each[0].clipper.has_clipped_sum for each in found)
-
-
-def test_options_that_are_set_later_fix_sizes_as_well():
-    private, _, criterion, loader = _private(_model(), _classes(), "graph")
-    private.deferral.step.options = GraphOptions(backend="aten", sizes=(8, 3))
-    x, y = next(iter(loader))
-    criterion(private(x), y).backward()
-    assert private.deferral.step.sizes == (8, 3)
 
 
 def test_evaluation_and_copies_compute_at_once():

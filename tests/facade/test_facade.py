@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -62,17 +61,6 @@ def test_assignments_reach_the_model():
     assert not hasattr(model, "extra")
 
 
-def test_training_mode_and_moves_reach_the_model():
-    model = Named()
-    facade = facade_of(model)
-    facade.eval()
-    assert not model.training
-    facade.train().double()
-    assert model.training
-    assert model.body.weight.dtype == torch.float64
-    assert next(facade.parameters()) is model.body.weight
-
-
 def test_state_has_the_models_own_keys():
     model = Named()
     facade = facade_of(model)
@@ -88,15 +76,6 @@ def test_state_has_the_models_own_keys():
         facade.load_state_dict({**state, "strange": torch.zeros(1)})
 
 
-def test_state_inside_another_module():
-    plain = nn.ModuleDict({"inner": small_model()})
-    outer = nn.ModuleDict({"inner": facade_of(small_model())})
-    assert list(outer.state_dict()) == list(plain.state_dict())
-    outer.load_state_dict(plain.state_dict())
-    for ours, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copy_is_the_model_alone(copier):
     facade, x = facade_of(small_model()), torch.randn(4, 5)
@@ -108,21 +87,6 @@ def test_copy_is_the_model_alone(copier):
     assert all(p.grad is None for p in facade.parameters())
     with pytest.raises(AttributeError, match="batch_first"):
         _ = duplicate.batch_first
-
-
-def test_exponential_moving_average_works():
-    facade = facade_of(small_model())
-    average = torch.optim.swa_utils.AveragedModel(facade)
-    average.update_parameters(facade)
-    assert torch.equal(average(torch.ones(2, 5)), facade(torch.ones(2, 5)))
-
-
-def test_whole_object_can_be_saved():
-    facade, file = facade_of(small_model()), io.BytesIO()
-    torch.save(facade, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(torch.ones(2, 5)), facade(torch.ones(2, 5)))
 
 
 def test_standard_module_is_left_as_it_was():

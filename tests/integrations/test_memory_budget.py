@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.finetune import options as finetune_options
-from ghostclip.planning.plan import MEMORY_BUDGET
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -64,7 +62,3 @@ def test_a_trainer_keeps_a_budget_and_trains_the_same(tmp_path, make):
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path, given, said):
     with pytest.raises(InvalidOptionError, match=said):
         _trained(tmp_path, _gpt2, **given)
-
-
-def test_the_command_line_has_the_same_default():
-    assert finetune_options.MEMORY_BUDGET == MEMORY_BUDGET

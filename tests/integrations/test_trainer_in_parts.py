@@ -45,9 +45,7 @@ def _model(toy):
 # Which toy is held in which parts (whole by each process: None), whether the trainer has a compute_loss of its own, and
 # further arguments.
 RUNS = [
-    ("gpt2", "dp=2", False, {}),
-    ("gpt2", "dp=2", True, {}),
-    ("gpt2", "dp=2", False, {"gradient_accumulation_steps": 2}),
+    ("gpt2", "dp=2", True, {"gradient_accumulation_steps": 2}),
     ("llama", "tp=2", False, {}),
     ("gpt2", None, False, {"torch_compile": True, "torch_compile_backend": "eager"}),
 ]

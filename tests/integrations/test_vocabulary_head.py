@@ -13,11 +13,8 @@ from ghostclip.losses import token_losses
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
 
-from ghostclip.finetune import options as finetune_options  # noqa: E402
 from ghostclip.language import vocabulary_head  # noqa: E402
 from ghostclip.language.vocabulary_head import (  # noqa: E402
-    CHOICES,
-    reason_against,
     use_fused,
     without_logits,
 )
@@ -116,19 +113,6 @@ def test_output_holds_losses_and_no_logits_and_the_model_is_what_it_was():
     assert model(input_ids=ids, labels=labels).logits is not None
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_fit(name):
-    model, _, _ = _made(name)
-    state = torch.random.get_rng_state()
-    assert reason_against(model) == ""
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert use_fused(model, "auto")
-    assert not use_fused(model, "auto", allowed=False)
-    assert not use_fused(model, "logits")
-    with pytest.raises(UnsupportedModelError, match="logits are needed"):
-        use_fused(model, "fused", allowed=False)
-
-
 def _scaled():
     """The logits are changed by something that its config does not say."""
     model = _llama()
@@ -157,10 +141,6 @@ def test_models_that_do_not_fit_are_computed_from_logits_or_refused_by_name(make
     assert not use_fused(model, "auto")
     with pytest.raises(UnsupportedModelError, match=said):
         use_fused(model, "fused")
-
-
-def test_choices_of_finetune():
-    assert finetune_options.HEADS == CHOICES
 
 
 def _trained(tmp_path, **given):

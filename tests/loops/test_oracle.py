@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.loops.search import combinations
 from ghostclip.errors import DrawError
 from tests.loops.loop import Loop
 from tests.loops.models import cross_entropy, mlp
@@ -175,12 +174,6 @@ def test_a_broken_engine_is_wrong(broken, said):
     assert any(re.search(said, problem) for problem in outcome.problems), outcome.problems
 
 
-def test_a_sum_of_several_passes_is_divided_by_their_number():
-    outcome = measure(Loop("halves", "", _in_halves, passes=2), left_out=FEW)
-    assert outcome.outcome == "exact", outcome
-    assert 0.99 < outcome.move <= 1 + 1e-6
-
-
 @pytest.mark.parametrize(
     ("broken", "said"), [({"noise": 0.5}, "noise of 0.[45]"), ({"divided": False}, "is not the clipped sum")]
 )
@@ -190,21 +183,11 @@ def test_an_engine_that_is_broken_where_passes_add_up_is_wrong(broken, said):
     assert any(re.search(said, problem) for problem in outcome.problems), outcome.problems
 
 
-def test_an_uneven_loop_may_be_refused_at_another_step():
-    outcome = measure(Loop("uneven", "", _refused_without_record_9, uneven="skips batches"), left_out=FEW)
-    assert outcome.outcome == "refused later", outcome
-
-
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda value: value.__name__)
 def test_a_broken_engine_is_wrong_in_an_uneven_loop(broken):
     if broken is _refused_without_record_9:
         pytest.skip("this is what an uneven loop may do")
     assert measure(Loop("uneven", "", broken, uneven="skips batches"), left_out=FEW).outcome == "wrong"
-
-
-def test_an_uneven_loop_that_fails_is_wrong():
-    loop = Loop("uneven", "", lambda world: _refused_without_record_9(world, ZeroDivisionError), uneven="skips batches")
-    assert measure(loop, left_out=FEW).outcome == "wrong"
 
 
 @pytest.mark.parametrize("broken", [_adds_no_noise, _adds_half_the_noise, _counts_nothing, _updates_by_hand])
@@ -215,8 +198,3 @@ def test_what_is_out_of_sight_has_noise_and_an_account_all_the_same(broken):
 
 def test_batches_that_nobody_drew_do_not_pass():
     assert measure(Loop("other", "", _draws_other_batches)).outcome in ("wrong", "refused")
-
-
-def test_a_search_is_that_of_its_seed():
-    assert list(combinations(30, seed=3)) == list(combinations(30, seed=3))
-    assert list(combinations(30, seed=3)) != list(combinations(30, seed=4))
