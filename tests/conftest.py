@@ -83,22 +83,21 @@ QUICK = {
     "project/test_collection.py": 0,
     "scaling/test_plan.py::test_models_at_their_real_sizes": 2,
 }
-# And one in so many is run by CI beside the quick ones. `make test-slow` runs the others: more examples of the same.
+# And one in so many is run by CI beside the quick ones; where nothing is said, twice as many as are quick, and of
+# wide tests no more. `make test-slow` runs the others: more examples of the same.
 CHECKED = {
     "clipping/test_scalar_losses.py::test_accepted_losses_are_exact_in_batches_as_large_as_something_else": 1,
-    "compat": 1,
-    "devices/test_pretended.py::test_no_operation_mixes_devices": 6,
+    "benchmarks": 4,
+    "devices/test_pretended.py::test_no_operation_mixes_devices": 12,
     "docs": 1,
-    "exactness/test_clipped_sums.py": 3,
-    "factors": 1,
-    "graph/test_takeover.py": 3,
-    "integrations": 3,
-    "loops": 2,
-    "mechanisms": 2,
-    "paper_repro": 2,
+    "exactness/test_clipped_sums.py": 4,
+    "integrations": 6,
+    "loops": 4,
+    "paper_repro": 4,
+    "project/test_collection.py": 1,
 }
-# For a test with more parameter sets than this, where the tables say nothing, one in so many of either.
-WIDE, QUICK_OF_WIDE, CHECKED_OF_WIDE = 12, 8, 6
+# For a test with more parameter sets than this, where the tables say nothing, one in so many of them.
+WIDE, ONE_OF_WIDE = 12, 8
 
 # One in so many tests that take a device is run by `make test-gpu`, besides one of each case of the table of layers.
 DEVICE_SHARE = {
@@ -179,8 +178,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.few)
         sets[item.path, getattr(item, "originalname", item.name)].append(item)
     for alike in sets.values():
-        usual = ((QUICK, QUICK_OF_WIDE), (CHECKED, CHECKED_OF_WIDE))
-        quick, checked = (_of_place(alike[0], table, of_wide if len(alike) > WIDE else 1) for table, of_wide in usual)
+        of_wide = ONE_OF_WIDE if len(alike) > WIDE else 1
+        quick = _of_place(alike[0], QUICK, of_wide)
+        checked = _of_place(alike[0], CHECKED, max(of_wide, -(-quick // 2)))
         of_quick = _one_in(quick, [item for item in alike if not _is_further_strategy(item)])
         of_checked = _one_in(checked, alike)
         for item in alike:
