@@ -11,8 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GPU = torch.device("cuda", 0)
-
 
 class Traffic(TorchDispatchMode):
     """Counts operations and the bytes that they read and write; `reads` are copies of a GPU's values to the host."""

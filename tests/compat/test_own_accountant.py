@@ -12,8 +12,6 @@ from ghostclip.accounting import (
     GaussianAccountant,
     IAccountant,
     RDPAccountant,
-    register_accountant,
-    registry,
 )
 from ghostclip.errors import BudgetExceededError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
@@ -131,11 +129,3 @@ def test_releases_that_step_cannot_say_are_refused_before_they_happen():
     training.engine.accountant.add(("allocation", (1.0, 4.0), 1))
     with pytest.raises(InvalidOptionError, match="not releases of kind 'allocation'"):
         training.engine.accountant = Duck()
-
-
-@pytest.fixture
-def counting(monkeypatch):
-    """The four-method accountant under a name."""
-    monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
-    register_accountant("counting", Counting)
-    return "counting"
