@@ -88,13 +88,16 @@ QUICK = {
 CHECKED = {
     "clipping/test_scalar_losses.py::test_accepted_losses_are_exact_in_batches_as_large_as_something_else": 1,
     "benchmarks": 4,
+    "compat": 1,
     "devices/test_pretended.py::test_no_operation_mixes_devices": 12,
     "docs": 1,
     "exactness/test_clipped_sums.py": 4,
+    "factors": 1,
     "integrations": 6,
     "loops": 4,
+    "mechanisms": 2,
     "paper_repro": 4,
-    "project/test_collection.py": 1,
+    "project": 1,
 }
 # For a test with more parameter sets than this, where the tables say nothing, one in so many of them.
 WIDE, ONE_OF_WIDE = 12, 8
