@@ -395,10 +395,7 @@ GROUPED_MM: Final = "_grouped_mm"
 def cpu_attention() -> tuple[Any, Any]:
     """Return attention's operator on a CPU, and its backward: ``aten._scaled_dot_product_flash_attention_for_cpu``."""
     aten = torch.ops.aten
-    return (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
+    return (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward)
 
 
 def qualified_name(func: Any) -> str | None:

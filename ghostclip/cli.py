@@ -34,7 +34,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 _HELP: Final[Options] = {
-    "error": {"metavar": "ERROR", "nargs": "?", "help": "name of an error or warning (default: all of them)"},
+    "error": {"metavar": "ERROR", "nargs": "?", "help": "name of an error or warning (default: all of them)"}
 }
 _ERRORS: Final = Path(errors.__file__).with_name("ERRORS.md")
 # Parameters of functions whose option has another name.

@@ -388,12 +388,7 @@ class GhostClipper:
         return self._decisions.layout
 
     def add_computed(
-        self,
-        *,
-        norm_GB: list[Tensor],
-        coef_GB: list[Tensor],
-        sums: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
+        self, *, norm_GB: list[Tensor], coef_GB: list[Tensor], sums: Mapping[str, Tensor], inputs: Sequence[Tensor]
     ) -> None:
         """Take in the clipped sums of a batch that were computed elsewhere, by this clipper's policy.
 

@@ -70,11 +70,7 @@ def token_losses(
     logits, labels = _aligned(logits, labels, "token_losses: logits", "(B, T, V)", shift=shift)
     scores_NV = widened(logits.flatten(0, 1))
     losses_N = functional.cross_entropy(
-        scores_NV,
-        labels.flatten(),
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
+        scores_NV, labels.flatten(), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
     losses_N = _torch.part_of(losses_N)
     return _of_samples(losses_N.view(labels.shape), labels, ignore_index=ignore_index, reduction=reduction)

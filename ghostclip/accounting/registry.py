@@ -138,7 +138,7 @@ _ACCOUNTANTS: dict[str, type[IAccountant]] = {
 }
 _NOT_OFFERED = {
     GaussianAccountant.mechanism(): "it is a central-limit estimate that can lie far below the true ε, so it is "
-    "refused as a guarantee; to compare, use ghostclip.accounting.GaussianAccountant(estimate=True)",
+    "refused as a guarantee; to compare, use ghostclip.accounting.GaussianAccountant(estimate=True)"
 }
 
 

@@ -29,13 +29,7 @@ from ghostclip.errors import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.facade import (
-    GradSampleHooks,
-    GradSampleModule,
-    KnownCriterion,
-    PrivateCriterion,
-    strategy_of,
-)
+from ghostclip.facade import GradSampleHooks, GradSampleModule, KnownCriterion, PrivateCriterion, strategy_of
 from ghostclip.facade.criterion import Deferral
 from ghostclip.facade.module import mode_of
 from ghostclip.graph.takeover import Takeover, hindered, left_of

@@ -34,7 +34,7 @@ OPTIMIZER: Final[Options] = {"--optimizer": {
     "help": "whose state is counted; momentum is SGD with it (default: %(default)s)",
 }}  # fmt: skip
 TRAINABLE: Final[Options] = {
-    "--trainable": {"metavar": "REGEX", "default": "", "help": "train only parameters whose name it is found in"},
+    "--trainable": {"metavar": "REGEX", "default": "", "help": "train only parameters whose name it is found in"}
 }
 DELTA: Final[Options] = {
     "--delta": {"type": float, "metavar": "D", "default": 1e-5, "help": "delta of the guarantee (default: %(default)s)"}

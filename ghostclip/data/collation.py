@@ -167,9 +167,7 @@ def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = 
             raise
         except Exception as error:  # noqa: BLE001 - what records or functions need elsewhere is no reason to refuse them
             logger.warning(
-                "not checked whether %s keeps records apart: %s for two records.",
-                _name(collate),
-                type(error).__name__,
+                "not checked whether %s keeps records apart: %s for two records.", _name(collate), type(error).__name__
             )
             return ()
 

@@ -136,11 +136,7 @@ class PhysicalBatches:
     """
 
     def __init__(
-        self,
-        optimizer: DPOptimizer,
-        *,
-        max_physical_batch_size: int | str = "auto",
-        memory_budget: int | None = None,
+        self, optimizer: DPOptimizer, *, max_physical_batch_size: int | str = "auto", memory_budget: int | None = None
     ) -> None:
         self._optimizer = private_optimizer(optimizer)
         self._memory_budget = memory_budget

@@ -264,12 +264,7 @@ class Shuffled:
 
     def describe(self) -> dict[str, Any]:
         """Return the public parameters by name."""
-        return {
-            "kind": "shuffled",
-            "num_samples": self.num_samples,
-            "sample_rate": 1.0,
-            "batch_size": self.batch_size,
-        }
+        return {"kind": "shuffled", "num_samples": self.num_samples, "sample_rate": 1.0, "batch_size": self.batch_size}
 
 
 @lru_cache(maxsize=4)
@@ -476,10 +471,7 @@ class CyclicPoisson(_OfSteps):
     def event(self) -> SamplingEvent:
         """One round of b steps."""
         return SamplingEvent(
-            kind="cyclic_poisson",
-            sample_rate=self.sample_rate,
-            num_units=self.num_samples,
-            steps_per_event=self.groups,
+            kind="cyclic_poisson", sample_rate=self.sample_rate, num_units=self.num_samples, steps_per_event=self.groups
         )
 
     def draw(self, key: RandomKey, position: int) -> Records:

@@ -29,15 +29,7 @@ from ghostclip.distributed.sample_ranks import Shares
 from ghostclip.distributed.weights import DifferentiallyPrivateDistributedDataParallel, require_equal_weights
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
-from ghostclip.noise.keyed import (
-    KeyedNoise,
-    NoiseSource,
-    add_noise_,
-    copy_back_,
-    draws_shares,
-    packs,
-    skip_noise,
-)
+from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_shares, packs, skip_noise
 
 _BUCKET: Final = 25 << 20
 """Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.errors import TamperedGradientError, UnsupportedModelError
-from ghostclip.factors.base import (
-    Factor,
-    SquaredNorm,
-    Terms,
-    accumulation_dtype,
-    no_error,
-    zero_dropped,
-)
+from ghostclip.factors.base import Factor, SquaredNorm, Terms, accumulation_dtype, no_error, zero_dropped
 from ghostclip.factors.dense import Dense
 from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.head import (
@@ -95,13 +88,7 @@ class Head(Factor):
     # The g are formed again for every use, in the same tiles by the same products, so that all uses see the same
     # numbers.
     def __init__(
-        self,
-        tokens: Tokens,
-        table: Table,
-        shared: Shared,
-        *,
-        index_D: Tensor | None = None,
-        double: bool = False,
+        self, tokens: Tokens, table: Table, shared: Shared, *, index_D: Tensor | None = None, double: bool = False
     ) -> None:
         # index_D: selected samples, None for all; tiles are formed of the whole batch in any case. `double`: norms and
         # sums are formed in float64, of the same tiles.

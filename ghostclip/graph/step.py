@@ -357,10 +357,7 @@ class GraphStep:
 
     def _add(self, outcome: Outcome, tree: Any, count: int) -> None:
         self.clipper.add_computed(
-            norm_GB=outcome.norm_GB,
-            coef_GB=outcome.coef_GB,
-            sums=outcome.sums,
-            inputs=_tree.tensors(tree),
+            norm_GB=outcome.norm_GB, coef_GB=outcome.coef_GB, sums=outcome.sums, inputs=_tree.tensors(tree)
         )
 
     def _compared(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:

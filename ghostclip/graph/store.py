@@ -134,11 +134,7 @@ def _here(graph: fx.GraphModule) -> object:
     """Describe torch, the compiler's settings, the processor and all devices of a graph."""
     values = (leaf for node in graph.graph.nodes for leaf in _torch.tree_leaves(node.meta.get("val")))
     environment: list[object] = [torch.__version__, torch.version.git_version, _torch.compiler_settings()]
-    environment += [
-        platform.machine(),
-        platform.processor(),
-        torch.backends.cpu.get_cpu_capability(),
-    ]
+    environment += [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()]
     for device in sorted({str(leaf.device) for leaf in values if isinstance(leaf, Tensor)} - {"cpu"}):
         if not device.startswith("cuda"):
             raise NoKeyError(f"{device} is not told from others of its kind")

@@ -271,9 +271,7 @@ class HostTraining:
                 "size (per_device_train_batch_size in a Trainer), or accumulate less."
             )
         made = DPDataLoader.from_data_loader(
-            loader,
-            scheme=self._mechanism().scheme(records, expected),
-            generator=self._generator(0),
+            loader, scheme=self._mechanism().scheme(records, expected), generator=self._generator(0)
         )
         if loader.generator is None:
             # Each pass draws a seed for its workers; from the global generator a resumed training would draw one more.

@@ -27,13 +27,7 @@ from ghostclip.errors import DataError, LossReductionError, NotOfferedError, Res
 from ghostclip.graph import GraphOptions, GraphStep
 from ghostclip.graph.takeover import Takeover, left_of
 from ghostclip.integrations._host import PrivacyArguments, forgotten, suggests_fields, warn_if_untested
-from ghostclip.integrations._trainer import (
-    PrivateRun,
-    Ticket,
-    refuse,
-    require_own_loss,
-    require_padding_without_effect,
-)
+from ghostclip.integrations._trainer import PrivateRun, Ticket, refuse, require_own_loss, require_padding_without_effect
 from ghostclip.integrations.peft import AdapterWatch, use_plain_operations
 from ghostclip.language.tasks import evaluating, task_of, without_adapters
 from ghostclip.language.vocabulary_head import losses_of, use_fused
@@ -55,13 +49,7 @@ _ALIKE, _ALIKE_16 = 1e-4, 3e-2
 # On a `create_optimizer` whose optimizer is private.
 _PRIVATE = "_ghostclip_private"
 
-__all__ = [
-    "DPSeq2SeqTrainer",
-    "DPSeq2SeqTrainingArguments",
-    "DPTrainer",
-    "DPTrainingArguments",
-    "PrivacyArguments",
-]
+__all__ = ["DPSeq2SeqTrainer", "DPSeq2SeqTrainingArguments", "DPTrainer", "DPTrainingArguments", "PrivacyArguments"]
 
 
 @suggests_fields

@@ -139,11 +139,7 @@ def normal_pairs(radius_W: Tensor, angle_W: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _naive(
-    part_N: Tensor,
-    state: list[int],
-    scales: tuple[float, float],
-    extent: tuple[int, int],
-    stream: tuple[int, int],
+    part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], stream: tuple[int, int]
 ) -> Tensor:
     offset, total = extent
     block_size, rounds = stream
@@ -171,11 +167,7 @@ def _add_to_(part_N: Tensor, noise_N: Tensor, scales: tuple[float, float]) -> No
 
 
 def _fast(
-    part_N: Tensor,
-    state: list[int],
-    scales: tuple[float, float],
-    extent: tuple[int, int],
-    stream: tuple[int, int],
+    part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], stream: tuple[int, int]
 ) -> Tensor:
     from ghostclip.kernels.triton_noise import add_noise as kernel
 

@@ -206,11 +206,7 @@ def _words(number: float) -> tuple[int, int]:
 
 
 def add_noise(
-    part_N: Tensor,
-    state: Sequence[int],
-    scales: tuple[float, float],
-    extent: tuple[int, int],
-    stream: tuple[int, int],
+    part_N: Tensor, state: Sequence[int], scales: tuple[float, float], extent: tuple[int, int], stream: tuple[int, int]
 ) -> Tensor:
     """Replace a range of a flattened tensor by (itself + noise) / divisor, in place."""
     # state: ChaCha's 16 words. scales: (std of the noise, divisor). extent: (where the range begins, size of the whole

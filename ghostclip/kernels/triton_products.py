@@ -30,15 +30,7 @@ _LONG: Final = 1 << 10
 
 @triton.jit
 def row_products(
-    x_ptr,
-    step,
-    rows_M,
-    rows_N,
-    positions,
-    width,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x_ptr, step, rows_M, rows_N, positions, width, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Return inner products of two sets of BLOCK rows, `step` apart; CHUNK is 0 where one float32 sum takes a row."""
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)

@@ -301,12 +301,7 @@ class Account:
         return self.charged and self.ledger is None
 
     def load(
-        self,
-        state: Mapping[str, Any],
-        position: Mapping[str, Any] | None,
-        *,
-        coordinates: int,
-        runs: Mapping[str, int],
+        self, state: Mapping[str, Any], position: Mapping[str, Any] | None, *, coordinates: int, runs: Mapping[str, int]
     ) -> None:
         """Continue a saved account; what this process or the ledger has beyond it stays counted."""
         # `position`: position of the ledger when it was saved; None if there was no ledger.

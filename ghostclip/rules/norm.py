@@ -73,9 +73,7 @@ def group_norm(call: Call) -> Captured | None:
 
 
 @register_op(
-    "instance_norm",
-    arguments="input running_mean running_var weight bias use_input_stats momentum eps",
-    by_form=True,
+    "instance_norm", arguments="input running_mean running_var weight bias use_input_stats momentum eps", by_form=True
 )
 def instance_norm(call: Call) -> Captured | None:
     """Rule for instance norm on its own statistics: both affine parameters ``Dense``."""

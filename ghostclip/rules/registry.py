@@ -190,9 +190,7 @@ class Samplers:
     norms: Sampler | None
 
 
-def register_grad_sampler(
-    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
-) -> Callable[[_S], _S]:
+def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Callable[[_S], _S]:
     """Register a function that gives per-sample gradients of a module class.
 
     Privacy: The function is trusted with the bound: a gradient that is too small is clipped too little. Test it with
@@ -216,9 +214,7 @@ def register_grad_sampler(
     return _register(target_class_or_classes, GRAD_SAMPLERS)
 
 
-def register_norm_sampler(
-    target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]],
-) -> Callable[[_S], _S]:
+def register_norm_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Callable[[_S], _S]:
     """Register a function that gives the norms of a module class's per-sample gradients without forming them.
 
     The clipped sum then comes from the gradient sampler if there is one, else from running the module and its backward

@@ -25,12 +25,7 @@ from ghostclip.accounting import GaussianAccountant, RDPAccountant
 from ghostclip.accounting.history import checked_noise_multiplier, checked_sample_rate
 from ghostclip.accounting.rdp import epsilon_from_rdp, rdp_curve
 from ghostclip.errors import GhostClipError, InvalidOptionError
-from ghostclip.validation.layer_check import (
-    STRATEGIES,
-    Inputs,
-    compute_grad_sample,
-    compute_microbatch_grad_sample,
-)
+from ghostclip.validation.layer_check import STRATEGIES, Inputs, compute_grad_sample, compute_microbatch_grad_sample
 
 # ---------------------------------------------------------------- accounting
 
