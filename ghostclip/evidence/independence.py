@@ -150,13 +150,16 @@ def scalars_that_follow(
 ) -> frozenset[ScalarKey]:
     """Return which scalars that a model computes have gradients that no samples' gradients add up to."""
     # `parameters`: leaves that stand for the trainable ones. What picks samples of a batch may pick the same ones of
-    # its halves, so that there are two pairs of these at first.
+    # its halves, so that there are two pairs of these at first. Random numbers belong to places: where some are drawn,
+    # the batch and one with every sample in the place before its own stand for the whole, and the same two with some
+    # places exchanged for its halves.
     splits = batch.replaced[: 1 if batch.again else 2]
 
-    def told(samples: Iterable[int]) -> dict[ScalarKey, Tensor]:
+    def told(samples: Sequence[int], before: Randomness) -> dict[ScalarKey, Tensor]:
+        before.restore()
         stale = scalars_of(model.modules(), [])
         with torch.enable_grad(), WithoutDropout():
-            scalars = scalars_of(model.modules(), run(batch.of_samples(list(samples))))
+            scalars = scalars_of(model.modules(), run(batch.of_samples(samples)))
         ends = {key: scalar for key, scalar in scalars.items() if stale.get(key) is not scalar}
         return {
             key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
@@ -165,14 +168,19 @@ def scalars_that_follow(
         }
 
     def look(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:
-        whole = told(range(batch.size))
-        if before.drawn():
-            return None
-        follow = set[ScalarKey]()
+        places = range(batch.size)
+        whole, follow = told(places, before), set[ScalarKey]()
+        draws, after = before.drawn(), Randomness(parameters)
+        moved = told([*places[1:], 0], before) if draws else dict.fromkeys(whole, 0.0)
         for samples in splits:
-            share, one, other = len(samples) / batch.size, told(samples), told(batch.others(samples))
-            for key in whole.keys() & one.keys() & other.keys():
-                if not _is_of_both(whole[key], one[key], other[key], share, TOLERANCE[coarsest]):
+            others = batch.others(samples)
+            pair = [[(place + (place in some)) % batch.size for place in places] for some in (samples, others)]
+            one, other = (told(each, before) for each in (pair if draws else (samples, others)))
+            if draws and after.drawn():
+                return None
+            share = len(samples) / batch.size
+            for key in whole.keys() & moved.keys() & one.keys() & other.keys():
+                if not _is_of_both(whole[key] + moved[key], one[key], other[key], share, TOLERANCE[coarsest]):
                     follow.add(key)
         return frozenset(follow)
 

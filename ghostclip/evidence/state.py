@@ -40,6 +40,19 @@ _ADVICE: Final = (
     "Switch that off (running statistics, moving averages of codebooks, max_norm of an embedding), put the module in "
     "eval mode, or learn it as a parameter. What follows the weights alone can be written in the loop, after step()."
 )
+_FROM_THE_BATCH: Final = (
+    "{}: the forward updates the {} from the batch, so that what private samples looked like is stored in the model "
+    f"without noise. {_ADVICE}"
+)
+_UNSHOWN: Final = (
+    "{}: the forward writes the {}, and did not do so again when it was run once more to see whether that follows the "
+    f"batch: the write may depend on samples, which would be stored in the model without noise. {_ADVICE}"
+)
+_IN_A_BACKWARD: Final = (
+    "{}: the backward writes the {} (in a hook, or a backward function of one's own), so that what is left of private "
+    "samples' gradients may be stored in the model without noise. Write it in the loop, after step(), from the weights "
+    "or the released gradients; keep statistics of a batch outside the model."
+)
 
 
 @dataclass(frozen=True)
@@ -283,7 +296,7 @@ class StateWatch:
     def refuse_unshown(self, writes: frozenset[StateWrite]) -> None:
         """Refuse writes of a forward that cannot be run again."""
         for write in _in_order(writes):
-            raise SampleMixingError(_unshown(self._model, write.name))
+            raise SampleMixingError(_UNSHOWN.format(*_describe(self._model, write.name)))
 
     def prove(self, writes: frozenset[StateWrite], runs: "Runs") -> None:
         """Refuse writes that follow the samples: run the forward on others, from the state that it began with."""
@@ -306,14 +319,14 @@ class StateWatch:
         again = baseline[0][1] | set(self._current().hidden)
         missing = next((name for name in names if name not in again), None)
         if missing is not None:
-            raise SampleMixingError(_unshown(self._model, missing))
+            raise SampleMixingError(_UNSHOWN.format(*_describe(self._model, missing)))
         for altered, fewer in runs.altered:
             content, also = self._after(altered, start, wanted, runs)
             compared = [name for name in names if not (fewer and runs.drew and _is_continuous(content.get(name)))]
             follows = [name for name in compared if not same_content(content.get(name), baseline[0][0].get(name))]
             follows += sorted(also - baseline[0][1] - set(names))
             if follows:
-                raise SampleMixingError(_from_the_batch(self._model, follows[0]))
+                raise SampleMixingError(_FROM_THE_BATCH.format(*_describe(self._model, follows[0])))
 
     def _after(
         self, inputs: Any, start: int, writes: Sequence[StateWrite], runs: "Runs"
@@ -334,7 +347,7 @@ class StateWatch:
         except SampleMixingError:
             raise
         except Exception as problem:
-            raise SampleMixingError(_unshown(self._model, writes[0].name)) from problem
+            raise SampleMixingError(_UNSHOWN.format(*_describe(self._model, writes[0].name))) from problem
         finally:
             self._copies = copies
         content: dict[str, Any] = {**now.entries, **self._current().hidden, **now.extra}
@@ -385,7 +398,7 @@ class StateWatch:
             self._in_backward, self._copies = False, previous
         for write in _in_order(written):
             if not (again and write.name in self._known | self._latest):
-                raise SampleMixingError(_in_a_backward(self._model, write.name))
+                raise SampleMixingError(_IN_A_BACKWARD.format(*_describe(self._model, write.name)))
 
 
 @dataclass(frozen=True)
@@ -455,29 +468,3 @@ def _describe(model: nn.Module, name: str) -> tuple[str, str]:
     kind = "parameter" if key in _torch.parameter_table(owner) else "buffer"
     entry = "extra state" if key == _EXTRA else f"{kind} '{key}'"
     return f"{path or 'model'} ({type(owner).__name__})", entry
-
-
-def _from_the_batch(model: nn.Module, name: str) -> str:
-    module, entry = _describe(model, name)
-    return (
-        f"{module}: the forward updates the {entry} from the batch, so that what private samples looked like is stored "
-        f"in the model without noise. {_ADVICE}"
-    )
-
-
-def _unshown(model: nn.Module, name: str) -> str:
-    module, entry = _describe(model, name)
-    return (
-        f"{module}: the forward writes the {entry}, and did not do so again when it was run once more to see whether "
-        "that follows the batch: the write may depend on samples, which would be stored in the model without noise. "
-        f"{_ADVICE}"
-    )
-
-
-def _in_a_backward(model: nn.Module, name: str) -> str:
-    module, entry = _describe(model, name)
-    return (
-        f"{module}: the backward writes the {entry} (in a hook, or a backward function of one's own), so that what is "
-        "left of private samples' gradients may be stored in the model without noise. Write it in the loop, after "
-        "step(), from the weights or the released gradients; keep statistics of a batch outside the model."
-    )

@@ -24,6 +24,8 @@ SCALARS = {
     "a mean": (lambda h: h.square().mean(), True),
     "nothing of the data": (lambda h: (h * 0).sum(), True),
     "a divergence": (lambda h: (h.exp() - h - 1).sum(1).mean(), True),
+    "noise of each sample": (lambda h: (h * torch.rand_like(h)).square().mean(), True),
+    "in a random order": (lambda h: (h * h.detach()[torch.randperm(len(h))]).mean(), False),
     "off the batch's mean": (lambda h: (h - h.detach().mean(0)).square().mean(), False),
     "standardised": (lambda h: ((h - h.detach().mean(0)) / h.detach().std(0)).pow(3).mean(), False),
     "over its own size": (lambda h: h.square().mean() / h.square().mean().detach(), False),
