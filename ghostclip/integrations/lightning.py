@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ghostclip import _tree, _validate
 from ghostclip.data import DPDataLoader
+from ghostclip.data.collation import padding_of
 from ghostclip.data.physical_batches import count_rows
 from ghostclip.distributed.agreement import gathered
 from ghostclip.errors import InvalidOptionError, NotOfferedError
@@ -430,8 +431,8 @@ class PrivacyCallback:
                 output = one_step(part, *more)
             finally:
                 reduce.inside = False
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            rows = count_rows(part) or 0
+            output = dict(output) if isinstance(output, Mapping) else {"loss": output}
+            loss, rows = output.get("loss"), count_rows(part) or 0
             if not isinstance(loss, Tensor):
                 raise InvalidOptionError(
                     "training_step: it returned no loss, which skips the batch. Whether a draw is left out would "
@@ -439,7 +440,7 @@ class PrivacyCallback:
                 )
             self._know_loss(trainer, pl_module, loss, inputs)
             pl_module.backward(loss)
-            return (dict(output, loss=loss.detach()) if isinstance(output, Mapping) else loss.detach()), rows
+            return output | {"loss": loss.detach()}, rows
 
         def step(batch: Any, *more: Any) -> Any:
             if isinstance(batch, Iterator):
@@ -447,8 +448,7 @@ class PrivacyCallback:
                     "training_step(dataloader_iter): a draw is computed in parts, for which it has to come as a batch. "
                     "Write training_step(batch, batch_idx), or use manual optimization."
                 )
-            optimizer = trainer.optimizers[0]
-            zero_grad(trainer.current_epoch, more[0] if more else 0, optimizer)
+            zero_grad(trainer.current_epoch, more[0] if more else 0, trainer.optimizers[0])
             return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
 
         return step
@@ -507,6 +507,7 @@ class PrivacyCallback:
             made = self.training.private_loader(
                 make_loader(), ranks=ranks, accumulated=self._accumulated, source="train_dataloader"
             )
+            padding_of(made.dataset, _with_hooks(made.collate_fn, trainer.strategy))
             self._draws = _Draws(made)
         return self._draws
 
@@ -532,6 +533,17 @@ def _remade(kind: type[PrivacyCallback], options: dict[str, Any], attributes: di
     PrivacyCallback.__init__(made, **options)
     vars(made).update(attributes)
     return made
+
+
+def _with_hooks(collate: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+    """Return a collate function whose batches went through the hooks between a loader and `training_step`."""
+
+    def collated(records: list[Any]) -> Any:
+        with forgotten(strategy.lightning_module):
+            return strategy.batch_to_device(strategy.lightning_module._on_before_batch_transfer(collate(records)))
+
+    collated.__name__ = "followed by on_before_batch_transfer and on_after_batch_transfer"
+    return collated
 
 
 class _Draws:
@@ -566,19 +578,12 @@ class _Reduce:
 def _together(outputs: list[tuple[Any, int]]) -> Any:
     """Return the output of a step made of those of its parts: the mean loss, rows joined, other values of the last."""
     rows = max(1, sum(count for _, count in outputs))
-    if not isinstance(outputs[0][0], Mapping):
-        return _leaf(sum((loss * (count / rows) for loss, count in outputs), torch.zeros_like(outputs[0][0])))
     made = dict(outputs[-1][0])
     for name, value in made.items():
         parts = [(output[name], count) for output, count in outputs]
-        if all(isinstance(part, Tensor) and part.dim() and part.shape[0] == count for part, count in parts):
+        if name == "loss":
+            # Its backward, which Lightning calls, reaches nothing.
+            made[name] = sum((part * (count / rows) for part, count in parts), torch.zeros_like(value)).requires_grad_()
+        elif all(isinstance(part, Tensor) and part.dim() and part.shape[0] == count for part, count in parts):
             made[name] = torch.cat([part for part, _ in parts])
-        elif name == "loss":
-            made[name] = sum((part * (count / rows) for part, count in parts), torch.zeros_like(value))
-    made["loss"] = _leaf(made["loss"])
     return made
-
-
-def _leaf(loss: Tensor) -> Tensor:
-    """Return a loss whose backward, which Lightning calls, reaches nothing."""
-    return loss.detach().requires_grad_()

@@ -135,6 +135,7 @@ def _mixing(change: Callable[[Tensor], Tensor], weights: Callable[[Tensor], Tens
 _ALIKE = torch.ones_like
 _MIXING: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "mixup": (lambda x: 0.6 * x + 0.4 * x.flip(0), _ALIKE),
+    "mixup in a random order": (lambda x: 0.6 * x + 0.4 * x.roll(1 + int(torch.randint(2, ())), 0), _ALIKE),
     "inputs standardised over the batch": (lambda x: (x - x.mean(0)) / (x.std(0) + 0.1), _ALIKE),
     "weights normalised over the batch": (lambda x: x, lambda losses: losses.softmax(0) * len(losses)),
     "weights by ranks in the batch": (lambda x: x, lambda losses: losses.argsort().argsort() / len(losses)),
@@ -146,6 +147,29 @@ for _what, _how in _MIXING.items():
 
     _step_that_mixes.__doc__ = f"training_step with {_what}."
     row(ROWS, **_HOST, outcome="refused", note="another gradient than the losses of its two halves")(_step_that_mixes)
+
+
+@row(ROWS, **_HOST, outcome="refused", note="followed by .*on_after_batch_transfer.*depends on the record beside it")
+def mixed_by_a_hook(folder: Path) -> None:
+    """on_after_batch_transfer with mixup."""
+
+    def mixed(self: Any, batch: Any, _: int) -> Any:
+        if not self.trainer.training:
+            return batch
+        return 0.6 * batch[0] + 0.4 * batch[0][torch.randperm(len(batch[0]))], batch[1]
+
+    refused(partial(_fit, hooks={"on_after_batch_transfer": mixed}))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def changed_by_a_hook(folder: Path) -> None:
+    """on_after_batch_transfer that changes each record by itself."""
+
+    def changed(self: Any, batch: Any, _: int) -> Any:
+        self.batches = getattr(self, "batches", 0) + 1
+        return batch[0] + 0 * torch.randn_like(batch[0]), batch[1]
+
+    exact(partial(_fit, hooks={"on_after_batch_transfer": changed}))
 
 
 @row(ROWS, **_HOST, outcome="exact", note="what is logged, each value once")

@@ -32,7 +32,7 @@ OTHERS = {
     "_fields", "_replace", "_asdict", "_getframe", "_ArgumentGroup", "_forward_module", "_model_mapping",
     "_prepare_inputs", "_remove_unused_columns", "_get_collator_with_removed_columns",
     "_dataloader", "_strategy", "_callbacks", "_data_source", "_results", "_data_connector", "_num_samples",
-    "_check_value", "_actions",
+    "_check_value", "_actions", "_on_before_batch_transfer",
 }  # fmt: skip
 
 
