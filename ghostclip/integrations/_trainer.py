@@ -107,8 +107,8 @@ def _alike(one: float, other: float, tolerance: float) -> bool:
 _OURS: Final = ("ghostclip", "transformers", "trl")
 # Each changes what a draw is, or reads gradients where there are none before the release.
 _OVERRIDES: Final = ("get_train_dataloader", "_get_train_sampler")
-# Trainers of trl whose records are pairs of texts, and those that know it.
-_OF_PAIRS: Final = {"DPOTrainer": "DPDPOTrainer", "RewardTrainer": "DPRewardTrainer"}
+# Trainers of trl, and those that know what a record is there, and its loss.
+_OF_TRL: Final = {"SFTTrainer": "DPSFTTrainer", "DPOTrainer": "DPDPOTrainer", "RewardTrainer": "DPRewardTrainer"}
 
 
 _OPTIONS: Final[tuple[Contradiction, ...]] = (
@@ -159,13 +159,15 @@ def refuse(trainer: Any) -> None:
             f"args={type(arguments).__name__}: it does not say what privacy costs. Use DPTrainingArguments (or the "
             "class with DP in its name beside this trainer), which takes the same options and target_epsilon."
         )
-    kinds = {kind.__name__ for kind in type(trainer).__mro__}
-    for theirs, ours in _OF_PAIRS.items():
-        if theirs in kinds and ours not in kinds:
-            raise InvalidOptionError(
-                f"{type(trainer).__name__}: a record of trl's {theirs} is a pair of answers, in two rows of a batch. "
-                f"Inherit from ghostclip.integrations.trl.{ours}, which clips both together, in the place of {theirs}."
-            )
+    kinds = {kind.__name__: kind for kind in type(trainer).__mro__}
+    theirs = next((name for name, kind in kinds.items() if _library(kind) == "trl"), None)
+    if theirs is not None and _OF_TRL.get(theirs) not in kinds:
+        ours = [_OF_TRL[theirs]] if theirs in _OF_TRL else list(_OF_TRL.values())
+        raise InvalidOptionError(
+            f"{type(trainer).__name__}: a record of trl's {theirs} may be a pair of answers, in two rows of a batch, "
+            "and its loss may compare it with others. Inherit from ghostclip.integrations.trl."
+            f"{' or '.join(ours)}, which clips each record, in the place of {theirs}."
+        )
     refuse_options(_OPTIONS, lambda name: getattr(arguments, name, None), "{}")
     if getattr(trainer, "is_deepspeed_enabled", False) or getattr(trainer, "is_fsdp_enabled", False):
         raise InvalidOptionError("accelerate is configured for DeepSpeed or FSDP: start processes with torchrun.")

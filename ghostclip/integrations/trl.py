@@ -51,7 +51,8 @@ _LIBRARIES: Final = ("transformers", "accelerate", "trl")
 _AT_ONCE: Final = 1 << 22
 # Sums over pairs, of terms that a pair's own log-probabilities determine.
 _PAIRWISE = frozenset(
-    {"sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"}
+    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"}
+    | {"apo_zero", "apo_down", "discopop"}
 )
 
 
@@ -80,9 +81,7 @@ class PlainHead:
     # whose rows are records. `trained`: log-probabilities are needed with gradients; else only the logits are.
     # `logits`: of the last call with gradients.
     def __init__(self, model: nn.Module, *, pairs: bool, trained: bool) -> None:
-        self._model = model
-        self._pairs = pairs
-        self._trained = trained
+        self._model, self._pairs, self._trained = model, pairs, trained
         self.logits: Tensor | None = None
 
     def __call__(self, *, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
@@ -258,11 +257,9 @@ class DPDPOTrainer(_OfPairs, DPOTrainer, DPTrainer):
         mixing = [kind for kind in kinds if kind not in _PAIRWISE]
         if mixing:
             raise InvalidOptionError(
-                f"loss_type={mixing[0]!r}: compares pairs with each other, or divides by lengths or counts of the "
-                f"batch. Use one of {', '.join(sorted(_PAIRWISE))}."
+                f"loss_type={mixing[0]!r}: compares pairs with each other, or divides by counts of the whole batch. "
+                f"Use one of {', '.join(sorted(_PAIRWISE))}."
             )
-        if getattr(self.args, "use_weighting", False):
-            raise InvalidOptionError("use_weighting=True: weights are computed from the batch. Leave it out.")
         super()._require_options()
 
     def _in_halves(self, model: nn.Module) -> Any:

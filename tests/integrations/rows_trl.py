@@ -6,6 +6,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,27 +245,42 @@ def _texts(world: World) -> list[str]:
     return [" ".join(f"w{number}" for number in record["input_ids"]) for record in lm_records(world)]
 
 
-def _pair_losses(world: World, reference: Callable[[], nn.Module] | None) -> Any:
-    """The loss of Rafailov et al. (2023), equation 7, one pair at a time."""
+def _sigmoid(sums: list[Tensor], counts: list[int]) -> Tensor:
+    """Rafailov et al. (2023), equation 7."""
+    return -nn.functional.logsigmoid(0.1 * (sums[0] - sums[1]))
+
+
+def _squares(sums: list[Tensor], counts: list[int]) -> Tensor:
+    """Azar et al. (2024), equation 17, of means over each answer's own tokens, as trl has it."""
+    return (sums[0] / counts[0] - sums[1] / counts[1] - 1 / (2 * 0.1)) ** 2
+
+
+def _pair_losses(
+    world: World, reference: Callable[[], nn.Module] | None, of: Any = _sigmoid, *, weighted: bool = False
+) -> Any:
+    """A loss of log-probabilities against the reference, one pair at a time; `weighted` as in Zhou et al. (2024)."""
     ids = [[1, 2, *map(int, record["input_ids"]), 0] for record in lm_records(world)]
 
-    def log_probability(model: nn.Module, tokens: list[int]) -> Tensor:
+    def scored(model: nn.Module, tokens: list[int]) -> tuple[Tensor, Tensor]:
         row = torch.tensor([tokens])
-        logs = model(input_ids=row).logits[:, :-1].log_softmax(-1).gather(2, row[:, 1:, None])[0, :, 0]
-        return logs[1:].sum()
+        logs = model(input_ids=row).logits[0, :-1].log_softmax(-1)
+        answer = logs.gather(1, row[0, 1:, None])[1:, 0]
+        return answer.sum(), (answer - (2 * logs[1:]).logsumexp(-1)).mean().exp().detach()
 
     def losses(model: nn.Module, numbers: list[int]) -> Tensor:
         torch.manual_seed(11)
         other = reference() if reference is not None else None
         found = []
         for number in numbers:
-            margins = []
-            for tokens in (ids[number], [1, 2, 3, 0]):
+            sums, weight, pair = [], torch.ones(()), (ids[number], [1, 2, 3, 0])
+            for tokens in pair:
                 with torch.no_grad():
                     # Of adapters that are there already trl keeps a copy of their start.
-                    base = log_probability(model if other is None else other, tokens)
-                margins.append(log_probability(model, tokens) - base)
-            found.append(-nn.functional.logsigmoid(0.1 * (margins[0] - margins[1])))
+                    base = scored(model if other is None else other, tokens)[0]
+                own, likely = scored(model, tokens)
+                sums.append(own - base)
+                weight = weight * likely if weighted else weight
+            found.append(of(sums, [len(tokens) - 2 for tokens in pair]) * weight)
         return torch.stack(found)
 
     return losses
@@ -284,6 +300,23 @@ def dpo_lora(folder: Path) -> None:
 
 
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def dpo_squares(folder: Path) -> None:
+    """DPO with loss_type="ipo", which divides by each answer's own length."""
+    exact(lambda world: _preferences(world, loss_type="ipo", losses=_pair_losses(world, gpt2, _squares)))
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def dpo_weighted(folder: Path) -> None:
+    """DPO with use_weighting=True, by each pair's own likelihood."""
+
+    def train(world: World) -> None:
+        _preferences(world, use_weighting=True, losses=_pair_losses(world, gpt2, weighted=True))
+
+    # A norm is an upper bound.
+    exact(train, tolerance=1e-8)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def dpo_checkpointed(folder: Path) -> None:
     """DPO with trl's default of gradient checkpointing."""
     exact(lambda world: _preferences(world, gradient_checkpointing=True))
@@ -297,7 +330,7 @@ def _dpo_refusal(kind: str) -> None:
     row(ROWS, **_HOST, outcome="refused", note="compares pairs")(drive)
 
 
-for _kind in ("aot", "sft", "ipo"):
+for _kind in ("aot", "sft"):
     _dpo_refusal(_kind)
 
 
@@ -371,6 +404,33 @@ def rewards_by_inheritance(folder: Path) -> None:
         pass
 
     refused(lambda world: _rewards(world, kind=Mine))
+
+
+@row(ROWS, **_HOST, outcome="refused", note="trl's KTOTrainer .*DPSFTTrainer or DPDPOTrainer or DPRewardTrainer")
+def unpaired_preferences(folder: Path) -> None:
+    """KTOTrainer beside DPTrainer."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    from ghostclip.integrations._host import PrivacyArguments
+    from ghostclip.integrations.transformers import DPTrainer
+
+    @dataclass
+    class Config(PrivacyArguments, KTOConfig):
+        pass
+
+    class Mine(KTOTrainer, DPTrainer):
+        pass
+
+    def train(world: World) -> None:
+        rows = [{"prompt": "w1", "completion": text, "label": len(text) > 9} for text in _texts(world)]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            arguments = arguments_of(world, Config, **_QUIET)
+            data = Dataset.from_list(rows)
+            run(world, Mine(world.watch(gpt2), ref_model=gpt2(), args=arguments, train_dataset=data,
+                            processing_class=_tokenizer()))  # fmt: skip
+
+    refused(train)
 
 
 def _sft_on_ranks(world: World) -> None:
