@@ -151,9 +151,7 @@ class ClipperHandle:
             _IN_USE.discard(self.clipper)
             self.clipper.remove()
 
-    def cleanup(self) -> None:
-        """Detach the clipper from the model."""
-        self.remove_hooks()
+    cleanup = remove_hooks
 
     def set_grad_sample_to_none(self) -> None:
         """Drop the per-sample gradients of the last backward; the clipped sums stay."""
@@ -346,8 +344,7 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 type(self._module).__name__,
             )
         clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
-        around = self.around if clips else None
-        with (self.watch or nullcontext)(), (around or nullcontext)():
+        with (self.watch or nullcontext)(), ((self.around if clips else None) or nullcontext)():
             return self._module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
@@ -414,6 +411,10 @@ class GradSampleModule(ClipperHandle, nn.Module):
         if module is None:
             raise AttributeError(name)
         return module if name == "_module" else getattr(module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part of a model that is a container of modules."""
+        return self._module[key]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign to the model; a layer or parameter set here would neither be run nor clipped."""

@@ -49,6 +49,16 @@ def test_forward_attributes_and_methods_are_the_models():
         _ = facade.nothing_like_it
 
 
+def test_layers_of_a_container_are_taken_by_number_and_by_name():
+    layers = [nn.Linear(3, 3), nn.Tanh()]
+    facade = facade_of(nn.Sequential(*layers))
+    assert list(facade) == layers
+    assert facade[1] is layers[1]
+    assert facade_of(nn.ModuleDict({"body": nn.Linear(3, 3)}))["body"].in_features == 3
+    with pytest.raises(TypeError, match="not subscriptable"):
+        _ = facade_of(nn.Linear(3, 3))[0]
+
+
 def test_assignments_reach_the_model():
     model = Named()
     facade = facade_of(model)
