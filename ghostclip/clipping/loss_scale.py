@@ -125,8 +125,8 @@ def _uneven(loss: Any, share_B: Tensor) -> str:
 def not_over_samples(count: int, batch_size: int) -> str:
     """Return the text of a ``LossReductionError``: the mean is over values that samples do not share evenly."""
     return (
-        f"the loss is a mean over {count} values for a batch of {batch_size} samples: part of the batch was left out, "
-        "or samples have different numbers of values. Use reduction='none' and give one loss per sample, shape (B,)."
+        f"the loss is a mean over {count} values for a batch of {batch_size} samples: a part of it was left out, or "
+        "samples differ in number. Give losses (B,), by reduction='none' or torch.stack(sums) / torch.tensor(counts)."
     )
 
 

@@ -203,7 +203,7 @@ def refuse_two_sizes(forwards: Sequence[ForwardContext]) -> None:
     if len(forwards) > 1 and len(sizes := dict.fromkeys([forward.batch_size for forward in forwards])) > 1:
         raise BatchAxisError(
             f"one backward went through forwards of {' and '.join(map(str, sizes))} samples: which sample is which "
-            "cannot be known. Give every call of the model the same batch, or as many rows of other data as it has."
+            "is unknown. Give every call the same batch as first tensor, states later, or as many rows of other data."
         )
 
 
