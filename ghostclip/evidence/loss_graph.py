@@ -157,7 +157,7 @@ def refuse_beyond_outputs(
 
 def _refuse_normalised(node: Any, forward: ForwardContext) -> None:
     """Refuse weights of the samples, one each, of which what they add up to shows that others are in each of them."""
-    dims = max(len(shape_at(edge) or ()) for edge in node.next_functions if edge[0] is not None)
+    dims = max((len(shape_at(edge) or ()) for edge in node.next_functions if edge[0] is not None), default=0)
     for weights in (_torch.saved_or(node, name, None) for name in _FACTORS):
         if not isinstance(weights, Tensor) or weights.requires_grad or not weights.is_floating_point():
             continue
@@ -170,12 +170,12 @@ def _refuse_normalised(node: Any, forward: ForwardContext) -> None:
 
 def _whole_sum(weights: Tensor, size: int) -> str:
     """Return what weights of the samples add up to where nobody but their batch has made it so; else nothing."""
-    if weights.numel() != size or size < _FEWEST or 0 in weights.stride():
+    if weights.numel() != size or size < _FEWEST or weights.layout is not torch.strided or 0 in weights.stride():
         return ""
     values = _torch.part_of(weights).detach().double().flatten().cpu()
     # What people write down has few digits, and may add up to anything; so may a few values of a table by chance.
-    written = torch.tensor([float(f"{value:.3g}") for value in values.tolist()]).to(weights.dtype).double()
-    if int((written != values).sum()) * 2 <= size:
+    written = torch.tensor([float(f"{value:.3g}") for value in values.tolist()], dtype=torch.float64)
+    if int((written.to(weights.dtype).double() != values).sum()) * 2 <= size:
         return ""
     off, largest, varied = float(values.sum()), float(values.abs().sum()), len(values.unique()) >= _FEWEST
     if abs(off) <= _DEVIATIONS * largest:

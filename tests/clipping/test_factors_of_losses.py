@@ -261,16 +261,23 @@ BY_THEMSELVES = {
     "of classes, of sum 0": lambda r, y: torch.tensor([-1.0, 0.0, 1.0])[y],
     "less a baseline": lambda r, y: r - 0.1,
     "of another batch's mean": lambda r, y: r - 0.0437281,
+    # Of six records each has another one.
+    "written down, of sum 1": lambda r, y: torch.tensor([0.05, 0.1, 0.15, 0.2, 0.22, 0.28] * 2, dtype=r.dtype)[
+        : len(y)
+    ],
 }
 
 
+@pytest.mark.parametrize("size", [6, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("weights", BY_THEMSELVES)
-def test_weights_of_samples_by_themselves_are_not(weights):
-    for seed in range(20):
+def test_weights_of_samples_by_themselves_are_not(weights, dtype, size):
+    for seed in range(8):
         torch.manual_seed(seed)
-        logits, r, y = nn.Linear(4, 3), torch.randn(12), torch.arange(12) % 3
+        logits, r, y = nn.Linear(4, 3).to(dtype), torch.randn(size, dtype=dtype), torch.arange(size) % 3
+        x = torch.randn(size, 4, dtype=dtype)
         with ghostclip.GhostClipper(logits, max_grad_norm=BOUND) as clipper:
-            clipper.backward(WEIGHTED["losses"](logits(torch.randn(12, 4)), y, BY_THEMSELVES[weights](r, y)))
+            clipper.backward(WEIGHTED["losses"](logits(x), y, BY_THEMSELVES[weights](r, y)))
 
 
 def test_public_weights_of_as_many_features_as_samples_may_add_up_to_one():
