@@ -97,7 +97,7 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
     def look(before: Randomness, coarsest: torch.dtype) -> str:
         asked, base = batch, [output.detach() for output in batch.outputs]
         if batch.has_lists:
-            asked = replace(batch, by_place=_Reruns(plain, batch, [], before, coarsest).are_positional(model))
+            asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
         before.restore()
         if base and not _Reruns(plain, asked, base, before, coarsest).changed(unchecked):
             return ""
@@ -105,14 +105,14 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
         again = plain(batch.inputs)
         every = range(batch.size)
         if base and not before.drawn():
-            outputs, differ = _Outputs(batch, every, every, TOLERANCE, coarsest), False
+            outputs = _Outputs(batch, every, every, TOLERANCE, coarsest)
             if outputs.differ(base, again):
                 # Kernels of a run with gradients may round otherwise than those of one without.
                 before.restore()
                 with torch.enable_grad():
-                    differ = bool(outputs.differ(base, plain(batch.inputs)))
-            if differ:
-                raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
+                    graded = plain(batch.inputs)
+                if outputs.differ(base, graded):
+                    raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
         return _Reruns(plain, asked, again, before, coarsest).changed(unchecked)
 
     changed, raised = tried(model, batch, look, passing=GhostClipError)
@@ -260,9 +260,9 @@ def among_larger_ones(model: nn.Module, run: Run, batch: Batch) -> tuple[list[bo
     """Return whether outputs change when others are replaced by larger ones and gates are open, as `tried` does."""
     few = batch.few()
     outcome = tried(model, batch, partial(_differ_behind, model, run, few, loud=not batch.shared))
-    for asked in (few, batch):
+    for asked, differs in ((few, not batch.shared), (batch, few is not batch)):
         # It does not run on such numbers, or on fewer samples, or shows nothing.
-        if outcome[1] or None in (outcome[0] or ()):
+        if differs and (outcome[1] or None in (outcome[0] or ())):
             outcome = tried(model, batch, partial(_differ_behind, model, run, asked, loud=False))
     return outcome
 
@@ -414,31 +414,31 @@ class _Reruns:
                 unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
         return "half of the samples were left out" if fewer else ""
 
-    def are_positional(self, model: nn.Module) -> bool:
-        """Return whether a list of as many values as there are samples may hold one for each of them."""
-        # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
-        # order, with their values. It does not if they do: lists are then what all samples share. False where such
-        # values are all the same, too: then nothing goes by them. Outputs that follow the samples' places are refused.
-        batch, before = self.batch, self.before
-        sets = [samples for samples in (batch.drawn, batch.others(batch.drawn)) if _shows(batch, batch.copies(samples))]
+
+def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
+    """Return whether a list of as many values as there are samples may hold one for each of them."""
+    # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
+    # order, with their values. It does not if they do: lists are then what all samples share. False where such values
+    # are all the same, too: then nothing goes by them. Outputs that follow the samples' places are refused.
+    sets = [samples for samples in (batch.drawn, batch.others(batch.drawn)) if _shows(batch, batch.copies(samples))]
+    before.restore()
+    base = run(batch.inputs)
+    if before.drawn():
+        return bool(sets)
+
+    def differ(samples: Sequence[int], places: Sequence[int]) -> bool | None:
         before.restore()
-        base = self.run(batch.inputs)
-        if before.drawn():
-            return bool(sets)
+        try:
+            outputs = run(batch.with_lists(samples))
+        except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
+            return None
+        return _Outputs(batch, samples, places, TOLERANCE, coarsest).differ(base, outputs)
 
-        def differ(samples: Sequence[int], places: Sequence[int]) -> bool | None:
-            before.restore()
-            try:
-                outputs = self.run(batch.with_lists(samples))
-            except Exception:  # noqa: BLE001 - what it does with other lists is no reason to refuse this one
-                return None
-            return _Outputs(batch, samples, places, TOLERANCE, self.coarsest).differ(base, outputs)
-
-        moved = [differ(batch.copies(samples), batch.others(samples)) for samples in sets]
-        order = [*batch.drawn, *batch.others(batch.drawn)]
-        if not set(moved) - {False} and differ(order, range(batch.size)):
-            raise SampleMixingError(_refusal(model, "the samples were put in another order"))
-        return bool(moved) and True not in moved
+    moved = [differ(batch.copies(samples), batch.others(samples)) for samples in sets]
+    order = [*batch.drawn, *batch.others(batch.drawn)]
+    if not set(moved) - {False} and differ(order, range(batch.size)):
+        raise SampleMixingError(_refusal(model, "the samples were put in another order"))
+    return bool(moved) and True not in moved
 
 
 def _shows(batch: Batch, samples: Sequence[int]) -> bool:

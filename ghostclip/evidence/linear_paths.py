@@ -424,10 +424,15 @@ def _is_python_number(constant: Tensor) -> bool:
     return torch.result_type(constant, torch.zeros((), dtype=other, device=constant.device)) is other
 
 
+def of_few_digits(number: float) -> float:
+    """Return the nearest number of three significant decimal digits."""
+    return float(f"{number:.3g}")
+
+
 def looks_plain(factor: float) -> bool:
     """Return whether a factor is one that people write: of few digits, or one over a small integer."""
     # It has at most three significant decimal digits, or is the reciprocal of an integer up to 64.
-    if factor == float(f"{factor:.3g}"):
+    if factor == of_few_digits(factor):
         return True
     fraction = Fraction(factor).limit_denominator(64)
     return fraction.numerator == 1 and abs(float(fraction) - factor) <= 1e-9 * factor

@@ -35,7 +35,7 @@ from ghostclip.errors import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.evidence.linear_paths import linear_ends
+from ghostclip.evidence.linear_paths import linear_ends, of_few_digits
 from ghostclip.evidence.probe import (
     Company,
     GradientSource,
@@ -145,13 +145,14 @@ def refuse_beyond_outputs(
     size = forward.batch_size
     if size == 1:
         return
+    looks = forward.unproven and not (forward.alone or forward.refusal)
     for number, (node, inputs) in enumerate(nodes):
         crossed = _crossed(node, inputs, number, size, seen) if inputs else ""
         if crossed and forward.alone:
             seen[number, node.name()] = 0
         elif crossed:
             raise SampleMixingError(_CROSSED.format(size, size, crossed))
-        if forward.unproven and not (forward.alone or forward.refusal) and _MULTIPLYING.fullmatch(node.name()):
+        if looks and _MULTIPLYING.fullmatch(node.name()):
             _refuse_normalised(node, forward)
 
 
@@ -174,7 +175,7 @@ def _whole_sum(weights: Tensor, size: int) -> str:
         return ""
     values = _torch.part_of(weights).detach().double().flatten().cpu()
     # What people write down has few digits, and may add up to anything; so may a few values of a table by chance.
-    written = torch.tensor([float(f"{value:.3g}") for value in values.tolist()], dtype=torch.float64)
+    written = torch.tensor(list(map(of_few_digits, values.tolist())), dtype=torch.float64)
     if int((written.to(weights.dtype).double() != values).sum()) * 2 <= size:
         return ""
     off, largest, varied = float(values.sum()), float(values.abs().sum()), len(values.unique()) >= _FEWEST

@@ -344,7 +344,8 @@ class GradSampleModule(ClipperHandle, nn.Module):
                 type(self._module).__name__,
             )
         clips = self.clipper is not None and self.clipper.attached and self.training and torch.is_grad_enabled()
-        with (self.watch or nullcontext)(), ((self.around if clips else None) or nullcontext)():
+        around = self.around if clips else None
+        with (self.watch or nullcontext)(), (around or nullcontext)():
             return self._module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
