@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import head, machine_line, parser, table, write
 from ghostclip import GraphStep, PrivacyEngine
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.graph import takeover
 from ghostclip.graph.takeover import Compiled, CompiledRecord
 from ghostclip.privacy import ledger_file

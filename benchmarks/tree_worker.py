@@ -14,7 +14,7 @@ from typing import Any, Final
 PREDICTABLE: Final = """
 import ghostclip
 try:
-    from ghostclip.evidence import unchecked
+    from ghostclip.checks import unchecked
     unchecked.forwards_between = lambda number, numbers: 3 * number
 except ImportError:
     pass

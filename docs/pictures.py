@@ -15,12 +15,12 @@ HERE = Path(__file__).resolve().parent
 FLOORS = (
     ("costs", "#555555", ("accounting",)),
     ("algebra", "#0072B2", ("kernels", "factors", "rules")),
-    ("reading a model", "#009E73", ("capture", "evidence")),
+    ("reading a model", "#009E73", ("capture", "checks")),
     ("clipping", "#E69F00", ("planning", "clipping", "graph")),
-    ("models as users have them", "#56B4E9", ("language", "facade")),
+    ("models as users have them", "#56B4E9", ("facade",)),
     ("what is released", "#D55E00", ("noise", "distributed", "optim")),
     ("what ε rests on", "#CC79A7", ("data", "mechanisms", "privacy")),
-    ("what users call", "#333333", ("assembly", "validation", "audit", "integrations")),
+    ("what users call", "#333333", ("validation", "audit", "integrations")),
     ("programs and other names", "#888888", ("scaling", "compat", "finetune", "commands")),
 )
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ghostclip.accounting import get_noise_multiplier
-    from ghostclip.assembly.options import Options
     from ghostclip.clipper import GhostClipper
     from ghostclip.data import BatchMemoryManager, DeclaredSampling, DPDataLoader, PhysicalBatches
     from ghostclip.engine import PrivacyEngine
     from ghostclip.facade import GradSampleModule
     from ghostclip.graph import GraphOptions, GraphStep
     from ghostclip.optim import DPOptimizer
+    from ghostclip.options import Options
     from ghostclip.rules import register_rule
     from ghostclip.validation.check import check, find_physical_batch
     from ghostclip.validation.fixers import ModuleValidator
@@ -57,7 +57,7 @@ _HOME_OF = {
     "GraphOptions": "ghostclip.graph",
     "GraphStep": "ghostclip.graph",
     "ModuleValidator": "ghostclip.validation.fixers",
-    "Options": "ghostclip.assembly.options",
+    "Options": "ghostclip.options",
     "PhysicalBatches": "ghostclip.data",
     "PrivacyEngine": "ghostclip.engine",
     "check": "ghostclip.validation.check",

@@ -24,9 +24,9 @@ from ghostclip import errors
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, nearest
 from ghostclip.commands import planning, privacy
-from ghostclip.commands.options import Options
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import options as finetuning
+from ghostclip.terminal import Options
 
 EXIT_MACHINE = 1
 EXIT_WRONG_INPUT = 2

@@ -17,16 +17,29 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.roster import Roster
+from ghostclip.checks.criterion import KnownLoss
+from ghostclip.checks.loss_graph import refuse_following
+from ghostclip.checks.losses import probe_losses, prove_rows
+from ghostclip.checks.padding import Padded
+from ghostclip.checks.prover import Evidence
+from ghostclip.checks.unchecked import Unchecked
 from ghostclip.clipping.decisions import Decisions, columns
-from ghostclip.clipping.loss import LossesOf, back_propagate, check_shape, in_chunks, plain_losses, refuse_lost_gradient
+from ghostclip.clipping.loss import (
+    LossesOf,
+    LossExaminer,
+    back_propagate,
+    check_shape,
+    in_chunks,
+    plain_losses,
+    refuse_lost_gradient,
+)
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import Sequences, refuse_two_sizes
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
-from ghostclip.clipping.scalar_loss import LossExaminer
-from ghostclip.clipping.state import ClippingState
-from ghostclip.clipping.store import Savepoint, Sharded
+from ghostclip.clipping.store import Savepoint, Sharded, ZeroGrad
 from ghostclip.clipping.strategies import (
     TWO_PASS,
+    ClippingState,
     OnePass,
     Parts,
     PendingBackward,
@@ -34,17 +47,9 @@ from ghostclip.clipping.strategies import (
     check_budget,
     check_ranks,
 )
-from ghostclip.clipping.zero_grad import ZeroGrad
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.evidence.criterion import KnownLoss
-from ghostclip.evidence.loss_graph import refuse_following
-from ghostclip.evidence.losses import probe_losses, prove_rows
-from ghostclip.evidence.padding import Padded
-from ghostclip.evidence.prover import Evidence
-from ghostclip.evidence.unchecked import Unchecked
-from ghostclip.planning.below import BlockPlanner, Cut
 from ghostclip.planning.coverage import Coverage, coverage_of
-from ghostclip.planning.plan import MEMORY_BUDGET, Planner
+from ghostclip.planning.plan import MEMORY_BUDGET, BlockPlanner, Cut, Planner
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +134,7 @@ class GhostClipper:
                 is held to save operations (`ghostclip.planning.plan.Planner`), beside inputs and output gradients of
                 the layers, which sums are made of, and which are more than that in small models. Below 1, with
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
-                backward, as far as it takes (`ghostclip.planning.below.BlockPlanner`). What cannot be had is said in a
+                backward, as far as it takes (`ghostclip.planning.plan.BlockPlanner`). What cannot be had is said in a
                 warning.
             sharded: The ranks that hold the model's parameters in parts: `ghostclip.distributed.ShardedModel(model)`.
             sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.

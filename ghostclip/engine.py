@@ -16,9 +16,8 @@ from ghostclip._validate import suggests_options
 from ghostclip.accounting import Bounds, IAccountant, create_accountant
 from ghostclip.accounting.calibration import delta_too_large
 from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
-from ghostclip.assembly.options import Options, takes_options
-from ghostclip.assembly.prepared import Prepared
-from ghostclip.assembly.private import (
+from ghostclip.assembly import (
+    Prepared,
     Private,
     PrivateWithCriterion,
     Request,
@@ -28,17 +27,17 @@ from ghostclip.assembly.private import (
     noise_level_of,
 )
 from ghostclip.data import DeclaredSampling, DPDataLoader
-from ghostclip.data.torch_loader import checked_batch_size, dataset_length
+from ghostclip.data.loader import checked_batch_size, dataset_length
 from ghostclip.distributed.agreement import world_size
 from ghostclip.errors import GhostClipError
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.optim.checks import refuse_unfit
+from ghostclip.options import Options, takes_options
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.account import Account
-from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.charges import coordinates_of
+from ghostclip.privacy.budget import Budget, coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount, all_or_nothing
 from ghostclip.privacy.sampling import PeriodSampling, Sampling, sampling_for

@@ -17,7 +17,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from ghostclip.evidence import unchecked
+from ghostclip.checks import unchecked
 from ghostclip.kernels.products import full_convolutions, full_precision
 from tests.exactness.runs import STRATEGIES
 from tests.fresh_keys import fresh_keys_from

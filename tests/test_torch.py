@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import _torch
-from ghostclip.evidence import linear_paths
+from ghostclip.checks import linear_paths
 
 
 def _leaf(*shape: int) -> Tensor:

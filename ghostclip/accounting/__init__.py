@@ -3,9 +3,8 @@
 Nothing here imports torch. Every accountant is an `Accountant`; `create_accountant` finds one by name.
 """
 
-from ghostclip.accounting.accountant import Accountant, IAccountant
+from ghostclip.accounting.accountant import Accountant, IAccountant, PLDAccountant, PRVAccountant
 from ghostclip.accounting.calibration import get_noise_multiplier, get_sample_rate, get_steps
-from ghostclip.accounting.pld import PLDAccountant, PRVAccountant
 from ghostclip.accounting.rdp import DEFAULT_ORDERS, RDPAccountant
 from ghostclip.accounting.registry import GaussianAccountant, create_accountant, register_accountant
 from ghostclip.accounting.solve import Bounds

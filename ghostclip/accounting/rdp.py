@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ghostclip._validate import probability
-from ghostclip.accounting.accountant import Accountant
+from ghostclip.accounting.accountant import Accountant, pld_epsilon, truncation_probability
 from ghostclip.accounting.history import History
 from ghostclip.accounting.pairs import Cells, DiscretePair, allocated
-from ghostclip.accounting.pld import pld_epsilon, truncation_probability
 from ghostclip.accounting.solve import Bounds
 from ghostclip.errors import InvalidOptionError
 

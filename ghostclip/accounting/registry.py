@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from ghostclip._validate import did_you_mean, probability
-from ghostclip.accounting.accountant import Accountant, IAccountant
+from ghostclip.accounting.accountant import Accountant, IAccountant, PLDAccountant, PRVAccountant, compose, pld_epsilon
 from ghostclip.accounting.history import History
-from ghostclip.accounting.pld import PLDAccountant, PRVAccountant, compose, pld_epsilon
 from ghostclip.accounting.rdp import RDPAccountant, rdp_epsilon
 from ghostclip.accounting.solve import Bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError

@@ -6,8 +6,7 @@ An audit gives a *lower* bound. One above the claim contradicts it; one below on
 """
 
 from ghostclip.audit.canaries import CanaryDataset, GradientCanaries, flip_coins, mislabelled
-from ghostclip.audit.methods import Finding, audit_scores
-from ghostclip.audit.scores import CanaryRecorder, Scores, load_scores
+from ghostclip.audit.methods import CanaryRecorder, Finding, Scores, audit_scores, load_scores
 
 __all__ = [
     "CanaryDataset",

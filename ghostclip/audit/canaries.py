@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ghostclip._validate import fraction, positive_int, probability
-from ghostclip.audit.scores import Scores
+from ghostclip.audit.methods import Scores
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optim import DPOptimizer, release_of
 

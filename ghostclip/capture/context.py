@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry, hooks
 from ghostclip.capture.blocks import Blocks
-from ghostclip.capture.call_sites import CallSites
+from ghostclip.capture.call_sites import CallSites, Resized
 from ghostclip.capture.decide import DecisionCache, decide
 from ghostclip.capture.forward import ForwardContext, Surroundings
 from ghostclip.capture.inputs import Bags, as_flat, packed_inputs, with_dummy, without_dummy
@@ -36,7 +36,6 @@ from ghostclip.capture.ranks import (
 )
 from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
-from ghostclip.capture.sizes import Resized
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import (
     HOOKED,

@@ -17,8 +17,19 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch, _tree
-from ghostclip.capture import broadcast
-from ghostclip.capture.call_sites import FIRST, MAX_ATTEMPTS, CallSite, OperationForm, Visits, counted_as, key_of
+from ghostclip.capture import layouts
+from ghostclip.capture.call_sites import (
+    CONSTANT,
+    FIRST,
+    MAX_ATTEMPTS,
+    UNKNOWN,
+    CallSite,
+    OperationForm,
+    Visits,
+    compared,
+    counted_as,
+    key_of,
+)
 from ghostclip.capture.derive import refuse_data, reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, is_data, per_sample_axis
@@ -28,7 +39,6 @@ from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, 
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, candidates_along, order_of_rows, row_maps
 from ghostclip.capture.sample_axis import UNKNOWN_ORDER, Followed, leads_to
-from ghostclip.capture.sizes import CONSTANT, UNKNOWN, compared
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
 from ghostclip.errors import GhostClipError
 from ghostclip.rules import Call, Captured, Rule, follows_from_form, is_rule_for, rule_for
@@ -111,7 +121,7 @@ def _consuming(
         if known < 0 and not operation.is_in_graph:
             # The samples' number stands on an axis that cannot hold samples: a constant.
             return Derive(operation), orders
-    if broadcast.is_elementwise(operation.name):
+    if layouts.is_elementwise(operation.name):
         plan = _broadcast(operation, layout, data, forward, orders)
         if plan is not None:
             return plan, orders
@@ -190,15 +200,15 @@ def _broadcast(
     size, axis = forward.batch_size, forward.batch_axis
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
-    row_axis = _sample_axis(data, dims, layout) or broadcast.row_axis_of(data, dims, size, axis)
+    row_axis = _sample_axis(data, dims, layout) or layouts.row_axis_of(data, dims, size, axis)
     if row_axis is None:
         return None
     result_axis, count, witness = row_axis
     order = order_of_rows(witness, result_axis - dims + witness.dim(), forward) if size > 1 else IN_ORDER
     orders.append(order)
     routed = None if order.samples is None else RowMap("gathered", 0, order.samples)
-    maps = broadcast.map_of_rows(count, size, axis, order.row_map or routed)
-    return Broadcast(operation, dims, broadcast.RowAxis(result_axis, count, maps, size), witness) if maps else None
+    maps = layouts.map_of_rows(count, size, axis, order.row_map or routed)
+    return Broadcast(operation, dims, layouts.RowAxis(result_axis, count, maps, size), witness) if maps else None
 
 
 def _sample_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> tuple[int, int, Tensor] | None:

@@ -13,11 +13,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Visits
+from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Resized, Visits
 from ghostclip.capture.hooks import hooks_before_now
 from ghostclip.capture.nodes import Casts
 from ghostclip.capture.row_tracker import RowTracker
-from ghostclip.capture.sizes import Resized
 
 # A use as its forward counts it: its call site, and the leading sizes of its rows, none of another than a rule's.
 Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.capture.call_sites import UNKNOWN
 from ghostclip.capture.derive import batched_grad
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import save_tensors
 from ghostclip.capture.param_use import ParamUse, attached, no_axis_message, site_of, versions_of
 from ghostclip.capture.row_maps import row_maps
-from ghostclip.capture.sizes import UNKNOWN
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Sampled

@@ -1,28 +1,331 @@
 """Plans: the ways in which an operation on tracked tensors runs. `ghostclip.capture.decide` chooses one.
 
 A plan holds what was decided and runs it; whatever it does to its forward is to register uses.
+
+`General` is the way for whatever operation: a gradient for each sample through that operation alone. Each sample's rows
+are run again on their own, all samples at once under ``vmap``: the work of one forward and one backward. What comes out
+is used only if it reproduces the operation's output and adds up to the whole batch's gradient, which costs one more
+backward. Where the rows cannot be told apart or the operation cannot be run so (a random one), autograd is asked for
+one sample's gradient after the other, at the cost of B backwards through the operation.
+
+Shape letter: B samples.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
-from ghostclip.capture import broadcast
-from ghostclip.capture.call_sites import OperationForm
-from ghostclip.capture.derive import derive, write
+from ghostclip import _torch, _tree
+from ghostclip.capture import layouts
+from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, OperationForm
+from ghostclip.capture.derive import batched_grad, derive, write
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.general import in_general
-from ghostclip.capture.layouts import ArgumentLayout
-from ghostclip.capture.nodes import source
-from ghostclip.capture.param_use import ParamUse, attached, delivery, register, run_and_save, site_of, versions_of
-from ghostclip.capture.row_maps import RowMap, wants_gradient
+from ghostclip.capture.layouts import ArgumentLayout, result_axes
+from ghostclip.capture.nodes import Region, source
+from ghostclip.capture.param_use import (
+    ParamUse,
+    attached,
+    delivery,
+    no_axis_message,
+    register,
+    run_and_save,
+    site_of,
+    versions_of,
+)
+from ghostclip.capture.row_maps import RowMap, candidates, order_of_rows, wants_gradient
 from ghostclip.capture.sample_axis import ROWS_KEY, note
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
-from ghostclip.factors import Factor
+from ghostclip.factors import Dense, Factor
 from ghostclip.rules import Captured
+
+_FOLDED: Final = ("axis", "major", "minor")
+# Relative differences beyond rounding, by dtype; sums over a batch in another order are within.
+_TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Rerun:
+    """An operation as it ran in the forward."""
+
+    # runs it on other values of (its plain tensors, its parameters) and returns its differentiable outputs
+    run: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+    inputs: Sequence[Tensor]  # its parameters
+    plain: list[Tensor] = field(default_factory=list)  # its plain tensors, known once it has run
+    # their versions then; data changed in place since cannot be run on again
+    versions: list[int] = field(default_factory=list)
+
+    def remember(self, plain: Sequence[Tensor]) -> None:
+        """Note the values on which it runs in the forward."""
+        self.plain[:] = plain
+        self.versions[:] = _torch.versions(plain)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """One output with its gradient."""
+
+    place: int  # index among the outputs
+    output: Tensor  # with the operation's own graph
+    grad: Tensor
+    row_map: RowMap  # where its samples are
+
+
+def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> list[Tensor] | None:
+    """Return per-sample gradients ``(B, *P)`` of a region's parameters."""
+    # None if it cannot be rerun with the same result.
+    if batch_size < 2 or any(item.row_map.kind not in _FOLDED for item in arrived):
+        return None
+    if _torch.versions(region.plain) != region.versions:
+        return None
+    maps = [_map_of(tensor, arrived, batch_size) for tensor in region.plain]
+    try:
+        with _torch.no_slow_vmap():
+            outputs, sample_grads = _vmapped(region, arrived, maps, batch_size)
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return None
+    same = all(
+        _close(rerun, _split(item.output.detach(), item.row_map, batch_size))
+        for rerun, item in zip(outputs, arrived, strict=True)
+    )
+    return sample_grads if same and _adds_up(region, arrived, sample_grads) else None
+
+
+def _vmapped(
+    region: Rerun, arrived: Sequence[Arrived], maps: Sequence[RowMap | None], batch_size: int
+) -> tuple[Sequence[Tensor], list[Tensor]]:
+    """Run the operation and its backward for all samples; return outputs and gradients, samples first."""
+    plain = [
+        tensor if row_map is None else _split(tensor, row_map, batch_size)
+        for tensor, row_map in zip(region.plain, maps, strict=True)
+    ]
+    grads = [_split(item.grad, item.row_map, batch_size) for item in arrived]
+    indices = [item.place for item in arrived]
+
+    def one(rows: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        def forward(*parameters: Tensor) -> tuple[Tensor, ...]:
+            outputs = region.run(rows, parameters)
+            return tuple(outputs[index] for index in indices)
+
+        outputs, pull = torch.func.vjp(forward, *region.inputs)[:2]
+        return outputs, pull(tuple(grads))
+
+    in_dims = ([None if row_map is None else 0 for row_map in maps], [0] * len(grads))
+    outputs, sample_grads = torch.func.vmap(one, in_dims=in_dims, randomness="error")(plain, grads)
+    return outputs, list(sample_grads)
+
+
+def _split(tensor: Tensor, row_map: RowMap, batch_size: int) -> Tensor:
+    """Return every sample's rows of a tensor, samples first, with the rows' axis: ``(B, ..., rows, ...)``."""
+    axis, rows = row_map.axis, tensor.shape[row_map.axis] // batch_size
+    if row_map.kind == "minor":
+        return tensor.detach().unflatten(axis, (rows, batch_size)).movedim(axis + 1, 0)
+    return tensor.detach().unflatten(axis, (batch_size, rows)).movedim(axis, 0)
+
+
+def _map_of(tensor: Tensor, arrived: Sequence[Arrived], batch_size: int) -> RowMap | None:
+    """Guess the row map of an input from the outputs'; None: a constant. What a wrong guess gives is not used."""
+    for item in arrived:
+        row_map = item.row_map
+        size = item.output.shape[row_map.axis]
+        for axis in dict.fromkeys((row_map.axis, 0, 1)):
+            if axis < tensor.dim() and tensor.shape[axis] == size:
+                return RowMap(row_map.kind, axis)
+    if tensor.dim() and tensor.shape[0] == batch_size:
+        return RowMap("axis")
+    return None
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    tolerance = _TOLERANCE.get(first.dtype, 5e-2)
+    scale = float(second.abs().nan_to_num(0.0, 0.0, 0.0).max()) if second.numel() else 0.0
+    return bool(torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+
+
+def _adds_up(region: Rerun, arrived: Sequence[Arrived], sample_grads: Sequence[Tensor]) -> bool:
+    outputs, grads = [item.output for item in arrived], [item.grad for item in arrived]
+    whole = torch.autograd.grad(outputs, list(region.inputs), grads, retain_graph=True, materialize_grads=True)
+    return all(_close(mine.sum(0), total) for mine, total in zip(sample_grads, whole, strict=True))
+
+
+def _run_locally(
+    operation: Operation, entered: Mapping[int, Tensor], local: Sequence[Tensor]
+) -> tuple[list[Any], _torch.TreeSpec]:
+    """Run an operation on local copies of its plain tensors: nothing upstream of its node is touched."""
+    # Returns the leaves of the result and their structure.
+    leaves, structure = _torch.tree_flatten((operation.args, operation.kwargs))
+    remaining = iter(local)
+    local_leaves = [next(remaining) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
+    args, kwargs = _torch.tree_unflatten(local_leaves, structure)
+    return _torch.tree_flatten(operation.func(*args, **kwargs))
+
+
+def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
+    """Run an operation and register its use; the result is in the graph."""
+    if operation.is_in_place:
+        return _in_place(operation, layout, forward)
+    tracked = operation.tracked
+    entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
+    rerun = _rerun_of(operation, list(entered), list(entered.values()))
+    gathered = any(_gathered(tensor, forward) is not None for tensor in operation.plain if tensor.dim())
+    site = site_of(forward, tracked, operation.name, GENERAL_FORM, "selected" if gathered else "")
+    if site.at_once:
+        site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
+    targets = {str(number): t for number, t in enumerate(tracked)}
+    use = ParamUse(site, forward, targets, _unset, 1, [], versions=versions_of(targets))
+    use.wants_input_gradient = wants_gradient(operation.plain, forward)
+    output_maps: list[list[RowMap]] = []
+    ran: list[tuple[list[Any], _torch.TreeSpec]] = []
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        rerun.remember(tensors)
+        ran.append(_run_locally(operation, entered, tensors))
+        return [item for item in ran[0][0] if _in_graph(item)]
+
+    deliver = _delivery(use, rerun, output_maps)
+    results = list(Region.apply(run, deliver, forward.around.anchor, *operation.plain))
+    nodes = [tensor.grad_fn for tensor in operation.plain if tensor.grad_fn is not None]
+    register(use, results[0].grad_fn if results else None, nodes[0] if nodes else None)
+    fresh, ((items, structure),) = iter(results), ran
+    leaves = [next(fresh) if _in_graph(item) else item for item in items]
+    returned = _torch.tree_unflatten(leaves, structure)
+    axes = dict(zip(map(id, _tree.tensors(returned)), result_axes(layout, returned, forward), strict=False))
+    output_maps += [_output_maps(output, operation, use, axes.get(id(output), layout.result)) for output in results]
+    return returned
+
+
+def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
+    """Return the sample of each gathered row of a tensor, and note the gathering in the forward."""
+    order = order_of_rows(tensor, 0, forward)
+    order.note(forward)
+    return order.samples
+
+
+def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> Rerun:
+    def again(plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        items, _ = _run_locally(operation, dict(zip(keys, parameters, strict=True)), plain)
+        return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+
+    return Rerun(again, inputs)
+
+
+def _delivery(
+    use: ParamUse, rerun: Rerun, output_maps: list[list[RowMap]]
+) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
+    around = use.forward.around
+
+    def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        arrived = [
+            Arrived(index, output, grad, maps[0])
+            for index, (output, grad, maps) in enumerate(zip(outputs, grads, output_maps, strict=True))
+            if grad is not None
+        ]
+        if not arrived:
+            return
+        # Evidence decides between the row maps of the first output that takes part.
+        use.maps = output_maps[arrived[0].place]
+        use.num_batch_dims = max(row_map.axis for row_map in use.maps) + 1
+
+        def factors(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
+            every = [replace(arrived[0], grad=grad, row_map=use.row_map), *arrived[1:]]
+            at_once = _at_once(use, rerun, every)
+            if at_once is not None:
+                return at_once
+            if use.forward.batch_size > 1:
+                _tell_slow(use)
+            return _one_by_one(every, rerun.inputs, use.forward.batch_size)
+
+        use.factors = factors
+        around.deliver(use, arrived[0].grad)
+        # The closure holds the local graph and the use holds the closure: without this, both wait for the collector.
+        use.factors = _unset
+
+    return deliver
+
+
+def _at_once(use: ParamUse, rerun: Rerun, arrived: Sequence[Arrived]) -> Mapping[str, Factor] | None:
+    sample_grads = gradients(rerun, arrived, batch_size=use.forward.batch_size)
+    if sample_grads is None:
+        return None
+    use.site.at_once = True
+    use.site.forms.update(dict.fromkeys(use.site.names, AT_ONCE_FORM))
+    return {str(number): Dense(grad) for number, grad in enumerate(sample_grads)}
+
+
+def _tell_slow(use: ParamUse) -> None:
+    """Warn once that a parameter has no rule."""
+    site, around = use.site, use.forward.around
+    if site.names not in around.sites.told:
+        around.sites.told.add(site.names)
+        said = "%s: %s has no rule; its per-sample gradients are formed one by one."
+        _log.warning(said, around.describe(site.names[0]), site.describe())
+
+
+def _in_place(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
+    """Run an in-place operation on a copy of its first argument, then write the result back."""
+    changed = operation.args[0]
+
+    def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
+        copy = first.clone()
+        operation.func(copy, *rest, **named)
+        return copy
+
+    on_copies = replace(operation, func=on_copy, name=f"copied {operation.name.strip('_')}")
+    # It has the form of what is changed.
+    changed.copy_(in_general(on_copies, replace(layout, result=layout.axis(changed)), forward))
+    return None if operation.name == "__setitem__" else changed
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, TrackedTensor)
+
+
+def _in_graph(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad
+
+
+def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Factor]:
+    raise AssertionError("set when the gradient arrives")
+
+
+def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int) -> list[RowMap]:
+    forward = use.forward
+    maps = candidates(output.shape, forward.batch_size, axis=forward.batch_axis) if output.dim() else []
+    if forward.batch_size > 1 and known >= 0:
+        maps = [row_map for row_map in maps if row_map.axis == known]
+    if forward.batch_size > 1 and output.dim() and known <= 0:
+        for tensor in operation.plain:
+            if tensor.dim() and tensor.shape[0] == output.shape[0]:
+                samples = _gathered(tensor, forward)
+                if samples is not None:
+                    return [RowMap("gathered", 0, samples), *maps]
+    if not maps and output.numel():
+        raise BatchAxisError(no_axis_message(use.site, output, forward))
+    # Rows that there are none of are nobody's: the first axis holds them, or another.
+    return maps or [RowMap("gathered", output.shape.index(0), torch.zeros(0, dtype=torch.int64, device=output.device))]
+
+
+def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size: int) -> Mapping[str, Factor]:
+    """Return per-sample gradients of ``inputs`` by masking the output gradient to one sample at a time."""
+    totals: dict[int, Tensor] = {}
+    for item in arrived:
+        row_map = item.row_map
+        if row_map.kind == "whole":
+            masked_B = item.grad.unsqueeze(0)
+        else:
+            moved = layouts.per_sample_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
+            masked_B = moved.movedim(1, row_map.axis + 1)
+        for number, grad_B in enumerate(batched_grad(item.output, inputs, masked_B)):
+            if grad_B is not None:
+                totals[number] = totals[number] + grad_B if number in totals else grad_B
+    return {str(number): Dense(total) for number, total in totals.items()}
 
 
 class Plan(Protocol):
@@ -108,14 +411,14 @@ class Broadcast(Plan):
 
     operation: Operation
     dims: int  # number of axes of its result
-    rows: broadcast.RowAxis  # axis of its result along which rows of samples lie
+    rows: layouts.RowAxis  # axis of its result along which rows of samples lie
     witness: Tensor  # the data that shows it
 
     def run(self, forward: ForwardContext) -> Any:
         wanted, behind = wants_gradient([self.witness], forward), self.witness.grad_fn
 
         def enter(tracked: TrackedTensor) -> Tensor:
-            expanded = broadcast.Expanded(tracked.origin.value, self.dims, self.rows)
+            expanded = layouts.Expanded(tracked.origin.value, self.dims, self.rows)
             return _entered(self.operation.name, tracked, expanded, forward, behind=behind, wants_gradient=wanted)
 
         return self.operation.run(enter)
@@ -133,9 +436,9 @@ class PerSampleCopies(Plan):
 
         def enter(tracked: TrackedTensor) -> Tensor:
             value, axis = tracked.origin.value, self.axes[id(tracked)]
-            maps = broadcast.map_of_rows(value.shape[axis], size, forward.batch_axis, None)
-            rows = broadcast.RowAxis(axis, value.shape[axis], maps, size)
-            expanded = broadcast.Expanded(value, value.dim(), rows)
+            maps = layouts.map_of_rows(value.shape[axis], size, forward.batch_axis, None)
+            rows = layouts.RowAxis(axis, value.shape[axis], maps, size)
+            expanded = layouts.Expanded(value, value.dim(), rows)
             return _entered(self.operation.name, tracked, expanded, forward, behind=None, wants_gradient=True)
 
         return self.operation.run(enter)
@@ -161,7 +464,7 @@ class General(Plan):
 def _entered(
     name: str,
     tracked: TrackedTensor,
-    expanded: broadcast.Expanded,
+    expanded: layouts.Expanded,
     forward: ForwardContext,
     *,
     behind: Any,

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
+from ghostclip.capture.call_sites import Calls, Key, Resized
 from ghostclip.capture.inputs import positions, rows_of
 from ghostclip.capture.nodes import under_checkpoint
 from ghostclip.capture.sample_axis import (
@@ -37,7 +38,6 @@ from ghostclip.capture.sample_axis import (
     note,
     sample_axis_at,
 )
-from ghostclip.capture.sizes import Calls, Key, Resized
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import UnsupportedModelError
 

@@ -23,9 +23,9 @@ from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.row_maps import RowMap, samples_axis
+from ghostclip.checks.linear_paths import Factors, Number, Path, ReducedAxes, grouped, looks_plain, paths
+from ghostclip.checks.losses import in_words
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence.linear_paths import Factors, Number, Path, ReducedAxes, grouped, looks_plain, paths
-from ghostclip.evidence.losses import in_words
 from ghostclip.kernels.sums import add_rows_
 
 TOLERANCE: Final = 1e-6

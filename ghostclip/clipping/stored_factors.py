@@ -20,8 +20,8 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
+from ghostclip.checks.batches import Randomness
 from ghostclip.errors import TamperedGradientError
-from ghostclip.evidence.randomness import Randomness
 from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.kernels import runtime
 

@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ghostclip._validate import refuse_any
-from ghostclip.commands.options import (
+from ghostclip.terminal import (
     DELTA,
     FILE,
     OPTIMIZER,
     TRAINABLE,
     Options,
+    Working,
     gigabytes,
     quietly,
     require_files,
@@ -21,7 +22,6 @@ from ghostclip.commands.options import (
     write_json,
     write_page,
 )
-from ghostclip.terminal import Working
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ghostclip._files import BLACK, BLUE, PALE, picture
 from ghostclip._validate import refuse_any
-from ghostclip.commands.options import DELTA, FILE, Options, require_files, write_json
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.terminal import Working
+from ghostclip.terminal import DELTA, FILE, Options, Working, require_files, write_json
 
 if TYPE_CHECKING:
     from ghostclip.accounting import Bounds

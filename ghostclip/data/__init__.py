@@ -5,10 +5,9 @@
 physical batches that fit in memory; `DeclaredSampling` states what a user samples.
 """
 
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
 from ghostclip.data.collation import EmptyBatchCollate
 from ghostclip.data.loader import DPDataLoader
-from ghostclip.data.physical_batches import PhysicalBatches
+from ghostclip.data.physical_batches import BatchMemoryManager, PhysicalBatches
 from ghostclip.data.sampler import PoissonSampler, PrivateSampler
 from ghostclip.data.schemes import (
     Cyclic,

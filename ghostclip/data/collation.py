@@ -26,10 +26,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
 from ghostclip import _tree
+from ghostclip.checks.module_state import Reachable
+from ghostclip.checks.padding import Padded
 from ghostclip.errors import DataError
-from ghostclip.evidence.module_state import Reachable
-from ghostclip.evidence.padding import Padded
-from ghostclip.language.tasks import own_randomness
+from ghostclip.language import own_randomness
 
 logger = logging.getLogger(__name__)
 

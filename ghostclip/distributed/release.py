@@ -24,9 +24,13 @@ from ghostclip.distributed.agreement import (
     share_noise,
     world_size,
 )
-from ghostclip.distributed.placement import Box, placement_of
 from ghostclip.distributed.sample_ranks import Shares
-from ghostclip.distributed.weights import DifferentiallyPrivateDistributedDataParallel, require_equal_weights
+from ghostclip.distributed.weights import (
+    Box,
+    DifferentiallyPrivateDistributedDataParallel,
+    placement_of,
+    require_equal_weights,
+)
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_shares, packs, skip_noise

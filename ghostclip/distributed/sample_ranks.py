@@ -35,7 +35,7 @@ from ghostclip.distributed.agreement import (
     require_equal,
     world_size,
 )
-from ghostclip.distributed.placement import Placement
+from ghostclip.distributed.weights import Placement
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, Head, Outer, Permuted, Placed, Rows, planner
 from ghostclip.kernels.fingerprints import content_prints, read_prints

@@ -27,6 +27,7 @@ from torch import Tensor, distributed, nn
 
 from ghostclip import _torch
 from ghostclip.capture.ranks import leaves_empty
+from ghostclip.checks.unchecked import CheckSchedule
 from ghostclip.distributed.agreement import (
     Leaving,
     common_numbers,
@@ -37,10 +38,9 @@ from ghostclip.distributed.agreement import (
     telling,
     world_size,
 )
-from ghostclip.distributed.placement import MeshAxis, Placement, as_part_of, placement_of
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, require_same_samples, shares_of
+from ghostclip.distributed.weights import MeshAxis, Placement, as_part_of, placement_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
-from ghostclip.evidence.unchecked import CheckSchedule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -4,9 +4,8 @@ A rule says which form a parameter's per-sample gradient has and hands over tens
 clipped sums and materialised gradients follow from the form alone.
 """
 
-from ghostclip.factors.base import Factor, SquaredNorm
+from ghostclip.factors.base import Dense, Diagonal, Factor, SquaredNorm
 from ghostclip.factors.convolution import Windows
-from ghostclip.factors.dense import Dense, Diagonal
 from ghostclip.factors.head import Head, HeadBias
 from ghostclip.factors.inner import inner, joined
 from ghostclip.factors.outer import Outer

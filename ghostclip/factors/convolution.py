@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ghostclip.factors import planner
 from ghostclip.factors.base import (
+    Dense,
     Factor,
     SquaredNorm,
     Terms,
@@ -32,7 +33,6 @@ from ghostclip.factors.base import (
     to_accumulation,
     zero_dropped,
 )
-from ghostclip.factors.dense import Dense
 from ghostclip.factors.outer import INSTANTIATE, Outer
 from ghostclip.factors.wrapped import Permuted
 from ghostclip.kernels import products

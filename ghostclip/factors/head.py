@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ghostclip import _torch
 from ghostclip.errors import TamperedGradientError, UnsupportedModelError
-from ghostclip.factors.base import Factor, SquaredNorm, Terms, accumulation_dtype, no_error, zero_dropped
-from ghostclip.factors.dense import Dense
+from ghostclip.factors.base import Dense, Factor, SquaredNorm, Terms, accumulation_dtype, no_error, zero_dropped
 from ghostclip.kernels.bounds import Bounded
 from ghostclip.kernels.head import (
     BiasGradients,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors import planner
-from ghostclip.factors.base import Factor, to_accumulation
+from ghostclip.factors.base import Dense, Factor, to_accumulation
 from ghostclip.factors.convolution import Windows
-from ghostclip.factors.dense import Dense
 from ghostclip.factors.head import Head
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from ghostclip import kernels
 from ghostclip.factors import planner
-from ghostclip.factors.base import Factor, SquaredNorm, Terms, doubled, no_error, rows_of, to_accumulation, zero_dropped
-from ghostclip.factors.dense import Dense
+from ghostclip.factors.base import (
+    Dense,
+    Factor,
+    SquaredNorm,
+    Terms,
+    doubled,
+    no_error,
+    rows_of,
+    to_accumulation,
+    zero_dropped,
+)
 from ghostclip.factors.planner import contraction
 from ghostclip.kernels import products
 from ghostclip.kernels.bounds import (

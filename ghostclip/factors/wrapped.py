@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.factors.base import (
+    Dense,
     Factor,
     SquaredNorm,
     Terms,
@@ -19,7 +20,6 @@ from ghostclip.factors.base import (
     to_accumulation,
     zero_dropped,
 )
-from ghostclip.factors.dense import Dense
 from ghostclip.kernels.bounds import Product, Reduced, Unfinished
 
 

@@ -23,13 +23,12 @@ from torch.utils.data import DataLoader, Subset
 import ghostclip
 from ghostclip._files import reason_of
 from ghostclip.clipper import Strategy
-from ghostclip.data.physical_batch_size import find_max_physical_batch_size, largest_batch
+from ghostclip.data.physical_batches import find_max_physical_batch_size, largest_batch
 from ghostclip.distributed.sharded import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, from_anywhere, labels_of
-from ghostclip.language.tasks import task_of, without_adapters
-from ghostclip.language.vocabulary_head import losses_of, use_fused
+from ghostclip.language import losses_of, task_of, use_fused, without_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

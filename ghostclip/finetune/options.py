@@ -32,7 +32,7 @@ from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.errors import InvalidOptionError, ResumeError
 
 TOYS: Final = ("gpt2", "llama")
-# As in ghostclip.language.vocabulary_head, and as in ghostclip.planning.plan, which take longer to load.
+# As in ghostclip.language, and as in ghostclip.planning.plan, which take longer to load.
 HEADS: Final = ("auto", "fused", "logits")
 MEMORY_BUDGET: Final = 1.05
 STRATEGIES: Final = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")

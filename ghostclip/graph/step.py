@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.inputs import batch_size_of
+from ghostclip.checks.batches import Randomness
+from ghostclip.checks.dependence import batch_axis_of, has_lists
+from ghostclip.checks.module_state import restored
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError, LossReductionError
-from ghostclip.evidence.dependence import batch_axis_of, has_lists
-from ghostclip.evidence.module_state import restored
-from ghostclip.evidence.randomness import Randomness
 from ghostclip.graph.compiled import CompiledStep, GraphOptions, Outcome, Part, Sizes, part_of
 from ghostclip.graph.guards import form_of, surroundings
 from ghostclip.graph.rewrite import Clipping

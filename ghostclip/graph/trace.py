@@ -21,9 +21,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
+from ghostclip.checks.batches import Randomness
+from ghostclip.checks.module_state import ModuleState
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.evidence.module_state import ModuleState
-from ghostclip.evidence.randomness import Randomness
 
 LossFunction = Callable[..., Any]
 """From the model and a batch to the losses of its samples, ``(B,)``, or to a pair of these and anything else."""

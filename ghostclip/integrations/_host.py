@@ -23,17 +23,17 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ghostclip import _validate, mechanisms
 from ghostclip.accounting import get_noise_multiplier
-from ghostclip.assembly.options import CLIPPINGS
 from ghostclip.data import DPDataLoader, PhysicalBatches
-from ghostclip.data.torch_loader import checked_batch_size, dataset_length, record_sampler
+from ghostclip.data.loader import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.facade.module import mode_of
-from ghostclip.language.vocabulary_head import CHOICES
+from ghostclip.language import CHOICES
 from ghostclip.mechanisms.mechanism import Correlated
 from ghostclip.mechanisms.plan import calibrated
 from ghostclip.noise.continuous import LEVELS
 from ghostclip.optim import release_of
+from ghostclip.options import CLIPPINGS
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy.budget import Budget
 

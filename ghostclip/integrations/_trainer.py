@@ -34,8 +34,7 @@ from ghostclip.errors import (
 from ghostclip.facade import GradSampleModule
 from ghostclip.graph.takeover import hindered
 from ghostclip.integrations._host import Contradiction, HostTraining, PrivacyArguments, refuse_options
-from ghostclip.language.tasks import without_trace
-from ghostclip.language.vocabulary_head import OWN
+from ghostclip.language import OWN, without_trace
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 

@@ -29,8 +29,7 @@ from ghostclip.graph.takeover import Takeover, left_of
 from ghostclip.integrations._host import PrivacyArguments, forgotten, suggests_fields, warn_if_untested
 from ghostclip.integrations._trainer import PrivateRun, Ticket, refuse, require_own_loss, require_padding_without_effect
 from ghostclip.integrations.peft import AdapterWatch, use_plain_operations
-from ghostclip.language.tasks import evaluating, task_of, without_adapters
-from ghostclip.language.vocabulary_head import losses_of, use_fused
+from ghostclip.language import evaluating, losses_of, task_of, use_fused, without_adapters
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer
 

@@ -30,8 +30,7 @@ from ghostclip.errors import InvalidOptionError, NotOfferedError
 from ghostclip.integrations._host import PrivacyArguments, suggests_fields
 from ghostclip.integrations.transformers import DPTrainer
 from ghostclip.kernels.bounds import widened
-from ghostclip.language.tasks import without_adapters
-from ghostclip.language.vocabulary_head import logits_of, without_logits
+from ghostclip.language import logits_of, without_adapters, without_logits
 from ghostclip.losses import token_losses
 
 try:

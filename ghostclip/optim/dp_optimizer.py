@@ -29,9 +29,8 @@ from ghostclip.noise.keyed import add_noise_
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.draws import Replay
-from ghostclip.optim.foreign import Releases, watch_other_optimizers
 from ghostclip.optim.virtual import BatchToken, LogicalBatch
-from ghostclip.optim.wrapped import WrappedOptimizer, evaluated
+from ghostclip.optim.wrapped import Releases, WrappedOptimizer, evaluated, watch_other_optimizers
 
 if TYPE_CHECKING:
     from ghostclip.clipper import GhostClipper

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch, _tree
-from ghostclip.evidence.unchecked import CheckSchedule
+from ghostclip.checks.unchecked import CheckSchedule
 
 # How deep tensors are looked for in batches that are objects.
 _INTO_OBJECTS = 4

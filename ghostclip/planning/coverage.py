@@ -17,7 +17,7 @@ from torch import nn
 
 from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, CallSite, MatrixProduct, Statistics
 from ghostclip.factors import planner
-from ghostclip.planning.below import BlockPlanner
+from ghostclip.planning.plan import BlockPlanner
 from ghostclip.rules import rule_for
 
 # Strategies that hold something of every layer until the backward ends.

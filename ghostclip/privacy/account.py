@@ -21,16 +21,16 @@ from ghostclip.accounting import Accountant, Bounds, IAccountant
 from ghostclip.accounting.calibration import smallest_noise_multiplier
 from ghostclip.accounting.history import Charge, Kind, counted, joined
 from ghostclip.accounting.registry import bounding_accountant
+from ghostclip.checks.unchecked import Unchecked
 from ghostclip.distributed import SharedNoise
 from ghostclip.distributed.agreement import refused_together, require_agreement, telling
 from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.evidence.unchecked import Unchecked
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.dp_optimizer import SkipStep
-from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.charges import (
+from ghostclip.privacy.budget import (
+    Budget,
     accountant_of,
     charges_of,
     continue_own,

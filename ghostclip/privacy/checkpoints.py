@@ -26,7 +26,7 @@ from ghostclip.noise.correlated import plain
 from ghostclip.noise.keyed import KeyedNoise
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
-from ghostclip.privacy.charges import coordinates_of
+from ghostclip.privacy.budget import coordinates_of
 from ghostclip.privacy.sampling import Sampling
 
 

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 from ghostclip.accounting.history import Charge, joined
 from ghostclip.distributed.agreement import from_first, gathered, is_first, telling
 from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
-from ghostclip.privacy.charges import checked_charge
+from ghostclip.privacy.budget import checked_charge
 
 FORMAT = 3
 """Version of what is written: 1 and 2 had lines that did not depend on each other."""

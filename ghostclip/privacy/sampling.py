@@ -24,10 +24,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from ghostclip import _tree
 from ghostclip.accounting.history import Charge, SamplingEvent, joined
+from ghostclip.checks.batches import unnoticed
+from ghostclip.checks.padding import Padded
 from ghostclip.data import DeclaredSampling, DPDataLoader, PrivateSampler, Shuffled
-from ghostclip.data.batch_memory_manager import splittable_batches
 from ghostclip.data.collation import padding_of
-from ghostclip.data.torch_loader import (
+from ghostclip.data.loader import (
     TakenAsItIs,
     checked_batch_size,
     dataset_length,
@@ -36,16 +37,15 @@ from ghostclip.data.torch_loader import (
     warn_of_repetitions,
     worker_options,
 )
+from ghostclip.data.physical_batches import splittable_batches
 from ghostclip.distributed.agreement import gathered, refused_together, require_equal, telling, world_size
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.evidence.padding import Padded
-from ghostclip.evidence.randomness import unnoticed
-from ghostclip.language.tasks import own_randomness
+from ghostclip.language import own_randomness
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise.correlated import Correlation
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
-from ghostclip.privacy.charges import cost_of
+from ghostclip.privacy.budget import cost_of
 
 _OF_ANY_SIZE = ("poisson", "truncated_poisson", "cyclic_poisson", "allocation")
 _PERIODIC = ("shuffled", "cyclic", "cyclic_poisson", "allocation")

@@ -16,7 +16,7 @@ from torch import nn
 
 from ghostclip.accounting import Accountant, Bounds
 from ghostclip.accounting.calibration import epsilon_too_large
-from ghostclip.privacy.charges import accountant_of, charges_of, released_bounds
+from ghostclip.privacy.budget import accountant_of, charges_of, released_bounds
 from ghostclip.privacy.sampling import Sampling
 
 _RELATIONS = {

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.language.vocabulary_head import LARGE, reason_against, without_logits
+from ghostclip.language import LARGE, reason_against, without_logits
 from ghostclip.validation import sources
 from ghostclip.validation.inspection import losses_of, train_only
 from ghostclip.validation.sources import InspectionRequest, Source, load_source, require_positions

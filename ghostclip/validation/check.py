@@ -20,15 +20,22 @@ from torch.utils.benchmark import Timer
 from ghostclip import _torch
 from ghostclip._memory import peak_bytes
 from ghostclip._validate import suggests_options
+from ghostclip.checks.dependence import same_randomness, taken
+from ghostclip.checks.module_state import restored
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.data.physical_batch_size import find_max_physical_batch_size
-from ghostclip.data.physical_batches import count_rows
+from ghostclip.data.physical_batches import count_rows, find_max_physical_batch_size
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError
-from ghostclip.evidence.dependence import same_randomness, taken
-from ghostclip.evidence.module_state import restored
 from ghostclip.facade.module import clipper_of
-from ghostclip.validation.subject import LossFn, as_loss_fn, count_samples, plain_batch, preserved, without_dropout
-from ghostclip.validation.validate import Report, validate
+from ghostclip.validation.validate import (
+    LossFn,
+    Report,
+    as_loss_fn,
+    count_samples,
+    plain_batch,
+    preserved,
+    validate,
+    without_dropout,
+)
 
 # Steps that prove how the model uses its parameters, and make what is made once.
 _WARM_UP = 3

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.validation.fixers import ModuleValidator
 from paper_repro.examples.data import textures
 from paper_repro.examples.options import accuracy, options_of

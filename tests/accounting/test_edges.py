@@ -14,7 +14,7 @@ import ghostclip
 from ghostclip.accounting import GaussianAccountant, create_accountant
 from ghostclip.accounting.pairs import Cells, SampledGaussian, discretised
 from ghostclip.errors import InvalidOptionError
-from ghostclip.privacy.charges import charges_of
+from ghostclip.privacy.budget import charges_of
 from tests.engine.training import small_model
 
 NAMES = ("best", "pld", "prv", "rdp", "dp_accounting")

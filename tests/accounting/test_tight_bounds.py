@@ -14,7 +14,7 @@ from scipy.special import log_ndtr
 
 from benchmarks.accounting.grid import edges, usual
 from ghostclip.accounting import RDPAccountant, create_accountant
-from ghostclip.accounting.pld import reach
+from ghostclip.accounting.accountant import reach
 
 SPOTS = [
     (1.0, 0.01, 1_000, 1e-5, 1.828),
@@ -183,9 +183,9 @@ def test_close_to_dp_accounting(history, delta):
 def test_grouped_steps_stay_on_either_side(monkeypatch):
     history = [(0.8 + 0.01 * k, 0.01, 20) for k in range(12)]
     exact = bounds(history, 1e-5)
-    monkeypatch.setattr("ghostclip.accounting.pld.MOST_GROUPS", 4)
+    monkeypatch.setattr("ghostclip.accounting.accountant.MOST_GROUPS", 4)
     grouped = keeper(history, "pld").whole_history()
-    from ghostclip.accounting.pld import pld_epsilon
+    from ghostclip.accounting.accountant import pld_epsilon
 
     found = pld_epsilon.__wrapped__(grouped, 1e-5)
     assert found.lower < exact.lower <= exact.upper < found.upper

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from tests.audit.subject import BOUND, CLASSES, FEATURES, HIDDEN, quietly, records
 from tests.engine.training import CountedNoise
 

@@ -40,7 +40,7 @@ def text_file(tmp_path):
 def _no_pictures(request, monkeypatch):
     """Runs draw none, which is a third of their time, but for tests that ask for `pictures`."""
     if "pictures" not in request.fixturenames and find_spec("transformers"):
-        monkeypatch.setattr("ghostclip.finetune.record.draw", lambda path, **_: path.touch())
+        monkeypatch.setattr("ghostclip.finetune.job.draw", lambda path, **_: path.touch())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import DataError, InvalidOptionError
 from tests.engine.training import Training, batch_of, fixed_loader, parameters_of, small_data, small_model
 

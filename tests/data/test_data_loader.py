@@ -29,7 +29,7 @@ from torch.utils.data import (
 from ghostclip import PrivacyEngine
 from ghostclip.accounting.history import steps_per_epoch
 from ghostclip.data import DPDataLoader
-from ghostclip.data.torch_loader import warn_of_repetitions
+from ghostclip.data.loader import warn_of_repetitions
 from ghostclip.errors import DataError, InvalidOptionError, ResumeError
 
 RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))

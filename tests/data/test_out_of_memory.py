@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ghostclip.clipping.decisions import ClipWeights
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import MissingGradientError
 from tests.engine.training import clipped_sum, parameters_of, small_data, small_model
 from tests.private_run import PrivateRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ghostclip.data.physical_batch_size import LearnedSize, find_max_physical_batch_size
+from ghostclip.data.physical_batches import LearnedSize, find_max_physical_batch_size
 from tests.randomised import given, st
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
 from ghostclip.data import DPDataLoader, FullBatch, Poisson, Shuffled, UserPoisson
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import BudgetExceededError, DataError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
 from tests.engine.training import parameters_of, small_data

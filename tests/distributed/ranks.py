@@ -15,7 +15,7 @@ from ghostclip import PrivacyEngine
 from ghostclip.compat.opacus.data_loader import DistributedUniformWithReplacementSampler
 from ghostclip.compat.opacus.optimizers import DistributedDPOptimizer
 from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.data.sampler import share_sampler
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel, SharedNoise, broadcast_parameters
 from ghostclip.distributed.agreement import Share, require_agreement, share_noise

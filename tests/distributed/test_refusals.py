@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ghostclip import GhostClipper, PrivacyEngine
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.distributed import ShardedModel, weights
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 from tests.distributed.loops import data, model

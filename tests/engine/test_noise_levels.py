@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from ghostclip import PrivacyEngine
 from ghostclip.accounting import create_accountant
 from ghostclip.errors import InvalidOptionError
-from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.charges import STEPS_PER_BOUND, released_bounds
+from ghostclip.privacy.budget import STEPS_PER_BOUND, Budget, released_bounds
 from ghostclip.privacy.checkpoints import digest_of
 from tests.engine.training import declared, small_data, small_model
 

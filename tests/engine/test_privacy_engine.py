@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, BestAccountant
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import (
     DataError,
     DrawError,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import parameters_of, small_data
 

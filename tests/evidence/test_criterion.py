@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.checks import criterion as known
 from ghostclip.errors import LossReductionError
-from ghostclip.evidence import criterion as known
 from ghostclip.facade import PrivateCriterion
 
 C, BATCH = 5, 12

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ghostclip.evidence.dependence import dependence_start
+from ghostclip.checks.dependence import dependence_start
 from tests.cases import ALL_CASES
 from tests.reference import batch_size
 from tests.validation.mixers import inputs

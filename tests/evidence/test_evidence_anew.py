@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
+from ghostclip.checks.unchecked import CheckSchedule
 from ghostclip.errors import GhostClipError
-from ghostclip.evidence.unchecked import CheckSchedule
 from tests.cases import by_name
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import ghostclip
+from ghostclip.checks.independence import OpenGates
 from ghostclip.errors import BatchAxisError, SampleMixingError
-from ghostclip.evidence.gates import OpenGates
 
 
 class _Gated(nn.Module):

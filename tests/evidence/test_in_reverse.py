@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
+from ghostclip.checks.unchecked import ORDER
 from ghostclip.errors import BatchAxisError, SampleMixingError
-from ghostclip.evidence.unchecked import ORDER
 from tests.reference import clip_and_sum, per_sample_gradients
 
 SIZES = (2, 3, 5, 9)

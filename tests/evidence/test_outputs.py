@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
+from ghostclip.checks.unchecked import BESIDE
 from ghostclip.errors import BatchAxisError, SampleMixingError, UncoveredParameterError
-from ghostclip.evidence.unchecked import BESIDE
 
 T = 3
 

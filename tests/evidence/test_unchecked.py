@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.evidence.unchecked import BEHIND, FEWER, LOSSES, REPLACED, ROWS
+from ghostclip.checks.unchecked import BEHIND, FEWER, LOSSES, REPLACED, ROWS
 
 ALL = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 

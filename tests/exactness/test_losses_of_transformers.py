@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ghostclip
-from ghostclip.clipping.scalar_loss import LossExaminer
+from ghostclip.clipping.loss import LossExaminer
 from ghostclip.errors import LossReductionError
 from tests.reference import clip_and_sum, per_sample_gradients, take, whole_norm
 

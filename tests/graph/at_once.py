@@ -1,7 +1,7 @@
 """Graphs that take over at once, without a compiler or another process."""
 
 from ghostclip import _torch
-from ghostclip.graph import store, takeover
+from ghostclip.graph import compiled, takeover
 
 
 class Now:
@@ -31,6 +31,6 @@ def at_once(put):
     put(takeover, "_QUICKER", float("inf"))
     put(_torch, "compiled", lambda graph, inputs, options: graph)
     put(_torch, "region_call", lambda: None)
-    put(store.CacheEntry, "found", lambda place: kept.get(place.key))
-    put(store.CacheEntry, "keep", lambda place, function: kept.setdefault(place.key, function))
+    put(compiled.CacheEntry, "found", lambda place: kept.get(place.key))
+    put(compiled.CacheEntry, "keep", lambda place, function: kept.setdefault(place.key, function))
     return kept

@@ -11,7 +11,7 @@ import torch
 from ghostclip import _torch
 from ghostclip.clipping.coefficients import Flat
 from ghostclip.clipping.policies import ClipPolicy, per_layer
-from ghostclip.graph import GraphOptions, store
+from ghostclip.graph import GraphOptions, compiled
 from tests.graph.steps import Net, batch, eager_sums, losses, net, step_of
 
 KEPT = GraphOptions()
@@ -32,7 +32,7 @@ def key_of(monkeypatch):
         keys.append(place.key)
         return lambda *tensors: ()
 
-    monkeypatch.setattr(store.CacheEntry, "found", found)
+    monkeypatch.setattr(compiled.CacheEntry, "found", found)
 
     def key(model, *, samples=6, dtype=torch.float64, **options):
         step = step_of(model, **{"options": KEPT, **options})
@@ -105,11 +105,11 @@ def test_a_key_follows_options_and_settings(key_of, monkeypatch):
 def test_a_key_follows_the_sources_of_the_package(key_of, tmp_path, monkeypatch):
     source = tmp_path / "package" / "part" / "module.py"
     source.parent.mkdir(parents=True)
-    monkeypatch.setattr(store, "SOURCES", tmp_path / "package")
+    monkeypatch.setattr(compiled, "SOURCES", tmp_path / "package")
 
     def written(text):
         source.write_text(text)
-        os.utime(source, ns=(store.BEGUN - 1, store.BEGUN - 1))
+        os.utime(source, ns=(compiled.BEGUN - 1, compiled.BEGUN - 1))
         return key_of(net())
 
     keys = {written("x = 1"), written("x = 2")}
@@ -141,7 +141,7 @@ def _with_a_tensor():
 )
 def test_what_is_not_known_to_be_equal_elsewhere_is_not_looked_for(key_of, options, monkeypatch):
     monkeypatch.setattr(_torch, "compiled", lambda *_: lambda *tensors: ())
-    monkeypatch.setattr(store.CacheEntry, "keep", lambda *_: pytest.fail("kept"))
+    monkeypatch.setattr(compiled.CacheEntry, "keep", lambda *_: pytest.fail("kept"))
     assert key_of(net(), **options) is None
 
 
@@ -194,9 +194,9 @@ def test_another_process_finds_the_same_step_to_the_bit(folder, tmp_path):
 def test_a_file_whose_content_does_not_fit_its_name_is_not_read(folder, monkeypatch):
     monkeypatch.setattr(_torch, "load_compiled", lambda path: path)
     folder.mkdir(parents=True)
-    kept = folder / f"key-{store._hash(b'graph')}"
+    kept = folder / f"key-{compiled._hash(b'graph')}"
     kept.write_bytes(b"graph")
     kept.with_name("key-foreign").write_bytes(b"no compiled graph")
-    assert store.CacheEntry(folder, "key").found() == kept
+    assert compiled.CacheEntry(folder, "key").found() == kept
     kept.write_bytes(b"grape")
-    assert store.CacheEntry(folder, "key").found() is None
+    assert compiled.CacheEntry(folder, "key").found() is None

@@ -13,9 +13,9 @@ from ghostclip.losses import token_losses
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
 
-from ghostclip.language import vocabulary_head  # noqa: E402
-from ghostclip.language.vocabulary_head import (  # noqa: E402
+from ghostclip.language import (  # noqa: E402
     use_fused,
+    vocabulary_head,
     without_logits,
 )
 

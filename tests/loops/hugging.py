@@ -172,7 +172,7 @@ def _trainer_accumulates(world: World) -> None:
 @row(LOOPS, **_HOST, uneven="Trainer counts physical batches, and ends in the middle of a logical one")
 def _batch_memory_manager_in_trainer(world: World) -> None:
     """BatchMemoryManager's loader as Trainer's, the norm not logged."""
-    from ghostclip.data.batch_memory_manager import BatchMemoryManager
+    from ghostclip.data.physical_batches import BatchMemoryManager
 
     model, optimizer, loader = _private(world, losses=lm_means(world))
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as physical:

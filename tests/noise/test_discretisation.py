@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from ghostclip.privacy.charges import discretisation_delta
+from ghostclip.privacy.budget import discretisation_delta
 
 
 @pytest.mark.parametrize("scale", [4.0, 5.5, 8.0, 16.0])

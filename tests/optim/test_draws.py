@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import DrawError, InvalidOptionError
 from ghostclip.optim.draws import Draw, DrawLog, Match, Replay
 from tests.engine.training import parameters_of, small_data, small_model
@@ -88,7 +88,7 @@ def test_loaders_that_keep_the_draws_whole_work(wrapper, poisson):
 @pytest.mark.parametrize("physical", [None, 3], ids=["logical", "physical"])
 @pytest.mark.parametrize("poisson", [True, False])
 def test_batches_that_the_loader_copies_to_a_device_are_known(poisson, physical, monkeypatch):
-    monkeypatch.setattr("ghostclip.data.torch_loader.moved", lambda batch, _: [part.clone() for part in batch])
+    monkeypatch.setattr("ghostclip.data.loader.moved", lambda batch, _: [part.clone() for part in batch])
     run = Run(poisson=poisson)
     run.loader.device = torch.device("cpu")
     if physical is None:

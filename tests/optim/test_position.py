@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 
 import ghostclip
 from ghostclip.accounting import create_accountant
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import DataError, DrawError, GhostClipError
 
 RECORDS, BATCH, SIGMA, DELTA = 48, 8, 1.0, 1e-5

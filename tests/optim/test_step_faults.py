@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ghostclip.clipping.decisions import ClipWeights
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import MissingGradientError
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import batch_of, declared, parameters_of, small_data

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ghostclip.accounting import create_accountant
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import BudgetError, BudgetExceededError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total

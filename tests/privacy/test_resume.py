@@ -14,7 +14,7 @@ from torch import nn
 
 from ghostclip.clipping import policies
 from ghostclip.compat.opacus import schedulers
-from ghostclip.data.batch_memory_manager import BatchMemoryManager
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import MissingGradientError, ResumeError
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.cases.table import CPU

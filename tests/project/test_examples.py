@@ -24,7 +24,7 @@ FIRST = {
     "ghostclip.validation.fixers": "ModuleValidator.fix ModuleValidator.validate",
     "ghostclip.clipping.policies": "flat automatic normalised psac per_layer per_group",
     "ghostclip.data.loader": "DPDataLoader",
-    "ghostclip.data.batch_memory_manager": "BatchMemoryManager",
+    "ghostclip.data.physical_batches": "BatchMemoryManager",
 }
 # Documented where a whole page is needed: the README and the docs.
 ELSEWHERE = {"DPOptimizer", "inspect_model", "register_rule", "__version__"}

@@ -22,7 +22,7 @@ LAYERS = (
     "factors",
     "rules",
     "capture",
-    "evidence",
+    "checks",
     "planning",
     "clipping",
     "clipper",
@@ -36,6 +36,7 @@ LAYERS = (
     "data",
     "mechanisms",
     "privacy",
+    "options",
     "assembly",
     "engine",
     "validation",
@@ -52,15 +53,14 @@ LAYERS = (
 # The files of two rooms, lowest first: the path of a forward is long, and each file of it knows of those below alone.
 ORDERED = {
     "capture": [
-        "sizes",
         "sample_axis",
         "roster",
         "hooks",
         "tracked",
         "nodes",
         "inputs",
-        "row_tracker",
         "call_sites",
+        "row_tracker",
         "substitution",
         "derive",
         "forward",
@@ -69,21 +69,17 @@ ORDERED = {
         "backward_entry",
         "rewrite",
         "row_maps",
-        "broadcast",
         "layouts",
         "param_use",
-        "general",
         "opaque_modules",
         "plans",
         "decide",
         "context",
     ],
-    "evidence": [
+    "checks": [
         "module_state",
         "dependence",
-        "gates",
         "linear_paths",
-        "randomness",
         "batches",
         "unchecked",
         "independence",
@@ -91,7 +87,6 @@ ORDERED = {
         "state",
         "probe",
         "loss_graph",
-        "slopes",
         "custom_backwards",
         "padding",
         "prover",
@@ -202,8 +197,8 @@ def test_only_kernels_import_triton(path):
 
 
 @of_every(FILES)
-def test_only_capture_and_evidence_hook_modules(path):
-    if _layer(module_name(path)) in {"capture", "evidence"}:
+def test_only_capture_and_checks_hook_modules(path):
+    if _layer(module_name(path)) in {"capture", "checks"}:
         return
     text = path.read_text(encoding="utf-8")
     assert not [name for name in MODULE_HOOKS if name in text], f"{shown(path)} registers module hooks"

@@ -15,12 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from ghostclip import BatchMemoryManager, DPDataLoader, DPOptimizer
 from ghostclip._validate import defaults, positive_int, takes
 from ghostclip.data import Poisson, PrivateSampler
-from ghostclip.data.batch_memory_manager import PhysicalBatchLoader, SplittingSampler
 from ghostclip.data.collation import empty_like
-from ghostclip.data.loader import refuse_invented_records
-from ghostclip.data.physical_batch_size import FixedSize
+from ghostclip.data.loader import refuse_invented_records, worker_options
+from ghostclip.data.physical_batches import FixedSize, PhysicalBatchLoader, SplittingSampler
 from ghostclip.data.sampler import share_sampler
-from ghostclip.data.torch_loader import worker_options
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
 from ghostclip.optim import BatchToken, private_optimizer
 

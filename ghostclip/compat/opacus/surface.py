@@ -72,7 +72,7 @@ MODULES: Final[dict[str, str]] = {
     "scripts.compute_dp_sgd_privacy": ".functions: compute_dp_sgd_privacy main steps_of",
     "utils.adaptive_clipping.adaptive_clipping_utils": f"{_ADAPTIVE} PrivacyEngineAdaptiveClipping",
     "utils.adaptive_clipping.losses": _ADAPTIVE,
-    "utils.batch_memory_manager": "data.batch_memory_manager: BatchMemoryManager; optim: DPOptimizer; "
+    "utils.batch_memory_manager": "data.physical_batches: BatchMemoryManager; optim: DPOptimizer; "
     ".loading: BatchSplittingSampler wrap_data_loader",
     "utils.batch_splitting_sampler": ".loading: BatchSplittingSampler",
     "utils.fast_gradient_clipping_utils": ".training: DPLossFastGradientClipping DPTensorFastGradientClipping "

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, PrivacyEngine
 from ghostclip._validate import choice, defaults, options_of, takes
-from ghostclip.assembly.options import Options, clip_policy
-from ghostclip.assembly.private import Private, PrivateWithCriterion, Request
+from ghostclip.assembly import Private, PrivateWithCriterion, Request
 from ghostclip.capture.ranks import sums_meet_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.bounds import PerParameter, QuantileAdaptation
@@ -32,6 +31,7 @@ from ghostclip.facade import GradSampleHooks, PrivateCriterion, PrivateLoss, str
 from ghostclip.facade.module import ClipperHandle, attached_clipper, clipper_of
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import release_of
+from ghostclip.options import Options, clip_policy
 from ghostclip.privacy.budget import Budget
 
 

@@ -22,7 +22,7 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.row_maps import candidates
 from ghostclip.capture.sample_axis import sample_axis_at
 from ghostclip.capture.tracked import TrackedTensor
-from ghostclip.evidence.module_state import restored
+from ghostclip.checks.module_state import restored
 
 # Samples that are replaced in turn; which of them others follow is not known beforehand.
 _MAX_REPLACED: Final = 8

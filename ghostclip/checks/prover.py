@@ -20,26 +20,24 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
-from ghostclip.capture.call_sites import MAX_WAYS
+from ghostclip.capture.call_sites import CONSTANT, MAX_WAYS, UNKNOWN, Resized, shapes_of
 from ghostclip.capture.context import CaptureContext, ModuleCall, has_rows_of_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, refuse_other_axis
-from ghostclip.capture.sizes import CONSTANT, UNKNOWN, Resized, shapes_of
 from ghostclip.capture.substitution import gradients_at
-from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
-from ghostclip.evidence.batches import Batch, resized
-from ghostclip.evidence.custom_backwards import (
+from ghostclip.checks.batches import Batch, Randomness, resized
+from ghostclip.checks.custom_backwards import (
     has_custom_backwards,
     is_linear,
     refuse_backwards_of_the_batch,
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.evidence.dependence import spread_out, where_dependence_starts
-from ghostclip.evidence.independence import (
+from ghostclip.checks.dependence import spread_out, where_dependence_starts
+from ghostclip.checks.independence import (
     HeldKey,
     Run,
     ScalarKey,
@@ -49,8 +47,8 @@ from ghostclip.evidence.independence import (
     scalars_of,
     scalars_that_follow,
 )
-from ghostclip.evidence.linear_paths import Path
-from ghostclip.evidence.loss_graph import (
+from ghostclip.checks.linear_paths import Path
+from ghostclip.checks.loss_graph import (
     Sizes,
     Unheard,
     has_hooks,
@@ -61,12 +59,12 @@ from ghostclip.evidence.loss_graph import (
     refuse_hooks_of_layers,
     takes_outputs_alone,
 )
-from ghostclip.evidence.module_state import ModuleState, restored
-from ghostclip.evidence.padding import Padding
-from ghostclip.evidence.probe import GradientSource, Probe, Start, ask, starts, weightings
-from ghostclip.evidence.randomness import Randomness
-from ghostclip.evidence.state import Runs, StateWatch, StateWrite
-from ghostclip.evidence.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, ORDER, REPLACED, ROWS, SCALARS, Unchecked
+from ghostclip.checks.module_state import ModuleState, restored
+from ghostclip.checks.padding import Padding
+from ghostclip.checks.probe import GradientSource, Probe, Start, ask, starts, weightings
+from ghostclip.checks.state import Runs, StateWatch, StateWrite
+from ghostclip.checks.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, ORDER, REPLACED, ROWS, SCALARS, Unchecked
+from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
 
 # So many samples in reverse show whether layers have them in the order of the batch.
 _TURNED: Final = 4
@@ -99,7 +97,7 @@ class Evidence:
         self._splits_sequences = numbers is not None
         self._may_exchange = in_parts or self._splits_sequences
         self.unchecked = Unchecked(numbers)  # what could not be asked
-        self.loss_sizes: Sizes = {}  # what was seen of losses: see `ghostclip.evidence.loss_graph`
+        self.loss_sizes: Sizes = {}  # what was seen of losses: see `ghostclip.checks.loss_graph`
         self.padding = Padding()  # what is known of axes that are as long as the longest sample of a batch
         # returns how many of a forward's samples are no copies of others; None where none are
         self.records_of: Callable[[int], int] | None = None

@@ -28,14 +28,13 @@ from ghostclip.capture.nodes import edge_of, nodes_behind
 from ghostclip.capture.ranks import on_any
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import untouched_grads
+from ghostclip.checks.batches import Batch, WithoutDropout, unnoticed
+from ghostclip.checks.independence import FEWER_TOLERANCE, coarsest_dtype
+from ghostclip.checks.loss_graph import Unheard, above_outputs, proved_outputs, separates_samples
+from ghostclip.checks.module_state import restored
+from ghostclip.checks.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at
+from ghostclip.checks.unchecked import BACKWARDS, Unchecked
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.independence import FEWER_TOLERANCE, coarsest_dtype
-from ghostclip.evidence.loss_graph import Unheard, above_outputs, proved_outputs, separates_samples
-from ghostclip.evidence.module_state import restored
-from ghostclip.evidence.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at
-from ghostclip.evidence.randomness import WithoutDropout, unnoticed
-from ghostclip.evidence.unchecked import BACKWARDS, Unchecked
 
 # Powers of two by which gradients are scaled: enough to get to a bound far away, and few where 16 bits end soon.
 _POWERS: Final = (20, -20)

@@ -28,15 +28,8 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, candidates
 from ghostclip.capture.sample_axis import METADATA_KEY, has_one_axis
 from ghostclip.capture.substitution import gradients_at
-from ghostclip.errors import (
-    BatchAxisError,
-    LossReductionError,
-    SampleMixingError,
-    UncoveredParameterError,
-    UnsupportedModelError,
-)
-from ghostclip.evidence.linear_paths import linear_ends, of_few_digits
-from ghostclip.evidence.probe import (
+from ghostclip.checks.linear_paths import linear_ends, of_few_digits
+from ghostclip.checks.probe import (
     Company,
     GradientSource,
     Start,
@@ -45,6 +38,13 @@ from ghostclip.evidence.probe import (
     roots_of,
     touches_others,
     weightings,
+)
+from ghostclip.errors import (
+    BatchAxisError,
+    LossReductionError,
+    SampleMixingError,
+    UncoveredParameterError,
+    UnsupportedModelError,
 )
 
 # They put values side by side, or take some along an axis, and no other tensor has a part in it: an axis of two that

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _tree
-from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.dependence import batch_axis_of
-from ghostclip.evidence.independence import among_larger_ones, dependence, memory, plainly, scalars_that_follow
-from ghostclip.evidence.module_state import ModuleState
-from ghostclip.evidence.unchecked import CRITERION, REPLACED, SCALARS, Unchecked
+from ghostclip.checks.batches import Batch
+from ghostclip.checks.dependence import batch_axis_of
+from ghostclip.checks.independence import among_larger_ones, dependence, memory, plainly, scalars_that_follow
+from ghostclip.checks.module_state import ModuleState
+from ghostclip.checks.unchecked import CRITERION, REPLACED, SCALARS, Unchecked
 
 _REFUSED: Final = (
     "criterion {name}: the loss of one sample, or the gradient of its output, changed when {what}, although no "

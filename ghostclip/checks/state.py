@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
+from ghostclip.checks.batches import Batch
+from ghostclip.checks.dependence import same_randomness
+from ghostclip.checks.module_state import restored
 from ghostclip.errors import SampleMixingError
-from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.dependence import same_randomness
-from ghostclip.evidence.module_state import restored
 
 # Elements of all parameters up to which a proof copies them, to see what is written past autograd's counter.
 _MOST_COPIED: Final = 1 << 24

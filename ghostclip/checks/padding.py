@@ -28,14 +28,13 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import packed_inputs
 from ghostclip.capture.nodes import Edge
 from ghostclip.capture.row_maps import RowMap, samples_axis
+from ghostclip.checks.batches import Batch, Randomness
+from ghostclip.checks.dependence import batch_axis_of, first_difference
+from ghostclip.checks.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
+from ghostclip.checks.linear_paths import Path, ReducedAxes, looks_plain
+from ghostclip.checks.loss_graph import outputs_at
+from ghostclip.checks.unchecked import PADDING, Unchecked
 from ghostclip.errors import LossReductionError, SampleMixingError
-from ghostclip.evidence.batches import Batch
-from ghostclip.evidence.dependence import batch_axis_of, first_difference
-from ghostclip.evidence.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
-from ghostclip.evidence.linear_paths import Path, ReducedAxes, looks_plain
-from ghostclip.evidence.loss_graph import outputs_at
-from ghostclip.evidence.randomness import Randomness
-from ghostclip.evidence.unchecked import PADDING, Unchecked
 
 # Forwards after which an axis that never ended in padding is looked at in proved forwards alone.
 _PATIENCE: Final = 64

@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch
-from ghostclip.capture.call_sites import MAX_ATTEMPTS, CallSite
+from ghostclip.capture.call_sites import CONSTANT, MAX_ATTEMPTS, UNKNOWN, CallSite
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, RowMap
 from ghostclip.capture.sample_axis import LOST, sample_axis_at
-from ghostclip.capture.sizes import CONSTANT, UNKNOWN
 from ghostclip.errors import BatchAxisError, SampleMixingError
 
 _MAX_NODES = 256
