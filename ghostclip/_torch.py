@@ -528,7 +528,7 @@ def call_between_hooks(watched: Watched, args: Sequence[Any], kwargs: Mapping[st
 
 
 @contextmanager
-def own_parametrization_cache() -> Iterator[None]:
+def without_parametrization_cache() -> Iterator[None]:
     """Set aside what ``torch.nn.utils.parametrize.cached()`` has kept: ``parametrize._cache``."""
     cache, parametrize._cache = parametrize._cache, {}
     try:
@@ -698,19 +698,19 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
 
 
-def gathered_together(module: Any) -> int:
+def fsdp_group_of(module: Any) -> int:
     """Return a number that modules of one call of ``fully_shard`` share: ``FSDPModule._get_fsdp_state``."""
     return id(module._get_fsdp_state())
 
 
-def holds_parts(module: Any) -> bool:
+def has_shards(module: Any) -> bool:
     """Return whether any module, gathered or not, holds its parts of parameters: ``FSDPParamGroup.is_sharded``."""
     # A root keeps what it has gathered after a forward, and ``reshard_after_forward=2`` parts of another kind.
     state = getattr(module, "_get_fsdp_state", None)
     return state is None or all(group.is_sharded for group in _groups_of(state()))
 
 
-def keep_gathered(module: Any) -> Callable[[], None]:
+def gather_parameters(module: Any) -> Callable[[], None]:
     """Gather the parameters of a module, keep them so, and return what lets it free them again as before.
 
     ``FSDPState._fsdp_param_groups``, ``FSDPParamGroup.post_forward_mesh_info`` and ``reshard_after_backward``: what
@@ -923,7 +923,7 @@ def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str,
 
 
 @contextmanager
-def steps_taken_apart() -> Iterator[None]:
+def recurrence_step_by_step() -> Iterator[None]:
     """Yield while recurrent layers run step by step, and not as one operation of oneDNN: ``torch._C``."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)

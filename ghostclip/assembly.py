@@ -22,9 +22,9 @@ from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data.loader import TakenAsItIs, worker_options
 from ghostclip.data.sampler import PrivateSampler
 from ghostclip.distributed import Pipeline, ShardedModel
-from ghostclip.distributed.agreement import noting, refused_together, require_agreement, world_size
+from ghostclip.distributed.agreement import noting, refusals_shared, require_agreement, world_size
 from ghostclip.distributed.release import noise_for
-from ghostclip.distributed.sample_ranks import Shares, all_apart, require_all_ranks
+from ghostclip.distributed.sample_ranks import Shares, data_parallel_shares, require_all_ranks
 from ghostclip.distributed.sharded import sharded_model
 from ghostclip.distributed.weights import copy_inside, refuse_sharded
 from ghostclip.errors import (
@@ -188,14 +188,14 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
     # criterion. If it refuses, nothing stays attached to the model.
     shared = request.sampling.replicas > 1
     with ExitStack() as undo:
-        with refused_together("private objects") if shared else nullcontext():
+        with refusals_shared("private objects") if shared else nullcontext():
             optimizer = _bare_optimizer(request.optimizer)
             module = copy_inside(_bare(request.module, optimizer))
             check_objects(module, optimizer)
             around = _losses_by_record(module, request)
             clipper, noise_source, shares = _clipped(module, optimizer, request, noise)
             if shared and isinstance(request.sampling.sampler, PrivateSampler):
-                dealt = shares or all_apart()
+                dealt = shares or data_parallel_shares()
                 request.sampling.sampler.deal(dealt.number, dealt.count)
             undo.callback(clipper.remove)
             if request.sampling.correlation is not None:

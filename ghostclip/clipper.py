@@ -89,7 +89,7 @@ class GhostClipper:
         replaced by nothing. A sample whose gradient is not finite contributes nothing. No noise is added here.
         ``per_sample_norms``, ``clip_coefficients`` and the loss are *not* private. Without a private optimizer the sum
         lies in ``p.grad`` for the caller to use, and what becomes of it there is the caller's business: the bound is
-        that of the sum as a backward has left it. A private optimizer *owns* the sums: see :meth:`own_gradients`.
+        that of the sum as a backward has left it. A private optimizer *owns* the sums: see :meth:`withhold_gradients`.
 
     Example:
         >>> clipper = GhostClipper(model, max_grad_norm=1.0)
@@ -649,12 +649,12 @@ class GhostClipper:
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped: all that require grad."""
-        held = self._capture.substitution.held
+        held = self._capture.substitution.registered
         return [held(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
 
     # -- the optimizer's side -------------------------------------------------------------------------------------
 
-    def own_gradients(
+    def withhold_gradients(
         self, *, discard: Callable[[], Callable[[], None] | None] = lambda: None, samples: bool = False
     ) -> None:
         """Let a private optimizer own the sums: they stay here until :meth:`reset`.
@@ -669,7 +669,7 @@ class GhostClipper:
         if not self._store.owned:
             self.reset()
         self._decisions.plain = False
-        self._store.own(samples=samples)
+        self._store.withhold(samples=samples)
         self._zero_grad.install(discard)
         self._discards = discard
 

@@ -243,7 +243,7 @@ class PrivacyEngine:
 
     @accountant.setter
     def accountant(self, accountant: IAccountant) -> None:
-        self._account.keep_with(accountant)
+        self._account.account_with(accountant)
 
     @property
     def budget_spent(self) -> bool:

@@ -179,7 +179,7 @@ def _tasks() -> dict[str, Task]:
 
 
 @contextmanager
-def own_randomness(seed: int | None = None) -> Iterator[None]:
+def seeded_generators(seed: int | None = None) -> Iterator[None]:
     """Restore the global random generators afterwards; inside they start at the seed, if there is one."""
     before = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -201,7 +201,7 @@ def own_randomness(seed: int | None = None) -> Iterator[None]:
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Restore the random generators, and what a model's forward writes."""
-    with own_randomness(), restored(model):
+    with seeded_generators(), restored(model):
         yield
 
 

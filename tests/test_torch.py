@@ -875,7 +875,7 @@ def test_parts_and_the_modules_that_gather_them_are_known(divided):
     assert _torch.gathered_modules(nn.Linear(1, 1)) == []
     assert _torch.any_gathered(map(type, divided.modules()))
     assert not _torch.any_gathered([nn.Linear, nn.Sequential])
-    assert _torch.gathered_together(divided) != _torch.gathered_together(divided[0])
+    assert _torch.fsdp_group_of(divided) != _torch.fsdp_group_of(divided[0])
     assert (_torch.class_of(divided[0]), _torch.class_of(divided[1])) == (nn.Linear, nn.ReLU)
     assert _torch.data_mesh(divided).size() == 1
     assert _torch.data_mesh(divided) == _torch.data_mesh(divided[0])
@@ -969,18 +969,18 @@ def test_losses_of_divided_classes_are_told_by_their_context_and_their_nodes(div
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_that_keeps_what_it_has_gathered_is_told(divided):
     units = _torch.gathered_modules(divided)
-    assert all(map(_torch.holds_parts, units))
+    assert all(map(_torch.has_shards, units))
     divided[0].unshard()
-    assert list(map(_torch.holds_parts, units)) == [True, False]
+    assert list(map(_torch.has_shards, units)) == [True, False]
     divided[0].reshard()
-    assert all(map(_torch.holds_parts, units))
+    assert all(map(_torch.has_shards, units))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_keeps_its_parameters_gathered_until_it_is_told_otherwise(divided):
     x = torch.ones(1, 2)
     divided(x).sum().backward()
-    restore = [_torch.keep_gathered(module) for module in _torch.gathered_modules(divided)]
+    restore = [_torch.gather_parameters(module) for module in _torch.gathered_modules(divided)]
     memory = _torch.memory_of(divided[0].weight)
     for _ in range(2):
         divided(x).sum().backward()
@@ -994,7 +994,7 @@ def test_a_module_keeps_its_parameters_gathered_until_it_is_told_otherwise(divid
     out = divided(x)
     assert found == [True]
     assert all(map(_torch.is_sharded_tensor, divided.parameters()))
-    _torch.keep_gathered(divided[0])
+    _torch.gather_parameters(divided[0])
     assert _torch.memory_of(divided[0].weight) == memory
     assert out.isfinite().all()
 
@@ -1285,7 +1285,7 @@ def test_recurrent_layers_run_step_by_step_where_they_are_taken_apart():
         graph = _torch.traced(lambda x: layer(x)[0], [x])
         return {str(node.target) for node in graph.graph.nodes}
 
-    with _torch.steps_taken_apart():
+    with _torch.recurrence_step_by_step():
         assert not any("mkldnn_rnn" in name for name in names())
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
 
@@ -1354,7 +1354,7 @@ def test_what_parametrizations_have_cached_is_set_aside():
     layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     with torch.nn.utils.parametrize.cached():
         kept = layer.weight
-        with _torch.own_parametrization_cache():
+        with _torch.without_parametrization_cache():
             assert layer.weight is not kept
         assert layer.weight is kept
 

@@ -223,7 +223,7 @@ def count(case: Large, engine: str, samples: int = SAMPLES, *, by_kernels: bool 
         if engine != "ordinary":
             clipper = GhostClipper(model, max_grad_norm=1.0, strategy=engine, probe=False)
             # As a private optimizer does.
-            clipper.own_gradients()
+            clipper.withhold_gradients()
             step = partial(_private, clipper, model, batch)
         for _ in range(2):
             found = Counted()

@@ -140,7 +140,7 @@ class Accountant(IAccountant):
         self.others: list[OtherEntry] = []  # all other releases as (kind, parameters, times)
         self._held = Counter[Kind]()
 
-    def hold(self, released: Counter[Kind]) -> None:
+    def set_counts(self, released: Counter[Kind]) -> None:
         """Set the counts that an engine has released, which the engine updates."""
         # A shorter history is refused from then on.
         self._held = released

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import in_place_of
-from ghostclip.capture.nodes import own, under_checkpoint
+from ghostclip.capture.nodes import under_checkpoint, without_view
 
 BLOCK_KEY: Final = "ghostclip_block"
 """On the node that ends a block: the number of its call in the forward."""
@@ -182,7 +182,7 @@ class Blocks:
         inside = [tensor for tensor in _tree.tensors(output) if tensor.requires_grad]
         if len(inside) != 1:
             return output
-        ending = own(inside[0], self._anchor, anchored=False)
+        ending = without_view(inside[0], self._anchor, anchored=False)
         node: Any = ending.grad_fn
         node.metadata[BLOCK_KEY] = number
         return _tree.mapped(lambda item: ending if item is inside[0] else item, output)

@@ -407,7 +407,7 @@ class CaptureContext:
                 self.gathering.tell_failure()
             return None
         read = output
-        with self.doubted_if_refused(), nullcontext() if self.gathering is None else self.gathering.together():
+        with self.doubted_if_refused(), nullcontext() if self.gathering is None else self.gathering.errors_shared():
             if self._divided:
                 refuse_divided_outputs(self.model, outputs_of(output), axis=self.axis)
             if self._rows.missed:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip.capture.tracked import Operation, Origin, TrackedTensor, become, replace_tracked, tracked_leaves, wrap
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.factors import Dense, Diagonal, Factor, Outer, Permuted, Placed, Rows, Stacked
+from ghostclip.factors import AtIndex, Dense, Diagonal, Factor, Outer, Permuted, Rows, Stacked
 from ghostclip.rules.lookup import PICKING, Pick, of_constant, pick_of
 
 _VIEWS = {
@@ -138,7 +138,7 @@ def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
 
 
 def _through_view(factor: Factor, shape: torch.Size) -> Factor | None:
-    if isinstance(factor, (Rows, Stacked, Placed, Diagonal)) and shape != factor.shape:
+    if isinstance(factor, (Rows, Stacked, AtIndex, Diagonal)) and shape != factor.shape:
         return None
     return factor.reshaped(shape)
 
@@ -198,9 +198,9 @@ def basic_index(index: Any, dims: int) -> tuple[Any, ...] | None:
 
 
 def _through_index(factor: Factor, index: tuple[Any, ...], parent: Tensor) -> Factor:
-    if isinstance(factor, Placed):
-        return Dense(Placed(Dense(factor.materialize()), index, shape=parent.shape).materialize())
-    return Placed(factor, index, shape=parent.shape)
+    if isinstance(factor, AtIndex):
+        return Dense(AtIndex(Dense(factor.materialize()), index, shape=parent.shape).materialize())
+    return AtIndex(factor, index, shape=parent.shape)
 
 
 def _through_broadcast(factor: Diagonal, parent: Tensor) -> Factor | None:

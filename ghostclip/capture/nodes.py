@@ -107,7 +107,7 @@ class _Enter(_Source):
         return tensor
 
 
-class _Own(torch.autograd.Function):
+class _NoView(torch.autograd.Function):
     """An alias that is no view, so that in-place operations later on cannot bypass hooks set on it."""
 
     @staticmethod
@@ -281,11 +281,11 @@ def shape_at(edge: Edge) -> tuple[int, ...] | None:
     return tuple(known[edge[1]].shape) if edge[1] < len(known) else None
 
 
-def own(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
+def without_view(tensor: Tensor, anchor: Tensor, *, anchored: bool) -> Tensor:
     """Return a tensor that is no view of another (same storage) and leads to the anchor."""
     # Itself if it is one already. An in-place operation on a view rewrites the history of its base and drops the view's
     # own node, with the hooks on it.
-    return _Own.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
+    return _NoView.apply(tensor, anchor) if _torch.is_view(tensor) or not anchored else tensor
 
 
 def edge_of(root: Any) -> Edge:

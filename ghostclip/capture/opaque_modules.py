@@ -239,7 +239,7 @@ class _CallRows:
         axis, rows = self.axis, self.grad_n.shape[0]
         return tensor.movedim(axis, 0) if axis < tensor.dim() and tensor.shape[axis] == rows else tensor
 
-    def kept(self, keep_n: Tensor) -> "_CallRows":
+    def masked(self, keep_n: Tensor) -> "_CallRows":
         """Return the same with the excluded rows zeroed, in the inputs as well."""
         axis, rows = self.axis, self.grad_n.shape[0]
         inputs = [
@@ -304,7 +304,7 @@ class _LaterGradient:
         self._rows, self._name, self._sums = rows, name, sums
 
     def gradients(self, keep_B: Tensor) -> Tensor:
-        return self._rows.kept(keep_B).gradients()[self._name]
+        return self._rows.masked(keep_B).gradients()[self._name]
 
     def weighted_sum(self, coef_B: Tensor, keep_B: Tensor) -> Tensor:
         return self._sums.of(self._name, coef_B, keep_B)
@@ -321,7 +321,7 @@ class _CallSums:
     def of(self, name: str, coef_B: Tensor, keep_B: Tensor) -> Tensor:
         same = self._asked is not None and all(map(torch.equal, self._asked, (coef_B, keep_B)))
         if not same or name not in self._found:
-            self._found = self._rows.kept(keep_B).weighted_sums(coef_B)
+            self._found = self._rows.masked(keep_B).weighted_sums(coef_B)
             self._asked = (coef_B.clone(), keep_B)
         return self._found.pop(name)
 

@@ -28,12 +28,12 @@ from ghostclip.capture.call_sites import (
 )
 from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
-from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, own, save_tensors, under_checkpoint
+from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, save_tensors, under_checkpoint, without_view
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sample_axis import METADATA_KEY, SampleAxis, leads_to, note
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
-from ghostclip.factors import Diagonal, Factor, Head, Outer, Permuted, Placed, Rows, Stacked, Windows
+from ghostclip.factors import AtIndex, Diagonal, Factor, Head, Outer, Permuted, Rows, Stacked, Windows
 
 
 def no_axis_message(site: CallSite, rows: Tensor, forward: ForwardContext) -> str:
@@ -181,7 +181,7 @@ def statistics_of(
     kind = _kind(parts[0]) if parts else "dense"
     if form in (GENERAL_FORM, AT_ONCE_FORM):
         kind, products = "general", _guessed(value, grad, factor.batch_size)
-    inside = next((item.index for item in (factor, pulled) if isinstance(item, Placed)), ())
+    inside = next((item.index for item in (factor, pulled) if isinstance(item, AtIndex)), ())
     return Statistics(
         names=tracked.origin.names,
         kind=kind,
@@ -205,7 +205,7 @@ def _key_of(tensor: Tensor) -> int:
 
 
 def _parts(factor: Factor) -> Iterator[Factor]:
-    if isinstance(factor, (Placed, Permuted)):
+    if isinstance(factor, (AtIndex, Permuted)):
         yield from _parts(factor.inner)
     elif isinstance(factor, Stacked):
         for part in factor.parts.values():
@@ -315,7 +315,7 @@ def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Co
     if not output.requires_grad:
         output = enter_graph(output, forward.around.anchor)
     elif not anchored or _torch.is_view(output):
-        output = own(output, forward.around.anchor, anchored=anchored)
+        output = without_view(output, forward.around.anchor, anchored=anchored)
     node = _torch.hear_gradient(output, delivery(use) if use.order else use.arrive)
     count(use, node, use.behind, counted)
     if type(use.node) is not SavedTensors and under_checkpoint():
@@ -348,7 +348,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
     """Register a use and attach it to its output; ``hook`` hands the output's gradient on."""
     anchor = use.forward.around.anchor
     if output.requires_grad:
-        output = own(output, anchor, anchored=leads_to(rows, anchor))
+        output = without_view(output, anchor, anchored=leads_to(rows, anchor))
     else:
         output = enter_graph(output, anchor)
     node = _torch.hear_gradient(output, hook)

@@ -87,7 +87,7 @@ class Gathering(Protocol):
     def prove_next(self) -> None:
         """Make the next forward one to ask for evidence; called on all ranks."""
 
-    def together(self) -> AbstractContextManager[None]:
+    def errors_shared(self) -> AbstractContextManager[None]:
         """Return a context whose errors all ranks raise, in which everything is gathered; called on all of them."""
 
     def backward(self) -> AbstractContextManager[None]:

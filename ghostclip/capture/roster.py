@@ -138,7 +138,7 @@ class Snapshot:
         self._places = _layouts_of(self._plain)
         self._others = [(p, _torch.memory_of(p)) for p in parameters if type(p) is not nn.Parameter]
 
-    def holds(self) -> bool:
+    def matches(self) -> bool:
         """Return whether modules, parameters, their memory and what is trained of them are as they were."""
         # False also where a batch norm is in training mode.
         if not (self._same_modules() and all(map(_is_trained, self._trained)) and self._same_memory()):

@@ -125,7 +125,7 @@ def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
         walk.left -= 1
         rows, step, edges = _asked(*edge, walk)
         if rows is not None:
-            return _along_way(rows, way, notes=walk.is_far) if way else rows
+            return _follow_back(rows, way, notes=walk.is_far) if way else rows
         if len(edges) > 1 and step is None:
             # Parents that are asked where the first one knows nothing.
             others += [(other, len(way), *edge) for other in edges[1:]]
@@ -184,7 +184,7 @@ def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
     return parents
 
 
-def _along_way(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]], *, notes: bool) -> SampleAxis | None:
+def _follow_back(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]], *, notes: bool) -> SampleAxis | None:
     """Follow rows back down to where they were asked for; note them, if asked to, where values are added up."""
     while way and rows is not None and rows is not LOST:
         step, node, number = way.pop()
@@ -468,7 +468,7 @@ def _concatenated(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     # A constant may have no rows: what is left of a batch that is run to its longest sample's end.
     known = [sample_axis_at(edge, walk) for edge in node.next_functions if edge[0] is not None]
     parts = [one for one in known if one is not None]
-    rows = _together(parts)
+    rows = _rows_of_joined(parts)
     if rows is None or rows is LOST or rows.axis < 0 or rows.axis != axis:
         return rows if rows is LOST or (rows is not None and rows.axis >= 0) else None
     if len(parts) < len(known) or sum(part.size for part in parts) != after[axis]:
@@ -486,7 +486,7 @@ def _stacked(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     if len(parts) == len(node.next_functions) and all(part.axis < 0 for part in parts):
         samples = torch.cat([part.samples().cpu() for part in parts])
         return SampleAxis(axis, 1, len(samples), 1, samples, parts[0].num_samples)
-    rows = _together(parts)
+    rows = _rows_of_joined(parts)
     if rows is None or rows is LOST or rows.axis < 0:
         return rows if rows is LOST else None
     if not all(part[:4] == rows[:4] and _alike(part, rows) for part in parts):
@@ -494,7 +494,7 @@ def _stacked(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     return rows._replace(axis=rows.axis + (axis <= rows.axis))
 
 
-def _together(parts: Sequence[SampleAxis]) -> SampleAxis | None:
+def _rows_of_joined(parts: Sequence[SampleAxis]) -> SampleAxis | None:
     """Return the rows of one of several values, those in an order first; None where they lie along different axes."""
     if any(part is LOST for part in parts):
         return LOST
@@ -525,7 +525,7 @@ def _multiplied(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     return LOST if places else None
 
 
-def _placed(node: Any, number: int, walk: Walk) -> SampleAxis | None:
+def _rows_of_written(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     """Return the rows of a value into which others were written where an index says."""
     base, written, after = node.next_functions[0], node.next_functions[-1], _torch.shape_of(node, number)
     rows = sample_axis_at(base, walk) if base[0] is not None else None
@@ -585,7 +585,7 @@ def _at_places(node: Any, rows: SampleAxis | None, size: int, walk: Walk) -> Sam
 
 def is_written(node: Any) -> bool:
     """Return whether a node writes values into others where an index says."""
-    return (_kinds.get(type(node)) or _kind_of(node))[1] is _placed
+    return (_kinds.get(type(node)) or _kind_of(node))[1] is _rows_of_written
 
 
 def _writes_along(node: Any, axis: int) -> bool:
@@ -632,7 +632,7 @@ _MEETINGS: Final[Mapping[str, _Meeting]] = {
     "CatBackward0": _concatenated, "StackBackward0": _stacked, "_RecurrenceBackward": _recurred,
     "PackPaddedSequenceBackward0": _packed,
     **dict.fromkeys(("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0"), _multiplied),
-    **{f"{name}Backward0": _placed for name in (
+    **{f"{name}Backward0": _rows_of_written for name in (
         "IndexPut", "IndexCopy", "IndexAdd", "IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce",
     )},
 }  # fmt: skip
@@ -645,7 +645,7 @@ _ASKED_FOR: Final[Mapping[Any, tuple[str, ...]]] = {
     _turned: ("dims", "dim0", "dim1"), _selected: ("dim", "index"), _mirrored: ("dims", "shifts"),
     _cut: ("dim", "start", "step", "split_size", "split_sizes"), _repeated: ("repeats",),
 }  # fmt: skip
-_BY_DATA: Final = frozenset({_indexed, _chosen, _placed})
+_BY_DATA: Final = frozenset({_indexed, _chosen, _rows_of_written})
 # What reads that of a node, by its class; None where there is nothing.
 _readers: dict[type, Callable[[Any], Any] | None] = {}
 
@@ -680,7 +680,7 @@ class Followed:
         self.rows = sample_axis_at(edge, walk)
         self._sights, self._notes = _one_of_all(*_sights_of(edge, walk.visited))
 
-    def holds(self, edge: _Edge) -> bool:
+    def matches(self, edge: _Edge) -> bool:
         """Return whether a walk from another value of the same shape would see the same."""
         seen = list[Any]()
         for child, place, number, kind, shape, rows, parents, passed_by, again, read, saved in self._sights:

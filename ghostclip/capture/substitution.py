@@ -151,7 +151,7 @@ class Substitution:
         # Returns whether parameters have come in, become trainable, gone or changed places since the forward before.
         substituted, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
         known = self._snapshot
-        if known is not None and not substituted.parameters and known.holds():
+        if known is not None and not substituted.parameters and known.matches():
             self._put_again(substituted, known)
             # What the roster has met the last time.
             return False
@@ -224,7 +224,7 @@ class Substitution:
         """Note which parameters the units have, before anything is gathered from them for a forward."""
         # A unit that still has what it gathered for another forward, one without gradients say, has what it had.
         for prefix, module, unit in _modules_of(self._model, self.units) if self.units else ():
-            if unit is not None and _torch.holds_parts(unit):
+            if unit is not None and _torch.has_shards(unit):
                 table: dict[str, Any] = _torch.parameter_table(module)
                 self._held.update({prefix + key: p for key, p in table.items() if p is not None})
 
@@ -235,7 +235,7 @@ class Substitution:
             if unit is module:
                 self._put(substituted, prefix, part)
 
-    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+    def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer has for one that a module has at the moment."""
         known = self._gathered.get(id(parameter))
         return parameter if known is None else known[1]
@@ -295,7 +295,7 @@ class Substitution:
         return tracked
 
     def _stands(self, name: str, parameter: nn.Parameter) -> None:
-        self.parameters[name], self.present[name] = self.held(parameter), parameter
+        self.parameters[name], self.present[name] = self.registered(parameter), parameter
 
     def _guard(self, name: str, parameter: nn.Parameter) -> None:
         """Make any gradient that reaches the parameter past the engine an error."""

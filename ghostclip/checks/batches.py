@@ -261,7 +261,7 @@ class Batch:
         return [self.drawn, list(range(middle)), list(range(middle, self.size))]
 
     @property
-    def apart(self) -> list[int]:
+    def subset(self) -> list[int]:
         """About half of the samples, to run by themselves, each in another place, as a share of the batch as well."""
         # Beside lists that go by places, and stay whole, the first ones.
         first = 0 if self.by_place else 1
@@ -270,7 +270,7 @@ class Batch:
     @property
     def left(self) -> list[int]:
         """A few samples, which are also run by themselves where those of `apart` come out otherwise."""
-        return self.apart if self.by_place else self.drawn[: max(2, self.size // 4)]
+        return self.subset if self.by_place else self.drawn[: max(2, self.size // 4)]
 
     @property
     def has_lists(self) -> bool:

@@ -171,7 +171,7 @@ def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
         if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None:
             continue
         try:
-            run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.apart))
+            run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.subset))
         except Exception:  # noqa: BLE001 - it belongs to the samples
             continue
         whole.append(leaf)

@@ -156,7 +156,7 @@ def refuse_backwards_of_the_batch(
     # `run` runs that forward once more on other inputs, not captured, and returns its output tensors. `alone`: samples
     # are looked at alone as well: their number may be followed, and not their values only. A smaller batch rounds
     # otherwise, so that what stands at a kink may have another gradient there.
-    model, rest, left = capture.model, batch.others(batch.drawn), batch.apart
+    model, rest, left = capture.model, batch.others(batch.drawn), batch.subset
     tensors = [*capture.substitution.present.values(), *model.buffers()]
     wants = any(tensor.requires_grad for tensor in _tree.tensors(batch.inputs))
 

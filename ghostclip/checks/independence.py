@@ -200,9 +200,9 @@ _ELSEWHERE: Final = "half of the samples were replaced and the others changed pl
 
 Run = Callable[[Any], list[Tensor]]
 # A module's identity, the name of an attribute, and the number of a tensor in it, from behind.
-HeldKey: TypeAlias = tuple[int, str, int]
+AttributeKey: TypeAlias = tuple[int, str, int]
 # The number of an output, or where a module holds it.
-ScalarKey: TypeAlias = int | HeldKey
+ScalarKey: TypeAlias = int | AttributeKey
 T = TypeVar("T")
 
 
@@ -328,11 +328,11 @@ def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tole
 
 def scalars_of(modules: Iterable[nn.Module], outputs: Sequence[Tensor]) -> dict[ScalarKey, Tensor]:
     """Return scalars with a graph among outputs, by number, and in modules' attributes, by module, name and index."""
-    candidates: list[tuple[ScalarKey, Tensor]] = [*held_by(modules).items(), *enumerate(outputs)]
+    candidates: list[tuple[ScalarKey, Tensor]] = [*tensors_in(modules).items(), *enumerate(outputs)]
     return {key: one for key, one in candidates if not one.dim() and one.grad_fn is not None}
 
 
-def held_by(modules: Iterable[nn.Module]) -> dict[HeldKey, Tensor]:
+def tensors_in(modules: Iterable[nn.Module]) -> dict[AttributeKey, Tensor]:
     """Return the tensors in modules' attributes, by module, name and place, from behind: lists may grow."""
     return {
         (id(module), name, index): tensor
@@ -531,7 +531,7 @@ class _Reruns:
         _note(unchecked, REPLACED, differ)
         if not before.drawn():
             try:
-                for some in (batch.apart, batch.left):
+                for some in (batch.subset, batch.left):
                     # What is rounded otherwise in a batch of another size is not in every one.
                     fewer = self.differ_or_raise(some)
                     if not fewer:

@@ -302,7 +302,7 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
     if axes < _TWO_AXES:
         seen.setdefault((number, node.name()), size)
         return ""
-    shapes = list(_kept(node))
+    shapes = list(_remaining_shapes(node))
     most = max(_axes_of_samples(shape, size) for shape in shapes)
     if axes <= most or _NO_PAIRING.fullmatch(node.name()) or has_one_axis(node):
         return ""
@@ -313,7 +313,7 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
     return f"{' and '.join(str(shape_at(edge) or ()) for edge in inputs)} becomes {after}"
 
 
-def _kept(node: Any) -> Iterator[tuple[int, ...]]:
+def _remaining_shapes(node: Any) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of what a node was computed from, without axes that other values take the place of."""
     # Of outputs (B, B) times targets (B, B), one axis of the result is the targets'.
     name = node.name()

@@ -38,14 +38,14 @@ from ghostclip.checks.custom_backwards import (
 )
 from ghostclip.checks.dependence import spread_out, where_dependence_starts
 from ghostclip.checks.independence import (
-    HeldKey,
+    AttributeKey,
     Run,
     ScalarKey,
-    held_by,
     refuse_dependence,
     refuse_memory,
     scalars_of,
     scalars_that_follow,
+    tensors_in,
 )
 from ghostclip.checks.linear_paths import Path
 from ghostclip.checks.loss_graph import (
@@ -126,8 +126,8 @@ class Evidence:
         # The number of the first node of the graph that the forward that runs may make.
         self._began = 0
         # Attributes of modules in which a forward leaves values of samples, and shapes of what the resized one left.
-        self._left: tuple[HeldKey, ...] = ()
-        self._resized_left: dict[HeldKey, tuple[int, ...]] = {}
+        self._left: tuple[AttributeKey, ...] = ()
+        self._resized_left: dict[AttributeKey, tuple[int, ...]] = {}
 
     def renew(self) -> None:
         """Ask for all evidence anew, from the next forward on: the model was changed."""
@@ -149,7 +149,7 @@ class Evidence:
         # nothing. False as well for a forward of one sample.
         if forward.batch_size < 2 or not self.probes:
             return False
-        way = self._loss_way(root, forward)
+        way = self._loss_depth(root, forward)
         is_new = way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS
         asked_again = self._undecided and bool(forward.losses)
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
@@ -168,14 +168,14 @@ class Evidence:
         """Note that a loss was proved, unless its forward proves nothing."""
         if not forward.proves:
             return
-        self._loss_ways.add(self._loss_way(root, forward))
+        self._loss_ways.add(self._loss_depth(root, forward))
         # Of a model that returns no rows of samples it was said that nothing was compared.
         if not takes_outputs_alone(root) and not self.unchecked.reason(REPLACED):
             self.unchecked.missed("the loss takes them from inside the model", BESIDE)
             self.unchecked.tell()
 
     @staticmethod
-    def _loss_way(root: Any, forward: ForwardContext) -> tuple[int, type]:
+    def _loss_depth(root: Any, forward: ForwardContext) -> tuple[int, type]:
         """Return over how many nodes of the graph a loss was come to, without those of proofs, and the last of them."""
         node = edge_of(root)[0]
         number = 0 if node is None else _torch.order_of(node)
@@ -343,7 +343,7 @@ class Evidence:
 
     def _shown(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output, and those that it left in attributes of modules."""
-        held = held_by(capture.model.modules()) if self._left else {}
+        held = tensors_in(capture.model.modules()) if self._left else {}
         return [*_parts_of(output), *(held.get(key, torch.empty(0)) for key in self._left)]
 
     def _note_left(self, capture: CaptureContext, output: Any) -> None:
@@ -354,7 +354,7 @@ class Evidence:
         returned = set(map(id, _parts_of(output)))
         self._left = tuple(
             key
-            for key, tensor in held_by(capture.model.modules()).items()
+            for key, tensor in tensors_in(capture.model.modules()).items()
             if tensor.grad_fn is not None
             and _torch.order_of(tensor.grad_fn) >= self._began
             and id(tensor) not in returned
@@ -478,7 +478,7 @@ class Evidence:
         writes = watch.written()
         if not (self._asked or watch.is_new(writes)):
             return frozenset()
-        watch.keep(writes)
+        watch.remember(writes)
         return writes
 
     def _refuse_data(
@@ -515,7 +515,7 @@ class Evidence:
         def run(altered: Any) -> list[Tensor]:
             module, args, kwargs = as_flat(on_rows, *altered)
             parts = _parts_of(capture.run(module, *_copied((args, kwargs))))
-            self._resized_left = {key: tuple(one.shape) for key, one in held_by(capture.model.modules()).items()}
+            self._resized_left = {key: tuple(one.shape) for key, one in tensors_in(capture.model.modules()).items()}
             return parts
 
         forward = capture.forward
@@ -717,7 +717,7 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
     # A checkpoint around the call counts what is saved in it.
     uncounted = saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if under_checkpoint() else nullcontext()
     try:
-        with _torch.own_parametrization_cache(), uncounted:
+        with _torch.without_parametrization_cache(), uncounted:
             yield
     finally:
         state.restore()

@@ -161,7 +161,7 @@ class StateWatch:
     def _marks(self) -> _StateMarks:
         tables = self._current()
         extra = {name: pickle.dumps(one.get_extra_state()) for name, one in tables.extra} if tables.extra else {}
-        addresses = {name: _place(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
+        addresses = {name: _address(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
         return _StateMarks(tables.entries, _torch.versions(tables.tensors), addresses, tables.where, extra)
 
     # -- a forward ------------------------------------------------------------------------------------------------
@@ -270,14 +270,14 @@ class StateWatch:
     def is_new(self, writes: frozenset[StateWrite]) -> bool:
         """Return whether a forward wrote in a way that nothing is proved of."""
         # False where it wrote nothing.
-        return bool(writes) and self._way(writes) not in self._proved
+        return bool(writes) and self._of_model(writes) not in self._proved
 
-    def _way(self, writes: frozenset[StateWrite]) -> frozenset[StateWrite]:
+    def _of_model(self, writes: frozenset[StateWrite]) -> frozenset[StateWrite]:
         """Return the writes without those of buffers that are looked at in proofs alone."""
         hidden = self._current().hidden
         return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
 
-    def keep(self, writes: frozenset[StateWrite]) -> None:
+    def remember(self, writes: frozenset[StateWrite]) -> None:
         """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too."""
         entries, parameters = self._current().entries, self._current().parameters
         uncounted = {write.name for write in writes if write.times == 0}
@@ -309,7 +309,7 @@ class StateWatch:
                 self._prove_from(start, writes, runs)
         self._left = {}
         if runs.proves:
-            self._proved.add(self._way(writes))
+            self._proved.add(self._of_model(writes))
             self._known |= {write.name for write in writes}
 
     def _prove_from(self, start: int, writes: frozenset[StateWrite], runs: "Runs") -> None:
@@ -341,7 +341,7 @@ class StateWatch:
         self._copies = {name: before.entries[name].detach().clone() for name in uncounted}
         try:
             tensors = [*self._model.parameters(), *self._model.buffers()]
-            with same_randomness(tensors), _torch.own_parametrization_cache():
+            with same_randomness(tensors), _torch.without_parametrization_cache():
                 runs.run(inputs)
             written, now = self._since(before), self._marks()
         except SampleMixingError:
@@ -428,7 +428,7 @@ def _is_watched(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_inference()
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Return where a plain tensor lies."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 

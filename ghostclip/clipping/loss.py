@@ -272,7 +272,7 @@ class LossExaminer:
         forms: set[bool] = set()
         for key, alike in path_groups.items():
             seen = self._seen.setdefault(key, _Seen())
-            placed = [_placed(path, seen) for path in alike if not _adds_nothing(path)]
+            placed = [_ending_at_rows(path, seen) for path in alike if not _adds_nothing(path)]
             scales = [self._scale(path, seen, forward, roots, grads) for path in placed]
             forms |= {scale.forms == SUM for scale in scales}
             self._agree(key, scales)
@@ -366,7 +366,7 @@ def _ends(path: Path) -> Ends:
 def _is_moved(path: Path, seen: _Seen, forward: ForwardContext) -> bool:
     """Return whether the rows at the end of a path may lie otherwise than when they were proved."""
     if seen.row_map.kind == "gathered":
-        return gathered_at(_placed(path, seen).ends[0], forward) is None
+        return gathered_at(_ending_at_rows(path, seen).ends[0], forward) is None
     return seen.row_map.kind in FOLDED and any(map(is_picked, path.ends))
 
 
@@ -375,7 +375,7 @@ def _adds_nothing(path: Path) -> bool:
     return any(number.factor == 0 for number in path.numbers)
 
 
-def _placed(path: Path, seen: _Seen) -> Path:
+def _ending_at_rows(path: Path, seen: _Seen) -> Path:
     """Return a path that ends where its values were proved to have rows of samples."""
     return path if seen.place is None else path.cut(seen.place)
 

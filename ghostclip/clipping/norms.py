@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.factors import Dense, Factor, Permuted, Placed, SquaredNorm, Windows, inner
+from ghostclip.factors import AtIndex, Dense, Factor, Permuted, SquaredNorm, Windows, inner
 from ghostclip.factors.base import Terms, terms_side_by_side
 from ghostclip.factors.wrapped import sum_tensors
 from ghostclip.kernels import runtime
@@ -146,7 +146,7 @@ class NormSum:
         self._finish()
         self._multiply()
         if self._blocks:
-            self._values.append(sum_of_squares(_together(self._blocks, self._blocks[0].device)))
+            self._values.append(sum_of_squares(_on_device(self._blocks, self._blocks[0].device)))
             self._blocks = []
         if not self._values:
             return None
@@ -183,7 +183,7 @@ class NormSum:
         """Return the norms, rounded up, where only norms of blocks were added, the common case; else None."""
         if self._root_B is None and not (self._values or self._unfinished) and (self._blocks or self._products):
             self._multiply()
-            self._root_B = rounded_up_(root_of_squares(_together(self._blocks, self._blocks[0].device)))
+            self._root_B = rounded_up_(root_of_squares(_on_device(self._blocks, self._blocks[0].device)))
         return self._root_B
 
     def norm_B(self) -> Tensor:
@@ -221,7 +221,7 @@ def _of_kinds(items: Sequence[_T], kind: Callable[[_T], object]) -> Collection[l
 
 def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum of float32 or float64 tensors ``(B,)``; float64 if one of them is."""
-    parts = _together(parts, device)
+    parts = _on_device(parts, device)
     if len(parts) <= 2:
         # One addition rounds once, in whatever precision.
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
@@ -229,7 +229,7 @@ def _sum(parts: list[Tensor], device: torch.device, dtype: torch.dtype | None = 
     return stacked_KB.sum(0, dtype=dtype).to(stacked_KB.dtype)
 
 
-def _together(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+def _on_device(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     return parts if {device}.issuperset(map(_device, parts)) else [part.to(device) for part in parts]
 
 
@@ -356,7 +356,7 @@ class GroupNorms:
                 ill_GB.append(ill_B.index_copy(0, index_D.to(ill_B.device), ill_D.to(ill_B.device) | ill_B[index_D]))
         if not ill_GB:
             return None
-        ill_B = torch.stack(_together(ill_GB, ill_GB[0].device)).any(0)
+        ill_B = torch.stack(_on_device(ill_GB, ill_GB[0].device)).any(0)
         return ill_B if bool(ill_B.any()) else None
 
     def norm_GB(self, batch_size: int, device: torch.device | None = None) -> list[Tensor]:
@@ -392,7 +392,7 @@ class GroupNorms:
         imprecise = [total.imprecise_B() for total in self.sums if total.total() is not None]
         if not imprecise:
             return torch.ones(batch_size, dtype=torch.bool)
-        return ~torch.stack(_together(imprecise, imprecise[0].device)).any(0)
+        return ~torch.stack(_on_device(imprecise, imprecise[0].device)).any(0)
 
     def imprecise_B(self, doubt: Tensor | None = None) -> Tensor | None:
         """Return which samples' norms must be computed in float64, in some group; None when there are none."""
@@ -541,7 +541,7 @@ def loses_nothing(factor: Factor, instantiated: Factor) -> bool:
     """Return whether no sample would be ill-conditioned if the factor's terms were weighted and added one by one."""
     # Formed gradients then say the same. True without a look where a device would be waited for.
     inside = instantiated
-    while isinstance(inside, (Permuted, Placed)):
+    while isinstance(inside, (Permuted, AtIndex)):
         inside = inside.inner
     assert isinstance(inside, Dense)
     if runtime.wait(inside.grad_BP):
@@ -568,7 +568,7 @@ def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:
         inner(first, second)
         for index, first in enumerate(factors)
         for second in factors[:index]
-        if not (isinstance(first, Placed) and isinstance(second, Placed) and first.disjoint_from(second))
+        if not (isinstance(first, AtIndex) and isinstance(second, AtIndex) and first.disjoint_from(second))
     ]
     if not parts:
         return None

@@ -36,7 +36,7 @@ from ghostclip.clipping.norms import (
 from ghostclip.clipping.store import GradientStore
 from ghostclip.clipping.stored_factors import Repeats, formed, tampered_message, versions
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
-from ghostclip.factors import Dense, Factor, Outer, Permuted, Placed, SquaredNorm, joined
+from ghostclip.factors import AtIndex, Dense, Factor, Outer, Permuted, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors
 from ghostclip.kernels import runtime
 from ghostclip.kernels.products import full_precision
@@ -540,7 +540,7 @@ class NormPass(OneOfTwo):
 
     def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None) -> None:
         inside = factor
-        while isinstance(inside, (Permuted, Placed)):
+        while isinstance(inside, (Permuted, AtIndex)):
             inside = inside.inner
         if self._index_D is not None:
             self.total.add(name, exact_sqnorm(factor, self._index_D))
@@ -615,8 +615,8 @@ def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
     # are.
     if type(factor) is Dense:
         return factor
-    if isinstance(factor, Placed):
-        return Placed(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
+    if isinstance(factor, AtIndex):
+        return AtIndex(smaller_form(factor.inner, always=always), factor.index, shape=factor.shape)
     if isinstance(factor, Permuted):
         return Permuted(smaller_form(factor.inner, always=always), factor.order)
     if not isinstance(factor, Outer) or not (always or factor.stores_gradient()):

@@ -198,7 +198,7 @@ class GradientStore:
         # Their sums live in ``p.grad`` alone: whoever sets that to None has let go of them.
         self._shown: set[nn.Parameter] = set()
 
-    def own(self, *, samples: bool) -> None:
+    def withhold(self, *, samples: bool) -> None:
         """Let an optimizer own the sums from now on, and perhaps per-sample gradients; none may be in ``p.grad``."""
         self.owned, self.samples_apart = True, samples
 

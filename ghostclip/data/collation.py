@@ -29,7 +29,7 @@ from ghostclip import _tree
 from ghostclip.checks.module_state import Reachable
 from ghostclip.checks.padding import Padded
 from ghostclip.errors import DataError
-from ghostclip.language import own_randomness
+from ghostclip.language import seeded_generators
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = 
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return ()
     # Data sets that augment draw random numbers too.
-    with own_randomness(), _put_back(dataset, getattr(collate, "wrapped", collate)):
+    with seeded_generators(), _put_back(dataset, getattr(collate, "wrapped", collate)):
         try:
             if may_be_empty:
                 _collated(collate, [], 0)
@@ -174,7 +174,7 @@ def padding_of(dataset: Dataset[Any], collate: Collate, *, may_be_empty: bool = 
 
 def unlike_pair(dataset: Any, collate: Collate) -> tuple[Any, bool]:
     """Return a batch of two records, and whether they differ in length, as far as the collate function allows it."""
-    with own_randomness():
+    with seeded_generators():
         first = dataset[0]
         shapes = _shapes(_tensors(_collated(collate, [first], 0)))
         numbers = range(1, min(len(dataset), _TRIED))
@@ -324,7 +324,7 @@ def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
     # What a function warns of one record is nothing that its user has asked for.
-    with own_randomness(seed), _put_back(getattr(collate, "wrapped", collate)), warnings.catch_warnings():
+    with seeded_generators(seed), _put_back(getattr(collate, "wrapped", collate)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return collate([_copied(record) for record in records])
 

@@ -35,7 +35,7 @@ from ghostclip.accounting.history import SamplingEvent
 from ghostclip.data.collation import EmptyBatchCollate
 from ghostclip.data.sampler import PrivateSampler, share_sampler
 from ghostclip.data.schemes import Poisson, SamplingScheme
-from ghostclip.distributed.agreement import noting_each, refused_together, world_size
+from ghostclip.distributed.agreement import noting_each, refusals_shared, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.optim.draws import DrawLog
 
@@ -234,9 +234,9 @@ class TakenAsItIs:
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()
-                yield self.placed(batch, sampler.draws)
+                yield self.on_device(batch, sampler.draws)
 
-    def placed(self, batch: Any, draws: DrawLog | None) -> Any:
+    def on_device(self, batch: Any, draws: DrawLog | None) -> Any:
         """Put a batch on the loader's device, and tell a log of it.
 
         Args:
@@ -414,7 +414,7 @@ class DPDataLoader(TakenAsItIs, DataLoader):
         refuse_invented_records(rand_on_empty=rand_on_empty)
         if isinstance(data_loader, DPDataLoader):
             return data_loader
-        with refused_together("loader") if _is_shared(distributed) else nullcontext():
+        with refusals_shared("loader") if _is_shared(distributed) else nullcontext():
             batch_size = checked_batch_size(data_loader)
             _log_replacement(data_loader, batch_size, shared=_is_shared(distributed))
             return cls(

@@ -210,7 +210,7 @@ SizePolicy: TypeAlias = FixedSize | LearnedSize
 """Decides how large a physical batch may be."""
 
 
-def given_size(max_physical_batch_size: int | str, memory_budget: int | None) -> FixedSize | None:
+def fixed_size_of(max_physical_batch_size: int | str, memory_budget: int | None) -> FixedSize | None:
     """Return the size that a user has given, None for "auto"; refuse a budget that nothing is found within."""
     if max_physical_batch_size == "auto":
         return None
@@ -349,7 +349,7 @@ class PhysicalBatches:
     ) -> None:
         self._optimizer = private_optimizer(optimizer)
         self._memory_budget = memory_budget
-        self._policy: SizePolicy | None = given_size(max_physical_batch_size, memory_budget)
+        self._policy: SizePolicy | None = fixed_size_of(max_physical_batch_size, memory_budget)
 
     @property
     def size(self) -> int:
@@ -493,7 +493,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
                     if draws is not None and token.chunk == 0:
                         # A checkpoint knows by it where to resume.
                         sampler.mark_delivered()
-                    placed = self.placed(batch, draws)
+                    placed = self.on_device(batch, draws)
                     if token.chunk == 0 and self.stop_when is not None and self.stop_when():
                         return
                     self._optimizer.begin_physical_batch(token)
@@ -594,7 +594,7 @@ class BatchMemoryManager:
         self.data_loader = data_loader
         self.optimizer = optimizer
         self.max_physical_batch_size = max_physical_batch_size
-        self._policy: SizePolicy | None = given_size(max_physical_batch_size, memory_budget)
+        self._policy: SizePolicy | None = fixed_size_of(max_physical_batch_size, memory_budget)
         if self._policy is None and optimizer.clipper.is_sharded:
             raise InvalidOptionError(
                 "max_physical_batch_size='auto' with a model that several ranks hold in parts: each would find its own "

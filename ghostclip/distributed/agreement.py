@@ -64,7 +64,7 @@ class Leaving:
         self._inside = False
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def errors_shared(self) -> Iterator[None]:
         """Publish why this rank leaves what runs inside, or raise why another has left it."""
         if self._inside:
             yield
@@ -273,7 +273,7 @@ def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
 
 
 @contextlib.contextmanager
-def refused_together(what: str, group: Group = None) -> Iterator[None]:
+def refusals_shared(what: str, group: Group = None) -> Iterator[None]:
     """Raise on all ranks what one of them raises inside; ranks exchange values inside through this module only."""
     with telling(what, group):
         yield

@@ -271,7 +271,7 @@ class PipelineClipper:
                 when its process has ended, or after the timeout of their process group.
         """
         self._norms = []
-        with self._leaving.together():
+        with self._leaving.errors_shared():
             with ExitStack() as stack:
                 records = [
                     stack.enter_context(_recording(stage, clipper, samples))

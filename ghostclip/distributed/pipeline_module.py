@@ -107,7 +107,7 @@ class StagesClipper:
             sum_of.update(zip(map(id, stage_parameters), one.hand_over_sums(stage_parameters), strict=True))
         return [sum_of[id(p)] for p in parameters]
 
-    own_gradients = _on_each("own_gradients")
+    withhold_gradients = _on_each("withhold_gradients")
     mark_empty_batch = _on_each("mark_empty_batch")
     reset = _on_each("reset")
     remove = _on_each("remove")
@@ -383,7 +383,7 @@ class Pipeline(nn.Module):
         rest = {name: value for name, value in state.items() if name not in entries}
         return {**rest, whole: model, _OF_STAGES: {key: entries for key, (_, entries) in ranks}}
 
-    def own_part(self, state: Mapping[str, Any], *, whole: str) -> dict[str, Any]:
+    def local_part(self, state: Mapping[str, Any], *, whole: str) -> dict[str, Any]:
         """Return what this rank continues with.
 
         Args:

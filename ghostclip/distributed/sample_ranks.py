@@ -31,13 +31,13 @@ from ghostclip.distributed.agreement import (
     common_numbers,
     gathered,
     known_to_all,
-    refused_together,
+    refusals_shared,
     require_equal,
     world_size,
 )
 from ghostclip.distributed.weights import Placement
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.factors import Dense, Factor, Head, Outer, Permuted, Placed, Rows, planner
+from ghostclip.factors import AtIndex, Dense, Factor, Head, Outer, Permuted, Rows, planner
 from ghostclip.kernels.fingerprints import content_prints, read_prints
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Shares:
     groups: Sequence[Group] = (None,)  # over these, one after the other, sums of whole parameters are added up
 
 
-def all_apart() -> Shares:
+def data_parallel_shares() -> Shares:
     """Return shares of ranks that each have samples of their own."""
     ranks = world_size()
     return Shares(ranks, distributed.get_rank() if ranks > 1 else 0)
@@ -161,10 +161,10 @@ class SampleRanks:
         return local
 
     @contextmanager
-    def refused_together(self, what: str) -> Iterator[None]:
+    def refusals_shared(self, what: str) -> Iterator[None]:
         """Raise on all of these ranks what one of them raises inside."""
         try:
-            with refused_together(what, self._group):
+            with refusals_shared(what, self._group):
                 yield
         except GhostClipError as error:
             # These ranks know of it, and others of the training may not: they are told as of any error.
@@ -225,7 +225,7 @@ def shares_of(placements: dict[str, Placement], data: DeviceMesh | None, shared:
             "mesh=mesh['dp']) after parallelize_module(model, mesh['tp'], ...)."
         )
     if shared is None:
-        return all_apart()
+        return data_parallel_shares()
     return Shares(1, 0, copies, ()) if data is None else _dealt_over(data, range(data.ndim), copies=copies)
 
 
@@ -328,8 +328,8 @@ class SplitSequences:
         Raises:
             UnsupportedModelError: The parameter is a vocabulary head whose logits are formed in tiles.
         """
-        if isinstance(factor, Placed):
-            return Placed(self.gather(factor.inner), factor.index, shape=factor.shape)
+        if isinstance(factor, AtIndex):
+            return AtIndex(self.gather(factor.inner), factor.index, shape=factor.shape)
         if isinstance(factor, Permuted):
             return Permuted(self.gather(factor.inner), factor.order)
         if isinstance(factor, Head):

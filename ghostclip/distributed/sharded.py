@@ -32,7 +32,7 @@ from ghostclip.distributed.agreement import (
     Leaving,
     common_numbers,
     gathered,
-    refused_together,
+    refusals_shared,
     require_company,
     tell_refusal,
     telling,
@@ -50,7 +50,7 @@ _GRADIENTS_ADD_UP: Final = "ReplicatedWithGradAllReduce"
 _EXCHANGE_TOKENS: Final = frozenset({"EpDispatchExpertsParallel"})
 
 
-def own_ways(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+def local_and_partial(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
     """Return names of parameters used as plain local parts, and of those whole on all ranks with partial gradients."""
     # The modules of the former bring the results together themselves. Refuses a module that sends tokens to experts of
     # other ranks.
@@ -253,7 +253,7 @@ class ShardedModel:
         # names of parameters that every rank has whole with a part of the gradient, of features that others do not
         # meet.
         # names of parameters whose modules themselves combine what ranks compute with parts of them
-        self.brought_together, self.spread = own_ways(model)
+        self.brought_together, self.spread = local_and_partial(model)
         self.delivery = ShardDelivery(self._buckets(model))
         shared: DeviceMesh | None = self._shared
         self.shares: Shares = shares_of(self.placements, self._data, shared)
@@ -283,7 +283,7 @@ class ShardedModel:
                 if isinstance(module, nn.Embedding):
                     _refuse_empty_parts(name, self.placements[name])
                 # What one rank sums up for all by itself waits for no other.
-                gather_key = id(parameter) if unit is None else _torch.gathered_together(unit)
+                gather_key = id(parameter) if unit is None else _torch.fsdp_group_of(unit)
                 by_gather[gather_key].append((parameter, delivered))
         return [bucket for together in reversed(list(by_gather.values())) for bucket in _of_one_mesh(together)]
 
@@ -372,7 +372,7 @@ class ShardedModel:
                 require_same_samples(self.shares, inputs, "the model was called with different inputs there")
             self._is_open, self._is_due, self.wants_proof = True, False, self.wants_proof and not able
             self._is_held = True
-            self._restore = [_torch.keep_gathered(unit) for unit in self.units]
+            self._restore = [_torch.gather_parameters(unit) for unit in self.units]
         return asks and able
 
     def may_ask(self) -> bool:
@@ -387,20 +387,20 @@ class ShardedModel:
         self._is_due = True
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def errors_shared(self) -> Iterator[None]:
         """Raise on all ranks what one of them raises inside, where everything is gathered."""
         if not self._is_open:
             yield
             return
         try:
-            with refused_together("proofs of the forward"):
+            with refusals_shared("proofs of the forward"):
                 yield
         finally:
             self._is_open = False
 
     def sharing(self, what: str) -> AbstractContextManager[None]:
         """Return a context whose errors all ranks that share samples raise, to run nothing collective after one."""
-        return nullcontext() if self.shared_samples is None else self.shared_samples.refused_together(what)
+        return nullcontext() if self.shared_samples is None else self.shared_samples.refusals_shared(what)
 
     def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
         """Return whether something holds on a rank that shares samples with this one; called on all of these."""
@@ -414,7 +414,7 @@ class ShardedModel:
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
-        return self._leaving.together()
+        return self._leaving.errors_shared()
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others raise in `together`, which this rank does not reach."""

@@ -10,7 +10,7 @@ from ghostclip.factors.head import Head, HeadBias
 from ghostclip.factors.inner import inner, joined
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.wrapped import Permuted, Placed, Sampled, Stacked
+from ghostclip.factors.wrapped import AtIndex, Permuted, Sampled, Stacked
 
 __all__ = [
     "Dense",
@@ -20,7 +20,7 @@ __all__ = [
     "HeadBias",
     "Outer",
     "Permuted",
-    "Placed",
+    "AtIndex",
     "Rows",
     "Sampled",
     "SquaredNorm",

@@ -193,10 +193,10 @@ class Head(Factor):
 
     def _in_order(self, chunks: Sequence[tuple[_Chunk, Norms]]) -> Bounded:
         if self.index_D is None and chunks:
-            return Bounded(*(torch.cat(parts) for parts in zip(*(norms.found() for _, norms in chunks), strict=True)))
+            return Bounded(*(torch.cat(parts) for parts in zip(*(norms.result() for _, norms in chunks), strict=True)))
         total = Bounded(*(self.x_BTI.new_zeros(4, self.batch_size, dtype=self.dtype).unbind()))
         for chunk, norms in chunks:
-            for whole_D, part_C in zip(total, norms.found(), strict=True):
+            for whole_D, part_C in zip(total, norms.result(), strict=True):
                 whole_D[chunk.places] = part_C.to(whole_D)
         return total
 

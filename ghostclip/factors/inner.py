@@ -19,7 +19,7 @@ from ghostclip.factors.convolution import Windows
 from ghostclip.factors.head import Head
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.wrapped import Permuted, Placed, Stacked, sum_tensors
+from ghostclip.factors.wrapped import AtIndex, Permuted, Stacked, sum_tensors
 from ghostclip.kernels.bounds import dots
 from ghostclip.kernels.sums import add_rows_
 
@@ -68,8 +68,8 @@ def _form(factor: Factor) -> tuple[int, int, int] | None:
     return (1, *factor.matrix) if isinstance(factor, Rows) else None
 
 
-def _moved_moved(first: Placed | Permuted, second: Placed | Permuted) -> InnerProducts:
-    moves = [factor.index if isinstance(factor, Placed) else factor.order for factor in (first, second)]
+def _moved_moved(first: AtIndex | Permuted, second: AtIndex | Permuted) -> InnerProducts:
+    moves = [factor.index if isinstance(factor, AtIndex) else factor.order for factor in (first, second)]
     if moves[0] == moves[1]:
         return inner(first.inner, second.inner)
     return inner(Dense(first.materialize()), Dense(second.materialize()))
@@ -147,7 +147,7 @@ def _dense_rows(dense: Dense, rows: Rows) -> InnerProducts:
 
 
 _PAIRS: Final[dict[tuple[type[Factor], type[Factor]], Callable[..., InnerProducts]]] = {
-    (Placed, Placed): _moved_moved,
+    (AtIndex, AtIndex): _moved_moved,
     (Permuted, Permuted): _moved_moved,
     (Stacked, Stacked): _stacked_stacked,
     (Outer, Outer): _outer_outer,

@@ -88,7 +88,7 @@ class Permuted(_Moved):
         return Permuted(self.inner.in_double(), self.order)
 
 
-class Placed(_Moved):
+class AtIndex(_Moved):
     """The gradient is ``inner``'s inside ``parameter[index]`` and zero elsewhere."""
 
     def __init__(self, inner: Factor, index: tuple[Any, ...], *, shape: Sequence[int]) -> None:
@@ -115,23 +115,23 @@ class Placed(_Moved):
         self.inner.add_clipped_sum_(coef_B, part)
         target += part
 
-    def masked(self, keep_B: Tensor) -> "Placed":
-        return Placed(self.inner.masked(keep_B), self.index, shape=self.shape)
+    def masked(self, keep_B: Tensor) -> "AtIndex":
+        return AtIndex(self.inner.masked(keep_B), self.index, shape=self.shape)
 
-    def selected(self, index_D: Tensor) -> "Placed":
-        return Placed(self.inner.selected(index_D), self.index, shape=self.shape)
+    def selected(self, index_D: Tensor) -> "AtIndex":
+        return AtIndex(self.inner.selected(index_D), self.index, shape=self.shape)
 
-    def in_double(self) -> "Placed":
-        return Placed(self.inner.in_double(), self.index, shape=self.shape)
+    def in_double(self) -> "AtIndex":
+        return AtIndex(self.inner.in_double(), self.index, shape=self.shape)
 
-    def disjoint_from(self, other: "Placed") -> bool:
+    def disjoint_from(self, other: "AtIndex") -> bool:
         """Return whether the two slices certainly share no entry."""
         # Different integers, or disjoint ranges, on an axis.
         pairs = zip(self.index, other.index, self.shape, strict=False)
-        return any(_apart(mine, theirs, size) for mine, theirs, size in pairs)
+        return any(_disjoint(mine, theirs, size) for mine, theirs, size in pairs)
 
 
-def _apart(mine: Any, theirs: Any, size: int) -> bool:
+def _disjoint(mine: Any, theirs: Any, size: int) -> bool:
     first, second = _span(mine, size), _span(theirs, size)
     return first[1] <= second[0] or second[1] <= first[0]
 
@@ -162,12 +162,12 @@ class Stacked(_Reshaped):
             return no_error(self._zero_B)
         errors = [norm.error_B for norm in norms if norm.error_B is not None]
         value_B = sum_tensors([norm.value_B for norm in norms])
-        return SquaredNorm(value_B, sum_tensors(errors) if errors else None, self._together([n.terms for n in norms]))
+        return SquaredNorm(value_B, sum_tensors(errors) if errors else None, self._joined([n.terms for n in norms]))
 
     def terms(self) -> Terms | None:
-        return self._together([part.terms() for part in self.parts.values()])
+        return self._joined([part.terms() for part in self.parts.values()])
 
-    def _together(self, parts: Sequence[Terms | None]) -> Terms | None:
+    def _joined(self, parts: Sequence[Terms | None]) -> Terms | None:
         return terms_side_by_side([terms for terms in parts if terms is not None], self._zero_B.device)
 
     def materialize(self) -> Tensor:

@@ -29,11 +29,11 @@ import torch
 
 import ghostclip
 from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, reason_of, require_plotting, write_text
-from ghostclip.distributed.agreement import from_first, is_known_to_all, refused_together
+from ghostclip.distributed.agreement import from_first, is_known_to_all, refusals_shared
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import run as files
 from ghostclip.finetune.models import Quality, require_known_model
-from ghostclip.finetune.options import FinetuneOptions, require_together, resumed_options
+from ghostclip.finetune.options import FinetuneOptions, refuse_ignored, resumed_options
 from ghostclip.finetune.ranks import Ranks, joined, require_same
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, RunState, assumptions
 from ghostclip.finetune.samples import labels_of, stay_local
@@ -264,11 +264,11 @@ def run(args: dict[str, Any]) -> int:
 
 
 def _run(args: dict[str, Any], ranks: Ranks) -> int:
-    with refused_together("options"):
+    with refusals_shared("options"):
         options, state = _options(args, ranks)
         require_same(options)
     stay_local(options.model, options.tokenizer)
-    with Working("preparing"), refused_together("preparations"):
+    with Working("preparing"), refusals_shared("preparations"):
         _require_libraries()
         from ghostclip.finetune.training import training_arguments
 
@@ -290,7 +290,7 @@ def _run(args: dict[str, Any], ranks: Ranks) -> int:
 def _options(args: dict[str, Any], ranks: Ranks) -> tuple[FinetuneOptions, RunState | None]:
     options = FinetuneOptions(**args)
     if not options.resume:
-        require_together(args)
+        refuse_ignored(args)
     choose = partial(files.choose_folder, args.get("output"), resume=options.resume)
     args = {**args, "output": from_first("output folder", choose)}
     if options.resume:
@@ -332,7 +332,7 @@ def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
             trainer.close()
         if run.unfinished:
             return _say_interrupted(run)
-        with refused_together("results"):
+        with refusals_shared("results"):
             record = _write(run, trainer)
     except OSError as error:
         if isinstance(error, ConnectionError) or (is_known_to_all(error) and not run.ranks.is_first):
@@ -353,7 +353,7 @@ def _train_and_write(run: FinetuneRun, arguments: DPTrainingArguments) -> int:
 def _train(run: FinetuneRun, trainer: FinetuneTrainer) -> None:
     try:
         trainer.finish()
-        with refused_together("resume point"):
+        with refusals_shared("resume point"):
             trainer.save()
     except torch.OutOfMemoryError as error:
         raise MemoryError(

@@ -225,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(word(one.name), help=one.metadata["help"], **how)
 
 
-def require_together(args: dict[str, object]) -> None:
+def refuse_ignored(args: dict[str, object]) -> None:
     """Refuse options of this command line that would be ignored beside the others."""
     task = args.get("task", FinetuneOptions.task)
     refuse_any(*(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ghostclip.distributed.agreement import digest_of, gathered, refused_together
+from ghostclip.distributed.agreement import digest_of, gathered, refusals_shared
 from ghostclip.errors import FixedSeedWarning
 from ghostclip.finetune.ranks import is_in_parts
 from ghostclip.finetune.run import FinetuneRun
@@ -122,7 +122,7 @@ class FinetuneTrainer(DPTrainer):
         run, private, done = self.run, self.private_run, self.run.state.step
         steps = run.mechanism.steps
         private.budget.known_to_fit((run.mechanism.noise_multiplier, run.mechanism.sample_rate, steps))
-        with refused_together("beginning of the training"):
+        with refusals_shared("beginning of the training"):
             if self.begun:
                 entries = private.engine.load_checkpoint(
                     path=run.resume_point, module=self.model, optimizer=private.optimizer,

@@ -73,7 +73,7 @@ class CacheEntry:
     folder: Path
     key: str
 
-    def found(self) -> Callable[..., Any] | None:
+    def load(self) -> Callable[..., Any] | None:
         """Return what an earlier process compiled, None where there is nothing usable."""
         try:
             whole = (p for p in self.folder.glob(f"{self.key}-*") if p.name.endswith("-" + _hash(p.read_bytes())))
@@ -83,7 +83,7 @@ class CacheEntry:
             _log.info("a compiled graph is passed over (%s: %s)", type(problem).__name__, problem)
             return None
 
-    def keep(self, function: Callable[..., Any]) -> None:
+    def save(self, function: Callable[..., Any]) -> None:
         """Write what `ghostclip._torch.compiled` returned, whole or not at all."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ class GraphOptions:
         """Return whether a GPU runs a step as one CUDA graph."""
         return self.backend == "inductor" and bool(self.inductor().get("triton.cudagraphs"))
 
-    def keeps(self) -> bool:
+    def saves(self) -> bool:
         """Return whether compiled graphs are kept on disk."""
         return self.cache and self.backend == "inductor" and not self.uses_cuda_graphs()
 
@@ -393,9 +393,9 @@ class CompiledStep:
     ) -> Callable[..., Any]:
         """Return the compiled step, from disk where an equal one was compiled before."""
         about = inputs.trainable, inputs.held, inputs.in_batch, surroundings(flat[0].device.type)
-        entry = entry_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.keeps() else None
+        entry = entry_of(self.joint.graph, axes, *about, clipping, options.inductor()) if options.saves() else None
         with torch.no_grad(), full_precision():
-            loaded = None if entry is None else entry.found()
+            loaded = None if entry is None else entry.load()
         refused = None if loaded is not None else self._refuses(self.joint.graph)
         if refused is not None:
             raise NoGraphError(refused)
@@ -403,7 +403,7 @@ class CompiledStep:
         if entry is not None:
             self.key = entry.key
             if loaded is None:
-                entry.keep(made)
+                entry.save(made)
         return made
 
     def _made(
@@ -431,7 +431,7 @@ class CompiledStep:
     def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x for x, axis in zip(tensors, self._in_batch, strict=True) if axis is None]
 
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
+    def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether what samples have in common, in a batch and beside it, is what it was in the trace."""
         # A factor on all losses may follow the batch: the eager engine compares it with earlier steps.
         unchanged = all(_version(constant) == version for constant, version in self._constants)

@@ -52,7 +52,7 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
     """Return the graph simplified in place, as it is compiled."""
     for node in list(graph.graph.nodes):
         if operation(node) == "addmm":
-            _bias_apart(graph.graph, node)
+            _add_bias_by_itself(graph.graph, node)
     for node in list(graph.graph.nodes):
         _from_what_was_computed(node)
         _in_one_copy(node)
@@ -151,7 +151,7 @@ def _replaced(node: fx.Node, source: fx.Node) -> None:
     node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
 
 
-def _bias_apart(graph: fx.Graph, node: fx.Node) -> None:
+def _add_bias_by_itself(graph: fx.Graph, node: fx.Node) -> None:
     """Add a bias where a product is read: by itself, a product on a CPU would be written once more for it."""
     bias, *factors = cast("tuple[fx.Node, ...]", node.args)
     shape, value = shape_of(node), node.meta["val"]
@@ -235,7 +235,7 @@ class Regions:
         _known[region.number] = region
         return region.result(_CALL(list(tensors), region.number))
 
-    def placed(self, graph: fx.GraphModule, final: Callable[..., fx.GraphModule]) -> None:
+    def insert(self, graph: fx.GraphModule, final: Callable[..., fx.GraphModule]) -> None:
         """Insert the graphs of regions where they are called, in place; ``final`` lowers a traced graph."""
         names: dict[int, str] = {}
         for node in [node for node in graph.graph.nodes if node.target is _CALL]:
@@ -571,7 +571,7 @@ def rewritten(
             first = _torch.traced(step, inputs)
             graph = _functional(first, inputs)
             if regions is not None:
-                regions.placed(graph, _functional)
+                regions.insert(graph, _functional)
     except NoGraphError:
         raise
     except Exception as problem:

@@ -161,7 +161,7 @@ class GraphStep:
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
         self.takeover.note(self)
-        return results[0] if len(results) == 1 else _together(results, [part.samples for part in parts], axis)
+        return results[0] if len(results) == 1 else _concatenated(results, [part.samples for part in parts], axis)
 
     def _cut(self, tree: Any, samples: int, parts: Sequence[Part]) -> list[tuple[Any, Part]]:
         """Return the parts of a batch, without padding."""
@@ -325,7 +325,7 @@ class GraphStep:
         step = self._step_for(padded, part.size)
         if isinstance(step, str):
             return self._eagerly(tree, step)
-        if not step.holds(_tree.tensors(padded)):
+        if not step.matches(_tree.tensors(padded)):
             return self._eagerly(tree, _OTHER_COMMON)
         due = self.options.check_every and step.runs % self.options.check_every == 0
         if step.verified and not due:
@@ -522,7 +522,7 @@ def _narrowest(model: nn.Module) -> torch.dtype:
     return max((dtype for dtype in dtypes if dtype in _ALIKE), key=lambda dtype: _ALIKE[dtype], default=torch.float32)
 
 
-def _together(results: list[Any], counts: list[int], axis: int) -> Any:
+def _concatenated(results: list[Any], counts: list[int], axis: int) -> Any:
     """Concatenate the results of parts, along the axes of as many entries as samples."""
     flat = [_torch.tree_flatten(result) for result in results]
 

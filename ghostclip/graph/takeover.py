@@ -210,7 +210,7 @@ class Takeover:
     def _look(self, step: Any) -> None:
         """See what became of the process beside the training."""
         assert self._beside is not None, "it was begun"
-        report = self._beside.found()
+        report = self._beside.result()
         if report is None:
             return
         self._beside = None
@@ -331,7 +331,7 @@ class _Beside:
         self._process.start()
         sends.close()
 
-    def found(self) -> dict[str, float] | str | None:
+    def result(self) -> dict[str, float] | str | None:
         """Return what the work returned, why it failed, or None as long as it runs."""
         received: dict[str, float] | str | None = None
         if self._results.poll():

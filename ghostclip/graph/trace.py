@@ -99,7 +99,7 @@ class _Loss(nn.Module):
         return self.loss(self.model, *args, **kwargs)
 
 
-class _UnknownWayError(Exception):
+class _UnknownBranchError(Exception):
     """A branch on data is met whose way is not known; the only argument is its flag."""
 
 
@@ -117,7 +117,7 @@ class _Branches(TorchFunctionMode):
         self.flags.append((args[0].detach() != 0).reshape(()))
         flag = next(self._known, None)
         if flag is None:
-            raise _UnknownWayError(self.flags[-1])
+            raise _UnknownBranchError(self.flags[-1])
         return flag
 
 
@@ -181,14 +181,14 @@ def _followed(
         with _Branches(known) as met:
             try:
                 outputs = joint(*flat)
-            except _UnknownWayError as unknown:
+            except _UnknownBranchError as unknown:
                 return [unknown.args[0]]
         if branches is not None and len(met.flags) != len(known):
             raise NoGraphError(_OFTEN)
         return [*outputs, *met.flags]
 
     while True:
-        with _as_it_was(model), _experts_in_batches(model), torch.enable_grad(), _torch.steps_taken_apart():
+        with _as_it_was(model), _experts_in_batches(model), torch.enable_grad(), _torch.recurrence_step_by_step():
             graph = _torch.traced(on_its_way, inputs.flat(model))
         if extras:
             return graph, extras[-1], tuple(known)

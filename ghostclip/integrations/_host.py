@@ -299,7 +299,7 @@ class HostTraining:
         noise = self._noise_for(steps, mechanism) if options.noise_multiplier is None else options.noise_multiplier
         self._noise = self._noise or self._generator(1)  # trained further, it goes on where it was
         if options.target_epsilon is not None:
-            self.budget = Budget(options.target_epsilon, _given(options.target_delta))
+            self.budget = Budget(options.target_epsilon, _required(options.target_delta))
             if options.noise_multiplier is None and steps is not None and options.mechanism == "poisson":
                 self.budget.known_to_fit((noise, self.loader.event.sample_rate, steps))
         # "ghost" has a criterion as well, before the loader.
@@ -340,7 +340,7 @@ class HostTraining:
         """Return ε at the δ that was given, of all releases up to now."""
         releases = len(self.engine.accountant)
         if self._epsilon[0] != releases:
-            self._epsilon = (releases, self.engine.get_epsilon(_given(self.options.target_delta)))
+            self._epsilon = (releases, self.engine.get_epsilon(_required(self.options.target_delta)))
         return self._epsilon[1]
 
     def _mechanism(self) -> mechanisms.Mechanism:
@@ -359,11 +359,11 @@ class HostTraining:
             raise InvalidOptionError("target_epsilon with noise_level='exact': give noise_multiplier.")
         if options.mechanism != "poisson":
             # Rounds and epochs are charged when they begin.
-            budget = _given(options.target_epsilon), _given(options.target_delta)
+            budget = _required(options.target_epsilon), _required(options.target_delta)
             return calibrated(mechanism, loader.private_sampler.scheme, math.ceil(steps / len(loader)), budget)[0]
         return get_noise_multiplier(
-            target_epsilon=_given(options.target_epsilon),
-            target_delta=_given(options.target_delta),
+            target_epsilon=_required(options.target_epsilon),
+            target_delta=_required(options.target_delta),
             sample_rate=loader.event.sample_rate,
             steps=steps,
             relation=loader.event.relation,
@@ -377,6 +377,6 @@ class HostTraining:
         return torch.Generator().manual_seed((2 * seed + purpose + 1000 * self._rank()) % _GREATEST_SEED)
 
 
-def _given(value: float | None) -> float:
+def _required(value: float | None) -> float:
     assert value is not None, "checked with the options"
     return value

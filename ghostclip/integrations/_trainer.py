@@ -24,13 +24,7 @@ from ghostclip._validate import refuse_any
 from ghostclip.data import BatchMemoryManager, DPDataLoader
 from ghostclip.data.collation import unlike_pair
 from ghostclip.data.physical_batches import count_rows, rows_of
-from ghostclip.errors import (
-    DataError,
-    InvalidOptionError,
-    LossReductionError,
-    SampleMixingError,
-    UnsupportedModelError,
-)
+from ghostclip.errors import DataError, InvalidOptionError, LossReductionError, SampleMixingError, UnsupportedModelError
 from ghostclip.facade import GradSampleModule
 from ghostclip.graph.takeover import hindered
 from ghostclip.integrations._host import Contradiction, HostTraining, PrivacyArguments, refuse_options
@@ -38,7 +32,7 @@ from ghostclip.language import OWN, without_trace
 from ghostclip.optim.wrapped import WrappedOptimizer
 
 
-def require_own_loss(
+def check_same_loss(
     batch: Mapping[str, Any],
     *,
     native: Callable[[dict[str, Any]], Tensor | None],

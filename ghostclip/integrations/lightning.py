@@ -449,7 +449,7 @@ class PrivacyCallback:
                     "Write training_step(batch, batch_idx), or use manual optimization."
                 )
             zero_grad(trainer.current_epoch, more[0] if more else 0, trainer.optimizers[0])
-            return _together(self.training.run(batch, lambda part: part_of_step(part, more)))
+            return _joined_output(self.training.run(batch, lambda part: part_of_step(part, more)))
 
         return step
 
@@ -575,7 +575,7 @@ class _Reduce:
     __hash__ = object.__hash__
 
 
-def _together(outputs: list[tuple[Any, int]]) -> Any:
+def _joined_output(outputs: list[tuple[Any, int]]) -> Any:
     """Return the output of a step made of those of its parts: the mean loss, rows joined, other values of the last."""
     rows = max(1, sum(count for _, count in outputs))
     made = dict(outputs[-1][0])

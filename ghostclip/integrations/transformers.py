@@ -27,7 +27,7 @@ from ghostclip.errors import DataError, LossReductionError, NotOfferedError, Res
 from ghostclip.graph import GraphOptions, GraphStep
 from ghostclip.graph.takeover import Takeover, left_of
 from ghostclip.integrations._host import PrivacyArguments, forgotten, suggests_fields, warn_if_untested
-from ghostclip.integrations._trainer import PrivateRun, Ticket, refuse, require_own_loss, require_padding_without_effect
+from ghostclip.integrations._trainer import PrivateRun, Ticket, check_same_loss, refuse, require_padding_without_effect
 from ghostclip.integrations.peft import AdapterWatch, use_plain_operations
 from ghostclip.language import evaluating, losses_of, task_of, use_fused, without_adapters
 from ghostclip.optim import DPOptimizer
@@ -289,7 +289,7 @@ class DPTrainer(Trainer):
         self._computing = True
         try:
             main_input = getattr(self.model, "main_input_name", "input_ids")
-            with _apart(self.accelerator):
+            with _ungathered(self.accelerator):
                 return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
         finally:
             self._computing = False
@@ -452,7 +452,7 @@ class DPTrainer(Trainer):
         # A model that is compiled would be for these forwards alone.
         with evaluating(model), torch.compiler.set_stance("force_eager"):
             if self.compute_loss_func is None and task_of(self.model) is not None:
-                require_own_loss(batch, native=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
+                check_same_loss(batch, native=lambda part: _scalar_loss(model(**part)), ours=ours, tolerance=tolerance)
             if lengths_differ:
                 require_padding_without_effect(batch, ours=ours, tolerance=tolerance)
         for unit in _torch.gathered_modules(model):
@@ -515,7 +515,7 @@ class DPSeq2SeqTrainer(Seq2SeqTrainer, DPTrainer):
 
 
 @contextmanager
-def _apart(accelerator: Any) -> Iterator[None]:
+def _ungathered(accelerator: Any) -> Iterator[None]:
     """Let what gathers metrics from all ranks return this rank's own: ranks compute different numbers of parts."""
     names = ("gather", "gather_for_metrics") if accelerator.num_processes > 1 else ()
     for name in names:

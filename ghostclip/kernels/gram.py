@@ -353,7 +353,7 @@ def _in_halves(block: Factors, samples: int) -> tuple[_Sums, _Sums]:
 def _reduced(a_NTI: Tensor, g_NTO: Tensor, also: PositionSum | None = None) -> Reduced:
     from ghostclip.kernels.triton_products import symmetric_gram as kernel
 
-    summed = 0 if also is None else also.place_among(a_NTI, g_NTO)
+    summed = 0 if also is None else also.index_among(a_NTI, g_NTO)
     if also is None or not summed or not a_NTI.numel() or not g_NTO.numel():
         return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
     sum_NF = torch.empty(also.shape, dtype=torch.float32, device=a_NTI.device)

@@ -317,7 +317,7 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor:
         features, table = hidden.shape[-1], Table(weight, bias, call.form)
         _require_labels(labels, len(weight), call.form)
-        with _in_own_dtype(hidden.device):
+        with _without_autocast(hidden.device):
             loss_N, lse_N = losses(hidden.reshape(-1, features), labels.reshape(-1), table)
         call.lse = lse_N.view(labels.shape)
         ctx.save_for_backward(hidden, weight, bias, labels)
@@ -330,7 +330,7 @@ class _Losses(torch.autograd.Function):
         call, (grad,) = ctx.call, grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grads: list[Tensor | None] = [None] * 5
-        with _in_own_dtype(hidden.device):
+        with _without_autocast(hidden.device):
             if needs_hidden and not (needs_weight or needs_bias):
                 input_grads[0] = call.known_gradient(grad)
             if input_grads[0] is None:
@@ -339,7 +339,7 @@ class _Losses(torch.autograd.Function):
         return tuple(input_grads)
 
 
-def _in_own_dtype(device: torch.device) -> AbstractContextManager[object]:
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast, which knows no device "meta"."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
@@ -445,7 +445,7 @@ class Norms(Collector):
         self._tiles.append(position_norms(g_CTK).flatten().unsqueeze(1))
 
     @abstractmethod
-    def found(self) -> Bounded:
+    def result(self) -> Bounded:
         """Return the squared norms once all tiles are in, each of shape ``(C,)``."""
 
     @property
@@ -456,7 +456,7 @@ class Norms(Collector):
 class _OnePosition(Norms):
     """Products of two norms: one position meets no other."""
 
-    def found(self) -> Bounded:
+    def result(self) -> Bounded:
         norms = product_norms([Product([self._a_CT], self._g_CT, self._sizes)])
         measured = masses(self._a_CT, self._g_CT, *self._sizes)
         value_C = sum_of_squares(norms)
@@ -481,7 +481,7 @@ class _Gram(Norms):
             else:
                 sum_CRU.add_(dots(g_CTK[:, band], g_CTK[:, : band.stop]))
 
-    def found(self) -> Bounded:
+    def result(self) -> Bounded:
         values, absolutes, squares = [], [], []
         for band, g_CRU in zip(self._bands, self._sums, strict=True):
             left_CRI, right_CUI = self._a_CTI[:, band], self._a_CTI[:, : band.stop]
@@ -514,7 +514,7 @@ class _OfGradients(Norms):
             grad_CKI = torch.bmm(part_CTK.mT, self._a_CTI)
             self._norms += [root_of_squares(block_norms(grad_CKI.flatten(1))).unsqueeze(1)]
 
-    def found(self) -> Bounded:
+    def result(self) -> Bounded:
         value_C = sum_of_squares(self._norms)
         measured = masses(self._a_CT, self._g_CT, *self._sizes)
         delta_C = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_C.dtype))

@@ -24,7 +24,7 @@ class PositionSum:
         self._x_NTF: Tensor | None = x_NTF
         self._sum_NF: Tensor | None = None
 
-    def place_among(self, *tensors: Tensor) -> int:
+    def index_among(self, *tensors: Tensor) -> int:
         """Return the number, from 1, of the tensor whose sum is still missing; 0 for none of them."""
         return next((number for number, one in enumerate(tensors, start=1) if one is self._x_NTF), 0)
 

@@ -129,7 +129,7 @@ class DPOptimizer(WrappedOptimizer):
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
         checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
-        clipper.own_gradients(discard=weakref.WeakMethod(self.discard), samples=self._collected is not None)
+        clipper.withhold_gradients(discard=weakref.WeakMethod(self.discard), samples=self._collected is not None)
         self._draws: DrawLog | None = None
         self._leaving, self._lost, self._update = Leaving(), 0, checks.Update(clipper.model)
         self._released, self.compiled = Releases(self.params), CompiledRecord()
@@ -274,7 +274,7 @@ class DPOptimizer(WrappedOptimizer):
     @property
     def has_untaken_backward(self) -> bool:
         """Whether a backward has completed that no step, virtual ones included, has taken up."""
-        return self.clipper.has_clipped_sum and not self._batch.holds_all(self.clipper.backward_passes)
+        return self.clipper.has_clipped_sum and not self._batch.includes_all(self.clipper.backward_passes)
 
     @noting()
     def apply_to(self, optimizer: Optimizer) -> None:
@@ -375,7 +375,7 @@ class DPOptimizer(WrappedOptimizer):
     ) -> None:
         """Add noise and hand over the release, which no rank refuses any more."""
         # The sums turn into the release, and what is left of the last one makes room.
-        with self._leaving.together() if isinstance(self.noise_source, SharedNoise) else nullcontext():
+        with self._leaving.errors_shared() if isinstance(self.noise_source, SharedNoise) else nullcontext():
             sums = self.clipper.hand_over_sums(trainable)
             self._take_gradients()
             released = self._noisy(trainable, sums, std, divisor)
@@ -543,7 +543,7 @@ class DPOptimizer(WrappedOptimizer):
     def discard(self) -> None:
         """Forget the sums of backwards that no step has taken up yet, and what strategy "hooks" shows of others."""
         self.clipper.drop_samples()
-        if not self._batch.holds_all(self.clipper.backward_passes):
+        if not self._batch.includes_all(self.clipper.backward_passes):
             self._hide_sums()
             self.clipper.discard()
 

@@ -108,7 +108,7 @@ class LogicalBatch:
         """Return how many of `total` backward passes no step has taken up yet."""
         return total - self._passes_seen
 
-    def holds_all(self, total: int) -> bool:
+    def includes_all(self, total: int) -> bool:
         """Whether every one of `total` backward passes since the last release belongs to a virtual step."""
         return self.open and not self.waiting(total)
 

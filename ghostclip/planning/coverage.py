@@ -54,7 +54,7 @@ def _use(arrived: Statistics, *, count: int, strategy: str) -> Cost:
     again = product if arrived.recomputed else 0
     base = 2 * product + input_gradient + again
     run = product + backwards * (input_gradient + again)
-    stored = _held(arrived, count=count, strategy=strategy)
+    stored = _stored_bytes(arrived, count=count, strategy=strategy)
     return Cost(base, run + _clipping(arrived, count=count, strategy=strategy), stored)
 
 
@@ -73,14 +73,14 @@ def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
         return product + dense_sum
     total = product
     for item in arrived.products:
-        if arrived.materialised or (strategy == "bookkeeping" and keeps(item)):
+        if arrived.materialised or (strategy == "bookkeeping" and stores_gradients(item)):
             total += item.flops * (strategy != "bookkeeping") + 2 * item.entries
         else:
             total += _norm(item, instantiate=strategy == "fast")[1]
     return total
 
 
-def keeps(item: MatrixProduct) -> bool:
+def stores_gradients(item: MatrixProduct) -> bool:
     """Return whether book-keeping stores a layer's per-sample gradients instead of its two factors."""
     if item.kept is not None:
         return item.kept
@@ -100,7 +100,7 @@ def _norm(item: MatrixProduct, *, instantiate: bool) -> tuple[str, int]:
     return plan, item.count * planner.gram_flops(positions, inputs, outputs)
 
 
-def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
+def _stored_bytes(arrived: Statistics, *, count: int, strategy: str) -> int:
     wide = max(arrived.itemsize, 4)
     if strategy == "hooks":
         return arrived.samples * count * wide
@@ -108,12 +108,12 @@ def _held(arrived: Statistics, *, count: int, strategy: str) -> int:
         return 0
     if arrived.kind == "general" or (arrived.derived and arrived.materialised):
         return arrived.samples * count * wide
-    if not all(map(keeps, arrived.products)) or not arrived.products or arrived.materialised:
+    if not all(map(stores_gradients, arrived.products)) or not arrived.products or arrived.materialised:
         return arrived.elements * arrived.itemsize
     return sum(item.entries for item in arrived.products) * wide
 
 
-def kept_input(arrived: Statistics, *, strategy: str) -> int:
+def input_bytes(arrived: Statistics, *, strategy: str) -> int:
     """Return the bytes of an operation's input that clipping keeps alive until the backward ends."""
     # Those that an ordinary backward drops when it has passed the operation; 0 where only gradients are stored.
     is_stored = strategy == "bookkeeping" and _is_factored(arrived, strategy=strategy)
@@ -140,7 +140,7 @@ def _cross(first: Statistics, second: Statistics, *, strategy: str) -> int:
 def _is_factored(item: Statistics, *, strategy: str) -> bool:
     if not item.products or item.materialised or item.kind == "general":
         return False
-    return strategy != "bookkeeping" or not all(map(keeps, item.products))
+    return strategy != "bookkeeping" or not all(map(stores_gradients, item.products))
 
 
 def _cross_outer(first: MatrixProduct, second: MatrixProduct) -> int:
@@ -160,7 +160,7 @@ def plan_of(arrived: Statistics, *, strategy: str) -> str:
         return "dense"
     if arrived.derived and arrived.materialised:
         return "form per-sample gradient, pull back"
-    if arrived.materialised or (strategy == "bookkeeping" and all(map(keeps, arrived.products))):
+    if arrived.materialised or (strategy == "bookkeeping" and all(map(stores_gradients, arrived.products))):
         return "keep per-sample gradient" if strategy == "bookkeeping" else "form per-sample gradient"
     return _norm(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")[0]
 
@@ -330,7 +330,7 @@ def coverage_of(
         statistics = [item for site in used for item in site.statistics.values() if _bears(item, name, sizes)]
         bought = name in stored and strategy == "bookkeeping"
         if bought:
-            statistics = [_kept(item) for item in statistics]
+            statistics = [_as_stored(item) for item in statistics]
         if reduced is not None:
             # An ordinary step runs nothing again: the budget does.
             statistics = [replace(item, recomputed=False) for item in statistics]
@@ -370,7 +370,7 @@ def _measured(
     return plan, cost_of(statistics, count=count, strategy=strategy) + Cost(private=again * (1 + twice) * forward)
 
 
-def _kept(arrived: Statistics) -> Statistics:
+def _as_stored(arrived: Statistics) -> Statistics:
     return replace(arrived, products=tuple(replace(item, kept=True) for item in arrived.products))
 
 

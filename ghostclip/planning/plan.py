@@ -281,7 +281,7 @@ class Planner:
         if math.isinf(limit):
             return frozenset(item.name for item in items if _estimated(item.shape) > 0)
         # What is added stays until the end, so that the tightest later moment counts.
-        free = np.minimum.accumulate((limit - backward.held())[::-1])[::-1].clip(min=0)
+        free = np.minimum.accumulate((limit - backward.live_bytes())[::-1])[::-1].clip(min=0)
         return _knapsack([(item, _estimated(item.shape)) for item in items], free, limit)
 
 

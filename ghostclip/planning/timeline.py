@@ -305,7 +305,7 @@ class Timeline:
             sizes.append(0 if step.use is None else parameter_bytes(step.use, new))
         return np.array(sizes)
 
-    def held(self) -> np.ndarray:
+    def live_bytes(self) -> np.ndarray:
         """Return the bytes in memory as each operation begins, with what book-keeping stores of those before it."""
         live, passing = self._live(frozenset(), None, [step.stored for step in self.steps])
         gradients = np.array([step.memory.gradient for step in self.steps])

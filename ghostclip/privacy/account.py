@@ -23,7 +23,7 @@ from ghostclip.accounting.history import Charge, Kind, counted, joined
 from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.checks.unchecked import Unchecked
 from ghostclip.distributed import SharedNoise
-from ghostclip.distributed.agreement import refused_together, require_agreement, telling
+from ghostclip.distributed.agreement import refusals_shared, require_agreement, telling
 from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.noise.keys import Owner
@@ -33,12 +33,12 @@ from ghostclip.privacy.budget import (
     Budget,
     accountant_of,
     charges_of,
-    continue_own,
     lacking,
     refuse_unfit,
     refuse_untold,
     released_bounds,
     replace_charges,
+    replace_history,
     tell,
 )
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
@@ -85,7 +85,7 @@ class Account:
         self.runs: dict[str, int] = {}
         self._unkeyed: dict[int, str] = {}
         self._released = Counter[Kind]()
-        accountant.hold(self._released)
+        accountant.set_counts(self._released)
         if ledger is not None and ledger.entries:
             self._begin_with(ledger)
         self._from_before = len(accountant)
@@ -95,7 +95,7 @@ class Account:
     def _begin_with(self, ledger: LedgerFile) -> None:
         """Count the releases of a ledger."""
         self.accountant.relation = _relation(ledger.mechanisms, default=self.accountant.relation)
-        self._hold_only(total(ledger.entries))
+        self._set_charges(total(ledger.entries))
         self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
         for entry in ledger.entries:
             self._note(entry.run, entry.number + 1)
@@ -120,7 +120,7 @@ class Account:
         """Whether this process has charged nothing yet."""
         return len(self.accountant) == self._from_before
 
-    def keep_with(self, accountant: IAccountant) -> None:
+    def account_with(self, accountant: IAccountant) -> None:
         """Let the account be kept by an accountant of the user's.
 
         Privacy:
@@ -130,7 +130,7 @@ class Account:
         # One that bounds any history replaces the account's. One that only has Opacus's four methods is told of every
         # release beside the engine's own, which stays what budgets and checkpoints go by.
         if isinstance(accountant, Accountant):
-            self._keep_with(accountant)
+            self._account_with(accountant)
             self.own = None
             return
         refuse_unfit(accountant)
@@ -139,7 +139,7 @@ class Account:
         tell(accountant, charges)
         self.own = accountant
 
-    def _keep_with(self, accountant: Accountant) -> None:
+    def _account_with(self, accountant: Accountant) -> None:
         """Replace the account's accountant by one that bounds histories."""
         before = self.accountant
         if accountant is before:
@@ -161,9 +161,9 @@ class Account:
                 self.require_relation(accountant.relation)
             accountant.relation = before.relation
         replace_charges(accountant, [*brought, *charges])
-        before.hold(Counter())
+        before.set_counts(Counter())
         self.accountant = self.released.accountant = accountant
-        accountant.hold(self._released)
+        accountant.set_counts(self._released)
         self._from_before = len(accountant) if was_fresh else -1
         for budget in self.budgets:
             budget.forget()
@@ -323,10 +323,10 @@ class Account:
         self.discrete(coordinates)
         for budget in self.budgets:
             budget.forget()
-        self._hold_only(joined(charges))
+        self._set_charges(joined(charges))
         for run, number in runs.items():
             self._note(run, number)
-        continue_own(self.own, self.accountant)
+        replace_history(self.own, self.accountant)
         if self.ledger is not None and before is not None:
             if self.coordinates:
                 self.ledger.begin_segment({"coordinates": self.coordinates, "relation": relation})
@@ -364,15 +364,15 @@ class Account:
         """Note that the account has so many releases of a run."""
         self.runs[run] = max(number, self.runs.get(run, 0))
 
-    def _hold_only(self, charges: Sequence[Charge]) -> None:
+    def _set_charges(self, charges: Sequence[Charge]) -> None:
         """Set the account to these charges."""
         replace_charges(self.accountant, charges)
         self._released.clear()
         self._released.update(counted(charges))
 
-    def place(self) -> dict[str, Any] | None:
+    def ledger_position(self) -> dict[str, Any] | None:
         """Return the position of the ledger, or None without one."""
-        return None if self.ledger is None else self.ledger.place()
+        return None if self.ledger is None else self.ledger.position()
 
     def _require(self, optimizer: DPOptimizer, sampling: Sampling) -> None:
         """Refuse, or skip, a step that does not fit in a budget."""
@@ -384,12 +384,12 @@ class Account:
         refuse_untold(self.own, events)
         for budget in self.budgets:
             if budget.when_spent == "raise":
-                budget.require(self.accountant, events, held=self._held())
+                budget.require(self.accountant, events, held=self._described())
             elif budget.spent or not budget.fits(self.accountant, events):
                 budget.spent = True
                 raise SkipStep
 
-    def _held(self) -> str:
+    def _described(self) -> str:
         """Say where the steps of an account are written, and of which runs they are."""
         if self.ledger is None:
             return ""
@@ -406,7 +406,7 @@ class Account:
             made, noise = self._made_before(optimizer), optimizer.noise_source
             digest = fingerprint(released, in_parts=isinstance(noise, SharedNoise) and noise.in_parts)
             if made is not None:
-                with refused_together("step made before") if self.ledger.shared else nullcontext():
+                with refusals_shared("step made before") if self.ledger.shared else nullcontext():
                     self._refuse_other_values(optimizer, made, digest)
                 sampling.settle(events)
                 return

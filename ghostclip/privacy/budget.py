@@ -189,7 +189,7 @@ def tell(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
             custom.step(noise_multiplier=first, sample_rate=second)  # type: ignore[arg-type]  # refused where it is no σ
 
 
-def continue_own(custom: IAccountant | None, accountant: Accountant) -> None:
+def replace_history(custom: IAccountant | None, accountant: Accountant) -> None:
     """Replace the history of an accountant with four methods by that of a loaded account."""
     if custom is None:
         return

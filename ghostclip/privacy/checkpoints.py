@@ -134,7 +134,7 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
     """Return what was released, and the positions of sampling and noise, in plain values."""
     state: dict[str, Any] = {VERSION: _FORMAT, ACCOUNTANT: dict(account.accountant.state_dict())}
     account.accountant.require_whole()
-    state[LEDGER], state[COORDINATES], state[RUNS] = account.place(), account.coordinates, dict(account.runs)
+    state[LEDGER], state[COORDINATES], state[RUNS] = account.ledger_position(), account.coordinates, dict(account.runs)
     if optimizer is not None:
         state[NOISE] = optimizer.noise_source.state_dict()
         state[MECHANISM] = mechanism(optimizer, sampling)
@@ -366,7 +366,7 @@ def load(source: Place, options: Mapping[str, Any], *, module: nn.Module | None 
             "from a copy, or continue from an earlier one."
         )
     pipeline = _pipeline_in(module)
-    return checkpoint if pipeline is None else pipeline.own_part(checkpoint, whole=MODULE)
+    return checkpoint if pipeline is None else pipeline.local_part(checkpoint, whole=MODULE)
 
 
 def checked_version(state: dict[str, Any]) -> dict[str, Any]:

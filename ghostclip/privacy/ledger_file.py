@@ -285,7 +285,7 @@ class LedgerFile:
         """Return the fingerprint of a release of a run that was made before, or None."""
         return self._known.get((run, number))
 
-    def place(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the ledger's position, in plain values for a checkpoint and `require`."""
         return {**self._places[-1]._asdict(), "releases": len(self.entries)}
 
@@ -377,7 +377,7 @@ class LedgerFile:
             _lock(file)
             file.write(line)
             _to_disk(file.fileno())
-            _place(unfinished, self.path)
+            _put(unfinished, self.path)
         except BaseException:
             file.close()
             raise
@@ -516,7 +516,7 @@ def _lock_unless_forgotten(file: IO[bytes]) -> None:
         _lock(file)
 
 
-def _place(unfinished: Path, path: Path) -> None:
+def _put(unfinished: Path, path: Path) -> None:
     """Rename a file to a path that must not exist yet."""
     try:
         path.hardlink_to(unfinished)

@@ -53,12 +53,12 @@ def all_or_nothing(
     holders = [account, account.accountant, account.own, sampling, *schedulers]
     undo: list[Undo] = [partial(checkpoints.continue_generators, checkpoints.generators())]
     if module is not None:
-        undo.append(_kept_module(module))
+        undo.append(_undo_of_module(module))
     if optimizer is not None:
         holders += [optimizer.noise_source, optimizer.clipper.policy, optimizer.compiled]
         inner = optimizer.original_optimizer
-        undo += [_kept_attributes(one) for one in (optimizer, inner, *getattr(inner, "members", ()))]
-    undo += [_kept_attributes(one) for one in _reached(holders)]
+        undo += [_undo_of_attributes(one) for one in (optimizer, inner, *getattr(inner, "members", ()))]
+    undo += [_undo_of_attributes(one) for one in _reached(holders)]
     with ExitStack() as stack:
         for put_back in undo:
             stack.callback(put_back)
@@ -66,7 +66,7 @@ def all_or_nothing(
         stack.pop_all()
 
 
-def _kept_module(module: nn.Module) -> Undo:
+def _undo_of_module(module: nn.Module) -> Undo:
     """Return a function that restores the parameters and buffers of a model, and which tensors they are."""
     tables = [table for part in module.modules() for table in (_torch.parameter_table(part), _torch.buffer_table(part))]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
@@ -90,7 +90,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True) if plain else tensor.detach().clone()
 
 
-def _kept_attributes(holder: object) -> Undo:
+def _undo_of_attributes(holder: object) -> Undo:
     """Return a function that restores an object's attributes, and its lists, dicts, sets and generators in place."""
     before = dict(vars(holder))
     contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set, Counter)]

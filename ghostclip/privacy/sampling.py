@@ -38,9 +38,9 @@ from ghostclip.data.loader import (
     worker_options,
 )
 from ghostclip.data.physical_batches import splittable_batches
-from ghostclip.distributed.agreement import gathered, refused_together, require_equal, telling, world_size
+from ghostclip.distributed.agreement import gathered, refusals_shared, require_equal, telling, world_size
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.language import own_randomness
+from ghostclip.language import seeded_generators
 from ghostclip.mechanisms.mechanism import Mechanism
 from ghostclip.noise.correlated import Correlation
 from ghostclip.optim import DPOptimizer
@@ -299,7 +299,7 @@ def _drawn_by(
                 f"({scheme.event.kind}). Give the ordinary loader."
             )
         return loader
-    with refused_together("loader"):
+    with refusals_shared("loader"):
         refuse_wrapped(loader)
         scheme = mechanism.scheme(dataset_length(loader.dataset), checked_batch_size(loader))
     return DPDataLoader.from_data_loader(loader, scheme=scheme)
@@ -320,7 +320,7 @@ def sampling_for(
     if isinstance(loader, DeclaredSampling):
         return EventSampling(loader)
     # A private loader was agreed on when it was made; ranks that train apart bring one of their own.
-    with nullcontext() if isinstance(loader, DPDataLoader) else refused_together("loader"):
+    with nullcontext() if isinstance(loader, DPDataLoader) else refusals_shared("loader"):
         refuse_wrapped(loader)
     if before is not None and getattr(before.loader, "dataset", None) is not loader.dataset:
         warnings.warn(
@@ -333,7 +333,7 @@ def sampling_for(
     if poisson_sampling:
         return EventSampling(DPDataLoader.from_data_loader(loader))
     distributed = world_size() > 1 or isinstance(record_sampler(loader), DistributedSampler)
-    sampling = _shuffled_together(loader) if distributed else _shuffled(loader)
+    sampling = _shuffled_on_all_ranks(loader) if distributed else _shuffled(loader)
     warnings.warn(
         "poisson_sampling=False: shuffled batches have no amplification by sampling, so each pass over the data is "
         "accounted as one full participation (q = 1). ε will be much larger than with Poisson sampling.",
@@ -342,9 +342,9 @@ def sampling_for(
     return sampling
 
 
-def _shuffled_together(loader: DataLoader[Any]) -> PeriodSampling:
+def _shuffled_on_all_ranks(loader: DataLoader[Any]) -> PeriodSampling:
     """Return the sampling of shuffled batches that all ranks share: each rank's own would be another training."""
-    with refused_together("loader without Poisson sampling"):
+    with refusals_shared("loader without Poisson sampling"):
         scheme = Shuffled(num_samples=dataset_length(loader.dataset), batch_size=checked_batch_size(loader))
         return PeriodSampling(DPDataLoader.from_data_loader(loader, scheme=scheme))
 
@@ -450,7 +450,7 @@ def content_digest(dataset: Any) -> str | None:
         places = sorted({0, len(dataset) // 2, len(dataset) - 1})
         for _ in range(2):
             # Augmentations draw alike, here and in another process.
-            with unnoticed([]), own_randomness(0):
+            with unnoticed([]), seeded_generators(0):
                 readings.append([list(_content(dataset[number])) for number in places])
     except Exception:  # noqa: BLE001 - whatever a data set raises, a training may go on without this
         return None

@@ -103,7 +103,7 @@ class Released:
     def __init__(self, accountant: Accountant, runs: dict[str, int]) -> None:
         self.accountant, self.runs = accountant, runs
 
-    def holds(self, other: Released) -> bool:
+    def continues(self, other: Released) -> bool:
         """Return whether this account continues another: it is the same, or was loaded or composed from it."""
         loaded = bool(other.runs) and all(self.runs.get(run, 0) >= count for run, count in other.runs.items())
         return other is self or other.accountant is self.accountant or loaded
@@ -131,7 +131,7 @@ def remember(model: nn.Module, released: Released) -> None:
 def earlier(model: nn.Module, released: Released) -> list[Released]:
     """Return the other accounts that have released into a model, or a part of it, that this one does not continue."""
     accounts = {id(one): one for module in model.modules() for one in vars(module).get(_KEY, ())}
-    return [one for one in accounts.values() if not released.holds(one) and len(one.accountant)]
+    return [one for one in accounts.values() if not released.continues(one) and len(one.accountant)]
 
 
 def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> str:
@@ -148,7 +148,7 @@ def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> st
 def texts_of(others: Iterable[Released], current: Released, delta: float) -> Iterator[str]:
     """Yield clauses for a summary on what other engines have released into the models."""
     for one in others:
-        if current.holds(one):
+        if current.continues(one):
             continue
         joint_text = ""
         if one.accountant.relation == current.accountant.relation:

@@ -44,29 +44,29 @@ class Equation:
     @property
     def slots(self) -> str:
         """Letters of parameter, data and output."""
-        return self._own(lambda letter: letter in self.output and self._in_data(letter))
+        return self._letters_where(lambda letter: letter in self.output and self._in_data(letter))
 
     @property
     def inputs(self) -> str:
         """Letters of parameter and data, summed over."""
-        return self._own(lambda letter: letter not in self.output and self._in_data(letter))
+        return self._letters_where(lambda letter: letter not in self.output and self._in_data(letter))
 
     @property
     def outputs(self) -> str:
         """Letters of parameter and output."""
-        return self._own(lambda letter: letter in self.output and not self._in_data(letter))
+        return self._letters_where(lambda letter: letter in self.output and not self._in_data(letter))
 
     @property
     def free(self) -> str:
         """Letters of the parameter alone, along which all entries have one gradient."""
-        return self._own(lambda letter: letter not in self.output and not self._in_data(letter))
+        return self._letters_where(lambda letter: letter not in self.output and not self._in_data(letter))
 
     @property
     def rows(self) -> str:
         """Letters of data and output: samples and their positions."""
         return "".join(letter for letter in self.output if letter not in self.parameter)
 
-    def _own(self, holds: Callable[[str], bool]) -> str:
+    def _letters_where(self, holds: Callable[[str], bool]) -> str:
         return "".join(letter for letter in self.parameter if holds(letter))
 
     def _in_data(self, letter: str) -> bool:

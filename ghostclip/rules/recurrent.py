@@ -457,7 +457,7 @@ def _run(
     direction: _Direction, x: Tensor, firsts: Sequence[Tensor], weights: Mapping[str, Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Run one direction of one layer; return states after all rows, ``(*L, P)``, and the last ones."""
-    gates = functional.linear(x, _given(weights["ih"]), weights["b_ih"])
+    gates = functional.linear(x, _required(weights["ih"]), weights["b_ih"])
     firsts = [_entered(first, gates, direction.steps.sizes[0]) for first in firsts]
     if direction.kind is KINDS["gru"]:
         gates = gates.to(torch.promote_types(gates.dtype, firsts[0].dtype))
@@ -473,17 +473,17 @@ def _run(
         )
     # Both tell whose the rows are; what is in the graph can be followed furthest.
     rows = gates if gates.requires_grad else x
-    product = recurrent_product(ran.before_NP.view(*lead, -1), _given(weights["hh"]), weights["b_hh"], rows)
+    product = recurrent_product(ran.before_NP.view(*lead, -1), _required(weights["hh"]), weights["b_hh"], rows)
     projected = None
     if ran.unprojected_NH is not None:
-        projected = recurrent_product(ran.unprojected_NH.view(*lead, -1), _given(weights["hr"]), None, rows)
+        projected = recurrent_product(ran.unprojected_NH.view(*lead, -1), _required(weights["hr"]), None, rows)
         projected = projected.reshape(-1, projected.shape[-1])
     entered = (gates.reshape(-1, gates.shape[-1]), product.reshape(-1, product.shape[-1]), projected, *firsts)
     out_NP, *ends = _Recurrence.apply(direction, (*ran.kept, *plain), (ran.out_NP, *ran.ends), *entered)
     return out_NP.view(*lead, -1), *ends
 
 
-def _given(tensor: Tensor | None) -> Tensor:
+def _required(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
 

@@ -119,7 +119,7 @@ class Shard:
         return self.weight.shape[0] if self.style.startswith("rowwise") else self.weight.shape[1]
 
 
-def keep_one_shard(model: nn.Module, tp: int) -> list[Shard]:
+def reduce_to_shard(model: nn.Module, tp: int) -> list[Shard]:
     """Reduce a model on the meta device to what one rank of the tensor axis computes with; return its shards."""
     if tp == 1:
         return []
@@ -197,7 +197,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
-def keep_one_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
+def reduce_to_stage(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
     """Reduce a model to the blocks of one stage of a pipeline, and all outside of blocks; return the blocks."""
     blocks = blocks_of(model)
     if stages == 1:
@@ -235,7 +235,7 @@ def units_of(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[
     return [size for size in units if size]
 
 
-def held_values(model: nn.Module, shards: int, *, trainable: bool = False) -> int:
+def values_per_device(model: nn.Module, shards: int, *, trainable: bool = False) -> int:
     """Return how many values the first device stores where FSDP2 shards each parameter along its first axis."""
     shapes = [p.shape for p in model.parameters() if p.requires_grad or not trainable]
     return sum(ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1 for shape in shapes)

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _validate
 from ghostclip.capture.call_sites import CallSite, Statistics
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.planning.coverage import Coverage, as_table, coverage_of, keeps, kept_input, readable_bytes
+from ghostclip.planning.coverage import Coverage, as_table, coverage_of, input_bytes, readable_bytes, stores_gradients
 from ghostclip.planning.plan import MEMORY_BUDGET
-from ghostclip.scaling.models import Mesh, Planned, Shard, held_values, keep_one_shard, keep_one_stage, units_of
+from ghostclip.scaling.models import Mesh, Planned, Shard, reduce_to_shard, reduce_to_stage, units_of, values_per_device
 from ghostclip.validation.inspection import OPTIMIZERS, USABLE, OrdinaryStep, call_sites, layers_table, plain_step
 
 WAYS: Final[dict[str, str]] = {"book-keeping": "bookkeeping", "two backwards": "ghost"}
@@ -67,8 +67,8 @@ class Facts:
 def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: int = 1) -> Facts:
     """Count a step on the model of one device, into which the planned model is changed."""
     model = planned.source.model
-    blocks = keep_one_stage(model, mesh.pp)
-    shards = keep_one_shard(model, mesh.tp)
+    blocks = reduce_to_stage(model, mesh.pp)
+    shards = reduce_to_shard(model, mesh.tp)
     if checkpointing and not blocks:
         raise InvalidOptionError(
             f"{type(model).__name__} has no list of blocks of one class to checkpoint: leave checkpointing out."
@@ -163,7 +163,7 @@ def readable_flops(number: int) -> str:
 def fixed(facts: Facts, optimizer: str) -> list[Row]:
     """Return the memory that does not depend on the batch."""
     mesh, row, state = facts.mesh, facts.row, OPTIMIZERS[optimizer]
-    values, trained = held_values(facts.model, mesh.dp), held_values(facts.model, mesh.dp, trainable=True)
+    values, trained = values_per_device(facts.model, mesh.dp), values_per_device(facts.model, mesh.dp, trainable=True)
     part = f"values of a device (tp {mesh.tp}, dp {mesh.dp}) x {WIDE} B"
     rows = [
         row("weights", values * WIDE, f"{values:,} {part}"),
@@ -229,7 +229,7 @@ def _beyond(facts: Facts, coverage: Coverage) -> int:
         number = next((k for k, path in enumerate(facts.blocks) if row.name.startswith(f"{path}.")), -1)
         gathered[number] += row.cost.held
         for item in facts.arrived[row.name]:
-            if size := kept_input(item, strategy=coverage.strategy):
+            if size := input_bytes(item, strategy=coverage.strategy):
                 inputs[item.input_key] = number, size
     for number, size in inputs.values():
         gathered[number] += size
@@ -247,7 +247,7 @@ def _beyond(facts: Facts, coverage: Coverage) -> int:
 def wire(facts: Facts, batch_size: int) -> list[Row]:
     """Return the bytes that a device sends in a physical batch."""
     mesh, row, rows = facts.mesh, facts.row, []
-    shard = held_values(facts.model, mesh.dp, trainable=True)
+    shard = values_per_device(facts.model, mesh.dp, trainable=True)
     if mesh.dp > 1:
         whole, part = sum(facts.units), f"{mesh.dp - 1}/{mesh.dp}"
         gathered = _sent(whole * facts.itemsize, mesh.dp)
@@ -293,7 +293,7 @@ def _exchanged(facts: Facts) -> tuple[int, int]:
             product = item.products[0] if len(item.products) == 1 and item.kind == "outer" else None
             if item.kind == "rows":
                 factors += item.elements * item.itemsize + item.elements // parameter.shape[-1] * _ID
-            elif product is not None and not keeps(product):
+            elif product is not None and not stores_gradients(product):
                 wide = product.inputs + product.outputs
                 factors += product.count * product.positions * wide * item.itemsize
             else:

@@ -11,13 +11,7 @@
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PrinterCallback, Trainer, TrainingArguments
 
 import ghostclip
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments

@@ -9,11 +9,7 @@ import pytest
 from scipy import stats
 
 from ghostclip.audit import Scores, audit_scores
-from ghostclip.audit.methods import (
-    OperatingPoint,
-    clopper_pearson_upper,
-    union_points,
-)
+from ghostclip.audit.methods import OperatingPoint, clopper_pearson_upper, union_points
 from ghostclip.errors import DataError, InvalidOptionError
 from tests.audit.checks import scores_of_runs
 

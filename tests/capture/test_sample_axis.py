@@ -220,7 +220,7 @@ def test_a_way_is_known_again(name):
     torch.manual_seed(0)
     first, again = (OPERATIONS[name](_value(), torch.randn(*SIZES, dtype=F64)) for _ in range(2))
     followed = Followed((first.grad_fn, first.output_nr))
-    assert followed.holds((again.grad_fn, again.output_nr))
+    assert followed.matches((again.grad_fn, again.output_nr))
     assert _are_equal(followed.rows, sample_axis_at((again.grad_fn, again.output_nr)))
 
 
@@ -232,7 +232,7 @@ def test_layers_between_those_that_are_trained_are_passed_once():
         for layer in range(8):
             h = x.sin().cos()
             if forward:
-                assert known[layer].holds((h.grad_fn, 0))
+                assert known[layer].matches((h.grad_fn, 0))
             else:
                 known.append(Followed((h.grad_fn, 0)))
             x = x + (x + h.exp() + 1)

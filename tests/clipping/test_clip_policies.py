@@ -153,7 +153,7 @@ def test_no_sample_moves_the_sum_by_more_than_the_sensitivity(name, strategy, dt
     model = Sequence().to(dtype)
     ids_BT, weight_BT, scale_B = _adversaries(dtype)
     clipper = _attach(model, name, 0.3, strategy)
-    clipper.own_gradients()
+    clipper.withhold_gradients()
 
     def summed(rows, scale_B=scale_B):
         clipper.reset()
@@ -183,7 +183,7 @@ def test_no_sample_moves_the_sum_by_more_than_the_sensitivity(name, strategy, dt
 def test_empty_batch_adds_nothing(name, strategy):
     model = Sequence()
     clipper = _attach(model, name, 1.0, strategy)
-    clipper.own_gradients()
+    clipper.withhold_gradients()
     clipper.backward(model(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3)))
     assert clipper.has_clipped_sum
     assert clipper.per_sample_norms.shape == (0,)

@@ -146,7 +146,7 @@ def test_one_sample_left_out_moves_what_is_released_by_no_more_than_the_bound(wh
         torch.manual_seed(1)
         model = Stack()
         clipper = GhostClipper(model, max_grad_norm=BOUND, strategy="bookkeeping", probe=False)
-        clipper.own_gradients()
+        clipper.withhold_gradients()
         clipper.backward(_losses(model, {"x": x[rows]}))
         return torch.cat([clipper.summed_gradient(parameter).flatten() for parameter in model.parameters()])
 

@@ -5,15 +5,7 @@ import torch
 
 from ghostclip.errors import GhostClipError
 from tests.cases import CORE_CASES, by_name
-from tests.exactness.runs import (
-    Outcome,
-    backward,
-    check_norms,
-    check_sum,
-    engine,
-    expected,
-    gradients,
-)
+from tests.exactness.runs import Outcome, backward, check_norms, check_sum, engine, expected, gradients
 from tests.reference import clip_and_sum, per_sample_gradients, take, trainable
 
 F64 = torch.float64

@@ -37,7 +37,7 @@ def test_every_use_of_a_shared_parameter_counts(strategy, dtype, owned):
     for name in ("hooks", strategy):
         with ghostclip.GhostClipper(model, max_grad_norm=0.1, strategy=name) as clipper:
             if owned:
-                clipper.own_gradients()
+                clipper.withhold_gradients()
             for _ in range(2):
                 clipper.backward(_losses(model, ids))
             sums[name] = _sum_of(clipper)
@@ -73,7 +73,7 @@ def test_a_sum_that_an_optimizer_owns_is_out_of_reach(strategy):
     """Clipping the sum again by its norm would make what is released depend on all samples without bound."""
     model, ids = _Tied(), torch.randint(9, (4, 5))
     with ghostclip.GhostClipper(model, max_grad_norm=10.0, strategy=strategy) as clipper:
-        clipper.own_gradients()
+        clipper.withhold_gradients()
         clipper.backward(_losses(model, ids))
         kept = _sum_of(clipper)
         assert nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
@@ -107,7 +107,7 @@ def test_a_second_backward_through_the_same_forward_is_refused(strategy):
 def test_a_backward_is_undone_to_the_bit(strategy):
     model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 2))
     clipper = ghostclip.GhostClipper(model, max_grad_norm=0.7, strategy=strategy)
-    clipper.own_gradients(discard=lambda: None, samples=False)
+    clipper.withhold_gradients(discard=lambda: None, samples=False)
     x = torch.randint(9, (6, 3))
 
     def backward(rows):

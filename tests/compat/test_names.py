@@ -20,9 +20,7 @@ from ghostclip.compat.opacus.optimizers import (
     DPOptimizerFastGradientClipping,
     DPPerLayerOptimizer,
 )
-from ghostclip.compat.opacus.utils.adaptive_clipping import (
-    DPLossFastGradientAdaptiveClipping,
-)
+from ghostclip.compat.opacus.utils.adaptive_clipping import DPLossFastGradientAdaptiveClipping
 from ghostclip.compat.opacus.utils.batch_splitting_sampler import BatchSplittingSampler
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,

@@ -8,11 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine
-from ghostclip.accounting import (
-    GaussianAccountant,
-    IAccountant,
-    RDPAccountant,
-)
+from ghostclip.accounting import GaussianAccountant, IAccountant, RDPAccountant
 from ghostclip.errors import BudgetExceededError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
 from tests.private_run import PrivateRun

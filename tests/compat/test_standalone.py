@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip.compat.opacus.grad_sample import (
-    GradSampleModuleFastGradientClipping,
-    wrap_model,
-)
+from ghostclip.compat.opacus.grad_sample import GradSampleModuleFastGradientClipping, wrap_model
 from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer, get_optimizer_class
 from ghostclip.compat.opacus.optimizers.utils import params
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (

@@ -107,7 +107,7 @@ class Run(PrivateRun):
         return {
             "epsilon": self.engine.get_epsilon(DELTA),
             "history": list(self.engine.accountant.history),
-            "place": self.engine._account.place(),
+            "place": self.engine._account.ledger_position(),
             "parameters": snapshot(self.net),
         }
 

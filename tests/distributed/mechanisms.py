@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import TensorDataset
 
-from ghostclip.mechanisms import (
-    BallsInBins,
-    BandedInverse,
-    BufferedToeplitz,
-    CyclicPoissonSampling,
-    Mechanism,
-)
+from ghostclip.mechanisms import BallsInBins, BandedInverse, BufferedToeplitz, CyclicPoissonSampling, Mechanism
 from tests.private_run import PrivateRun
 
 RECORDS, BATCH, EPOCHS, DELTA = 24, 6, 2, 1e-2

@@ -287,7 +287,7 @@ def pipeline_refusals(rank: int, ranks: int) -> dict[str, str]:
         "axis": lambda: Pipeline(model._schedule, model._stages, mesh=mesh, sample_mesh_axes=("cp",), places=8),
         "forward": lambda: model(batch()[0]),
         "not private": lambda: model.step(batch()[0], target=batch()[1]),
-        "other stages": lambda: model.own_part({"of_stages": {"7": {}}, "m": {}}, whole="m"),
+        "other stages": lambda: model.local_part({"of_stages": {"7": {}}, "m": {}}, whole="m"),
     }
     for case, attempt in attempts.items():
         with pytest.raises(GhostClipError) as refused:

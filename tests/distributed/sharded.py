@@ -16,12 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.data import TensorDataset
 
 from ghostclip.data.physical_batches import BatchMemoryManager
-from ghostclip.mechanisms import (
-    BallsInBins,
-    BandedInverse,
-    BufferedToeplitz,
-    Mechanism,
-)
+from ghostclip.mechanisms import BallsInBins, BandedInverse, BufferedToeplitz, Mechanism
 from tests.cases import transformers_models as hf
 from tests.private_run import PrivateRun
 

@@ -44,7 +44,7 @@ def _own(x: Tensor) -> Tensor:
 def clipper_of(net: nn.Module, **options: Any) -> GhostClipper:
     """A clipper of a divided model, whose sums stay with it."""
     clipper = GhostClipper(net, sharded=ShardedModel(net), loss_reduction="sum", **options)
-    clipper.own_gradients()
+    clipper.withhold_gradients()
     return clipper
 
 

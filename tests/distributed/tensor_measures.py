@@ -82,7 +82,7 @@ def by_layer(*, divided: bool) -> Mapping[str, Any]:
     else:
         net = built(TRAININGS["sequence"])
         clipper = GhostClipper(net, loss_reduction="sum", policy=policy)
-        clipper.own_gradients()
+        clipper.withhold_gradients()
     x, y = (part[:SAMPLES] for part in samples("even ids"))
     clipper.backward(losses_of(net, "even ids", x, y))
     return {"norms": clipper.group_norms, "sums": _sums(net, clipper)}

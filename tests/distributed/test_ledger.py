@@ -75,7 +75,7 @@ def test_a_training_goes_on_from_any_ranks_checkpoint_on_both(found, folder):
     _require_same_parameters(one["again"], found[0]["trained"])
     assert one["again"]["history"] == [(SIGMA, RATE, 3)]
     assert one["after"]["history"] == [(SIGMA, RATE, 4)]
-    assert one["after"]["place"] == LedgerFile(folder / "ledger").place()
+    assert one["after"]["place"] == LedgerFile(folder / "ledger").position()
 
 
 def test_ranks_may_save_to_one_place_at_once(found, folder):
@@ -109,7 +109,7 @@ def test_what_rank_0_has_read_counts_where_the_path_leads_to_another_file(found,
     _require_equal(one, two)
     assert one["history"] == [(SIGMA, RATE, 3)]
     path = {"elsewhere": "apart"}.get(name, name)
-    assert one["place"] == LedgerFile(folder / "at0" / path).place()
+    assert one["place"] == LedgerFile(folder / "at0" / path).position()
 
 
 @pytest.mark.parametrize("name", FAILURES)

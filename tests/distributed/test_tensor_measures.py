@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.spawned import found_by_ranks
-from tests.distributed.tensor_measures import (
-    MOVED,
-    by_layer,
-    find,
-)
+from tests.distributed.tensor_measures import MOVED, by_layer, find
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 RANKS = 2

@@ -8,10 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models import GPT
 from ghostclip import GhostClipper
-from ghostclip.errors import (
-    DataError,
-    TamperedGradientError,
-)
+from ghostclip.errors import DataError, TamperedGradientError
 from ghostclip.kernels import head
 from ghostclip.losses import linear_cross_entropy
 from tests.cases import by_name

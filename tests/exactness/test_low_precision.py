@@ -47,7 +47,7 @@ def test_bfloat16_model_keeps_the_bound(case, strategy, clip_all, device):
     case = case.on(device)
     model, batch = case.model(BF16), case.data(BF16)
     clipper = engine(strategy)(model, expected(case.name, device).max_grad_norm * (0.1 if clip_all else 1.0))
-    clipper.own_gradients()
+    clipper.withhold_gradients()
     assert clipper.max_grad_norm > 0
     _check_bound(case, model, batch, clipper, lambda part: case.losses(model, part))
 
@@ -64,7 +64,7 @@ def test_autocast_keeps_the_bound(case, strategy, clip_all, device):
     case = case.on(device)
     model, batch = case.model(torch.float32), case.data(torch.float32)
     clipper = engine(strategy)(model, expected(case.name, device).max_grad_norm * (0.1 if clip_all else 1.0))
-    clipper.own_gradients()
+    clipper.withhold_gradients()
 
     def losses(part):
         with torch.autocast(device.type, dtype=BF16):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ghostclip.factors import Dense, Diagonal, Outer, Permuted, Placed, Rows, Stacked, inner
+from ghostclip.factors import AtIndex, Dense, Diagonal, Outer, Permuted, Rows, Stacked, inner
 from ghostclip.factors.base import square_sums
 
 F64 = torch.float64
@@ -40,9 +40,9 @@ MATRIX = {
     "rows_always_repeated": lambda: _rows((7, 5), positions=40),
     "dense": lambda: Dense(torch.randn(B, 7, 5, dtype=F64)),
     "diagonal": lambda: Diagonal(torch.randn(B, 4, dtype=F64), axis=1),
-    "placed_row": lambda: Placed(Dense(torch.randn(B, 5, dtype=F64)), (2,), shape=(7, 5)),
-    "placed_block": lambda: Placed(_outer((3, 5)), (slice(2, 5),), shape=(7, 5)),
-    "placed_columns": lambda: Placed(_outer((7, 2)), (slice(None), slice(1, 3)), shape=(7, 5)),
+    "placed_row": lambda: AtIndex(Dense(torch.randn(B, 5, dtype=F64)), (2,), shape=(7, 5)),
+    "placed_block": lambda: AtIndex(_outer((3, 5)), (slice(2, 5),), shape=(7, 5)),
+    "placed_columns": lambda: AtIndex(_outer((7, 2)), (slice(None), slice(1, 3)), shape=(7, 5)),
     "grouped": lambda: _outer((8, 5), slots=2),
     "stacked": _stacked,
     "permuted": lambda: Permuted(_outer((5, 7)), (1, 0)),

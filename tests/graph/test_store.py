@@ -197,6 +197,6 @@ def test_a_file_whose_content_does_not_fit_its_name_is_not_read(folder, monkeypa
     kept = folder / f"key-{compiled._hash(b'graph')}"
     kept.write_bytes(b"graph")
     kept.with_name("key-foreign").write_bytes(b"no compiled graph")
-    assert compiled.CacheEntry(folder, "key").found() == kept
+    assert compiled.CacheEntry(folder, "key").load() == kept
     kept.write_bytes(b"grape")
-    assert compiled.CacheEntry(folder, "key").found() is None
+    assert compiled.CacheEntry(folder, "key").load() is None

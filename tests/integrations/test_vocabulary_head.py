@@ -13,11 +13,7 @@ from ghostclip.losses import token_losses
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
 
-from ghostclip.language import (  # noqa: E402
-    use_fused,
-    vocabulary_head,
-    without_logits,
-)
+from ghostclip.language import use_fused, vocabulary_head, without_logits  # noqa: E402
 
 V = 61
 _SIZES = {

@@ -127,7 +127,7 @@ def test_no_sample_passes_the_bound(units, strategy, data):
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 48)).bfloat16()
     x = torch.randn(4, 12, 64) if data == "random" else torch.full((4, 12, 64), 1.1)
     clipper = GhostClipper(model, max_grad_norm=1.0, strategy=strategy)
-    clipper.own_gradients()
+    clipper.withhold_gradients()
 
     def run(keep):
         clipper.reset()

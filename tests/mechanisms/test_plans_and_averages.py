@@ -11,13 +11,7 @@ from torch import nn
 
 from ghostclip.accounting import get_noise_multiplier
 from ghostclip.errors import BudgetError, ResumeError
-from ghostclip.mechanisms import (
-    AveragedWeights,
-    BandedInverse,
-    PoissonSampling,
-    UnamplifiedSampling,
-    plan_privacy,
-)
+from ghostclip.mechanisms import AveragedWeights, BandedInverse, PoissonSampling, UnamplifiedSampling, plan_privacy
 from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
 from ghostclip.mechanisms.toeplitz import series
 

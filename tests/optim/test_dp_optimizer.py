@@ -12,12 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.errors import (
-    CopyError,
-    InvalidOptionError,
-    MissingGradientError,
-    UncoveredParameterError,
-)
+from ghostclip.errors import CopyError, InvalidOptionError, MissingGradientError, UncoveredParameterError
 from ghostclip.optim import DPOptimizer
 from tests.engine.training import Training, batch_of, clipped_sum, parameters_of, small_data, small_model
 

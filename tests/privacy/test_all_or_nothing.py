@@ -95,7 +95,7 @@ class Run:
             "values": [self.optimizer.releases, self.optimizer.noise_multiplier, self.optimizer.max_grad_norm],
             "schedules": [schedule.state_dict() for schedule in self.schedules.values()],
             "generator": [torch.get_rng_state()],
-            "ledger": [account.place()],
+            "ledger": [account.ledger_position()],
         }
         return {name: digest_of({"": part}) for name, part in parts.items()}
 

@@ -129,7 +129,7 @@ def test_half_a_line_is_neither_read_nor_joined(rest, tmp_path):
 
 def test_what_was_seen_must_be_there(tmp_path):
     path = _written(tmp_path / "ledger")
-    lines, seen = _lines(path), LedgerFile(path).place()
+    lines, seen = _lines(path), LedgerFile(path).position()
     LedgerFile(path).require(seen)
     longer = LedgerFile(path)
     longer.append(_entry(4))

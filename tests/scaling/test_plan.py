@@ -20,7 +20,7 @@ from benchmarks.flops import counter
 from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.scaling import Mesh, load_planned, plan_devices
-from ghostclip.scaling.models import blocks_of, held_values
+from ghostclip.scaling.models import blocks_of, values_per_device
 
 transformers = pytest.importorskip("transformers")
 
@@ -157,7 +157,7 @@ def test_flops_of_one_device_are_those_of_a_step(folder):
 def test_memory_is_that_of_its_parts(folder):
     found, planned = _plan(folder, "replicate=2,dp=2,tp=2", dtype=torch.bfloat16)
     fixed, a_sample = _values(found.fixed), _values(found.a_sample)
-    count = held_values(planned.source.model, 2)
+    count = values_per_device(planned.source.model, 2)
     assert fixed["weights"] == fixed["gradients, clipped sums"] == (4 * count,) * 3
     assert fixed["state of adamw"] == (8 * count,) * 3
     free = 0.9 * 10**9 - sum(row.values[1] for row in found.fixed)
