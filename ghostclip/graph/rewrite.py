@@ -18,7 +18,6 @@ Shape letters: B samples, G clip groups.
 from __future__ import annotations
 
 import operator
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor, fx
 
 from ghostclip import _torch
-from ghostclip._memory import glibc
 from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.passes import smaller_form
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
@@ -261,14 +259,6 @@ SMALL: Final = 4096
 """Entries of a parameter, such as a bias, up to which its gradients are put side by side with those of others: one norm
 and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
 
-# Parameters of glibc's mallopt, and the bytes of the largest block that it takes from the heap.
-_TRIM_THRESHOLD: Final = -1
-_MMAP_THRESHOLD: Final = -3
-_LARGEST: Final = 1 << 25
-
-# What was asked for so far, the most last.
-_kept_free: Final = [0]
-
 Kept = dict[str, list[Factor]]
 Joint = dict[tuple[str, ...], list[Factor]]
 """Factors of parameters whose gradients of a sample lie side by side, by their names."""
@@ -336,19 +326,6 @@ def _bytes_of(factors: Iterable[Factor]) -> int:
         elif isinstance(item, Factor):
             pending += vars(item).values()
     return sum(memory.values())
-
-
-def reuse_freed_memory(most: int) -> None:
-    """Let the CPU's allocator reuse memory that a step frees, instead of clearing new pages."""
-    # At most twice what an ordinary step takes, `most`, may be free, 64 MiB at least. Nothing is done where the
-    # environment sets a threshold, nor without glibc.
-    said = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
-    libc = None if said or most <= _kept_free[-1] else glibc()
-    if libc is None:
-        return
-    _kept_free.append(most)
-    libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
-    libc.mallopt(_TRIM_THRESHOLD, min(2 * max(most, _LARGEST), (1 << 31) - 1))
 
 
 def peak_of_graph(graph: fx.GraphModule) -> int:
@@ -491,7 +468,6 @@ def private_step(
     # It returns which samples are certain, (B,) bool, the losses (B,), norms and coefficients of each group, (B,) each,
     # the clipped sum of every trainable parameter, and the tensors of the loss function's other results.
     room = peak_of_graph(traced.graph)
-    reuse_freed_memory(room)
 
     def step(valid_B: Tensor, *flat: Tensor) -> list[Tensor]:
         losses_B, by_name, extra = factors_of(traced, axes, inputs, flat)

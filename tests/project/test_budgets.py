@@ -22,7 +22,7 @@ ROOT = Path(ghostclip.__file__).parent
 ROOMS = {
     ".": 2_795, "accounting": 1_620, "audit": 465, "capture": 5_635, "checks": 4_347, "clipping": 3_140,
     "commands": 440, "compat": 675, "data": 1_480, "distributed": 1_845, "facade": 621, "factors": 1_525,
-    "finetune": 1_480, "graph": 2_160, "integrations": 1_505, "kernels": 2_220, "mechanisms": 495, "noise": 895,
+    "finetune": 1_480, "graph": 2_145, "integrations": 1_505, "kernels": 2_220, "mechanisms": 495, "noise": 895,
     "optim": 1_295, "planning": 850, "privacy": 1_830, "rules": 1_275, "scaling": 685, "validation": 1_745,
 }  # fmt: skip
 FILES, SMALL_FILES, SMALL = 203, 31, 60
