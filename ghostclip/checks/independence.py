@@ -338,7 +338,7 @@ def tensors_in(modules: Iterable[nn.Module]) -> dict[AttributeKey, Tensor]:
         (id(module), name, index): tensor
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, (Tensor, list, tuple, dict))
+        if isinstance(value, Tensor) or (value and isinstance(value, (list, tuple, dict)) and name != "_modules")
         for index, tensor in enumerate(reversed(list(_tree.tensors(value))))
     }
 

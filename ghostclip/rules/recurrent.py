@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ghostclip import _torch
 from ghostclip.errors import DataError, UncoveredParameterError
 from ghostclip.factors import Factor, Outer
 from ghostclip.rules.product import position_sum
@@ -463,7 +464,7 @@ def _run(
         gates = gates.to(torch.promote_types(gates.dtype, firsts[0].dtype))
     lead, dtype = gates.shape[:-1], gates.dtype
     plain = [tensor.detach() for name in ("hh", "b_hh", "hr") if (tensor := weights[name]) is not None]
-    with torch.no_grad(), _plainly(gates):
+    with _torch.overrides_off(), torch.no_grad(), _plainly(gates):
         # The gates' own memory serves for what the steps make of them: a linear map does not want its output back.
         ran = direction.kind.forward(
             gates.detach().reshape(-1, gates.shape[-1]),

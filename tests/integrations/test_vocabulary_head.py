@@ -13,7 +13,8 @@ from ghostclip.losses import token_losses
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
 
-from ghostclip.language import use_fused, vocabulary_head, without_logits  # noqa: E402
+from ghostclip import language  # noqa: E402
+from ghostclip.language import use_fused, without_logits  # noqa: E402
 
 V = 61
 _SIZES = {
@@ -28,7 +29,7 @@ _SIZES = {
 
 @pytest.fixture(autouse=True)
 def _small_vocabularies_count_as_large(monkeypatch):
-    monkeypatch.setattr(vocabulary_head, "LARGE", 0)
+    monkeypatch.setattr(language, "LARGE", 0)
 
 
 def test_a_small_vocabulary_keeps_its_logits_by_itself(monkeypatch):
