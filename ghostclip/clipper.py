@@ -16,7 +16,7 @@ from ghostclip.capture.context import CaptureContext, InputNotes
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.roster import Roster
+from ghostclip.capture.substitution import Roster
 from ghostclip.checks.criterion import KnownLoss
 from ghostclip.checks.loss_graph import refuse_following
 from ghostclip.checks.losses import probe_losses, prove_rows

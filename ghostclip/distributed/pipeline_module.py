@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ghostclip import _torch, _tree, _validate
-from ghostclip.capture.roster import Roster
+from ghostclip.capture.substitution import Roster
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.distributed.agreement import require_agreement, telling

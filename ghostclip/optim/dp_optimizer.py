@@ -28,8 +28,7 @@ from ghostclip.noise.exact import ExactRelease
 from ghostclip.noise.keyed import add_noise_
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
-from ghostclip.optim.draws import Replay
-from ghostclip.optim.virtual import BatchToken, LogicalBatch
+from ghostclip.optim.draws import BatchToken, LogicalBatch, Replay
 from ghostclip.optim.wrapped import Releases, WrappedOptimizer, evaluated, watch_other_optimizers
 
 if TYPE_CHECKING:

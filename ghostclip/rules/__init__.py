@@ -5,7 +5,7 @@ computes ``F.linear(x, weight)`` is covered, whatever its name. What cannot be c
 function) is covered by a sampler for its module, see ``ghostclip.rules.registry.register_grad_sampler``.
 """
 
-from ghostclip.rules import conv, head, linear, lookup, norm, recurrent  # noqa: F401  (importing a family registers its rules)
+from ghostclip.rules import head, linear, lookup, norm, recurrent  # noqa: F401  (importing a family registers its rules)
 from ghostclip.rules.registry import (
     Call,
     Captured,

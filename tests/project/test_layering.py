@@ -54,7 +54,6 @@ LAYERS = (
 ORDERED = {
     "capture": [
         "sample_axis",
-        "roster",
         "hooks",
         "tracked",
         "nodes",
