@@ -199,7 +199,6 @@ _REPLACED: Final = "half of the samples were replaced"
 _ELSEWHERE: Final = "half of the samples were replaced and the others changed places"
 
 Run = Callable[[Any], list[Tensor]]
-_BOXES: Final = (list, tuple, dict)
 # A module's identity, the name of an attribute, and the number of a tensor in it, from behind.
 AttributeKey: TypeAlias = tuple[int, str, int]
 # The number of an output, or where a module holds it.
@@ -339,8 +338,7 @@ def tensors_in(modules: Iterable[nn.Module]) -> dict[AttributeKey, Tensor]:
         (id(module), name, index): tensor
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-        or (value and isinstance(value, _BOXES) and value is not _torch.child_table(module))
+        if isinstance(value, (Tensor, list, tuple, dict)) and value is not _torch.child_table(module)
         for index, tensor in enumerate(reversed(list(_tree.tensors(value))))
     }
 
