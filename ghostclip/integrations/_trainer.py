@@ -233,6 +233,7 @@ class PrivateRun(HostTraining):
         self._pass: Iterator[Any] | None = None
         self._physical: Any = None
         self._manager: BatchMemoryManager | None = None
+        self._loss = torch.zeros(())  # of the latest draw that had records
 
     # What the host is given
 
@@ -264,7 +265,8 @@ class PrivateRun(HostTraining):
     # A step
 
     def compute(self, work: Callable[[Any], Tensor], ticket: Ticket, main_input: str) -> Tensor:
-        """Return the mean loss of the next logical batch, run in physical ones up to the release; 0 without records."""
+        """Return the mean loss of the next logical batch, run in physical ones up to the release."""
+        # Without records that of the one before: the host averages over steps, and a 0 would be taken for a small loss.
         # `work` runs forward and backward on a part and returns its mean loss; the ticket is told how many tokens were
         # computed, counted in `main_input`.
         losses: list[tuple[Tensor, int]] = []
@@ -286,8 +288,11 @@ class PrivateRun(HostTraining):
         ticket[main_input] = torch.empty(counts[0], device="meta")
         ticket["attention_mask"] = torch.tensor(counts[1])
         ticket.records = rows = sum(rows for _, rows in losses)
-        device = self.optimizer.params[0].device
-        return sum((loss * (count / rows) for loss, count in losses if count), torch.zeros((), device=device))
+        none = torch.zeros((), device=self.optimizer.params[0].device)
+        self._loss = sum(
+            (loss * (count / rows) for loss, count in losses if count), none if rows else self._loss + none
+        )
+        return self._loss
 
     def example(self) -> tuple[Any, bool]:
         """Return a batch of two records, of different lengths if there are, and whether lengths differ."""

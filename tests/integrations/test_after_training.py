@@ -66,6 +66,29 @@ def test_a_trainer_that_trains_further_goes_on_with_its_account(stage):
     assert any(not torch.equal(old, own) for old, own in zip(state, trainer.model.parameters(), strict=True))
 
 
+def test_a_draw_without_records_is_logged_as_no_small_loss(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=30, n_positions=9, n_embd=12, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ))  # fmt: skip
+    row = torch.arange(9)
+    loss = float(model(input_ids=row[None], labels=row[None]).loss)
+    arguments = DPTrainingArguments(
+        output_dir=str(tmp_path), noise_multiplier=1.0, target_delta=1e-3, max_grad_norm=0.1, max_steps=20,
+        expected_batch_size=1, per_device_train_batch_size=2, reproducible_seed=3, save_strategy="no", logging_steps=1,
+        report_to="none", use_cpu=True, disable_tqdm=True, learning_rate=0.0,
+    )  # fmt: skip
+    trainer = DPTrainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 8)
+    trainer.train()
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    first = next(step for step, value in enumerate(logged) if value)
+    assert len(logged) == 20
+    assert logged[first:] == pytest.approx([loss] * (20 - first), rel=1e-3)
+
+
 def test_a_callback_is_copied_before_its_training():
     pytest.importorskip("lightning")
     from ghostclip.integrations.lightning import PrivacyCallback
