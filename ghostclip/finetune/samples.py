@@ -170,8 +170,7 @@ def read_documents(path: Path | None, *, text_column: str = "text") -> list[str]
         documents = [text for file in _text_files(path) for text in _read_file(file, text_column)]
     else:
         raise DataError(f"{path}: no such file or folder")
-    nonempty = [text for text in documents if text.strip()]
-    if not nonempty:
+    if not (nonempty := [text for text in documents if text.strip()]):
         raise DataError(f"{path}: holds no text, so there is nothing to train on")
     return nonempty
 
@@ -206,8 +205,7 @@ def _text_files(path: Path) -> list[Path]:
     for root, folders, names in os.walk(path, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(root, name) for name in names if not name.startswith(".")]
-    text_files = sorted(file for file in files if file.suffix.lower() in READ_SUFFIXES)
-    if not text_files:
+    if not (text_files := sorted(file for file in files if file.suffix.lower() in READ_SUFFIXES)):
         raise DataError(f"{path}: no text file in this folder (looked for {' '.join(sorted(READ_SUFFIXES))})")
     return text_files
 
@@ -238,7 +236,10 @@ def _table(path: Path) -> Iterator[tuple[str, _Row]]:
     text, suffix = _decode(path), path.suffix.lower()
     if suffix != ".jsonl":
         csv.field_size_limit(max(len(text), csv.field_size_limit()))
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if suffix == ".csv" else "\t")
+        # Spreadsheets write a ";" where a comma stands in numbers.
+        by_semicolon = ";" in (names := text.partition("\n")[0]) and "," not in names
+        between = "\t" if suffix == ".tsv" else ";" if by_semicolon else ","
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=between)
         try:
             yield from ((f"{path}, line {reader.line_num}", row) for row in reader)
         except csv.Error as error:

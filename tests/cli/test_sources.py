@@ -40,9 +40,10 @@ def test_jsonl_rows_are_documents(tmp_path):
     assert read_documents(path, text_column="body") == ["one\u2028line", "two"]
 
 
-def test_csv_rows_are_documents(tmp_path):
+@pytest.mark.parametrize("content", ['id,text\n1,"a, b\nc"\n2,d\n', '"id";text\n1,5;"a, b\nc"\n2;d\n'])
+def test_csv_rows_are_documents(tmp_path, content):
     path = tmp_path / "rows.csv"
-    path.write_text('id,text\n1,"a, b\nc"\n2,d\n', newline="")
+    path.write_text(content, newline="")
     assert read_documents(path) == ["a, b\nc", "d"]
 
 
