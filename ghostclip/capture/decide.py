@@ -37,7 +37,7 @@ from ghostclip.capture.nodes import SavedForm, save_tensors
 from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_save
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
-from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, candidates_along, order_of_rows, row_maps
+from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, axis_maps, candidates_along, order_of_rows, row_maps
 from ghostclip.capture.sample_axis import UNKNOWN_ORDER, Followed, leads_to
 from ghostclip.capture.tracked import Operation, TrackedTensor, plain
 from ghostclip.errors import GhostClipError
@@ -207,7 +207,7 @@ def _broadcast(
     order = order_of_rows(witness, result_axis - dims + witness.dim(), forward) if size > 1 else IN_ORDER
     orders.append(order)
     routed = None if order.samples is None else RowMap("gathered", 0, order.samples)
-    maps = layouts.map_of_rows(count, size, axis, order.row_map or routed)
+    maps = axis_maps(count, size, axis, order.row_map or routed)
     return Broadcast(operation, dims, layouts.RowAxis(result_axis, count, maps, size), witness) if maps else None
 
 

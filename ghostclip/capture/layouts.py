@@ -19,7 +19,7 @@ from ghostclip import _torch, _tree
 from ghostclip.capture.call_sites import CONSTANT, NEVER, UNKNOWN, Key, Shapes, counted_as, key_of, shapes_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap
+from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.sample_axis import UNKNOWN_ORDER
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.factors import Dense, Diagonal, Factor
@@ -113,20 +113,6 @@ def row_axis_of(data: Sequence[Tensor], dims: int, batch_size: int, axis: int) -
                 ):
                     return dims - tensor.dim() + candidate, size, tensor
     return None
-
-
-def map_of_rows(size: int, batch_size: int, axis: int, followed: RowMap | None = None) -> list[RowMap]:
-    """Return the row maps possible for one row axis, the preferred one first."""
-    # `axis` is the model's batch axis: folded rows keep a sample together for 0, alternate for 1. `followed`: what is
-    # known of rows that were followed, or routed. Empty when the samples cannot share the rows evenly.
-    if batch_size == 1:
-        return [WHOLE]
-    known = [] if followed is None else [replace(followed, axis=0)]
-    if size == batch_size:
-        return [*known, RowMap("axis")]
-    if batch_size == 0 or size % batch_size:
-        return known
-    return [*known, *(RowMap(kind) for kind in (FOLDED if axis == 0 else FOLDED[::-1]))]
 
 
 @dataclass(frozen=True)

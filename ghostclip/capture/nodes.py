@@ -127,7 +127,7 @@ class _Tie(_Source):
         return None, grads[0]
 
 
-class Region(torch.autograd.Function):
+class InnerGraph(torch.autograd.Function):
     """One node of the user's graph that contains an operation as a small graph of its own."""
 
     @staticmethod

@@ -25,7 +25,7 @@ from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, OperationFo
 from ghostclip.capture.derive import batched_grad, derive, write
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, result_axes
-from ghostclip.capture.nodes import Region, source
+from ghostclip.capture.nodes import InnerGraph, source
 from ghostclip.capture.param_use import (
     ParamUse,
     attached,
@@ -36,7 +36,7 @@ from ghostclip.capture.param_use import (
     site_of,
     versions_of,
 )
-from ghostclip.capture.row_maps import RowMap, candidates, order_of_rows, wants_gradient
+from ghostclip.capture.row_maps import RowMap, axis_maps, candidates, order_of_rows, wants_gradient
 from ghostclip.capture.sample_axis import ROWS_KEY, note
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -179,9 +179,10 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     if site.at_once:
         site.forms.update(dict.fromkeys(site.names, AT_ONCE_FORM))
     targets = {str(number): t for number, t in enumerate(tracked)}
-    use = ParamUse(site, forward, targets, _unset, 1, [], versions=versions_of(targets))
+    # Rule and row maps are set when the gradient arrives: see `_delivery`.
+    use = ParamUse(site, forward, targets, factors=_unset, num_batch_dims=1, maps=[], versions=versions_of(targets))
     use.wants_input_gradient = wants_gradient(operation.plain, forward)
-    output_maps: list[list[RowMap]] = []
+    output_maps: list[list[RowMap]] = []  # filled at the end, once there are outputs
     ran: list[tuple[list[Any], _torch.TreeSpec]] = []
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -190,7 +191,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
         return [item for item in ran[0][0] if _in_graph(item)]
 
     deliver = _delivery(use, rerun, output_maps)
-    results = list(Region.apply(run, deliver, forward.around.anchor, *operation.plain))
+    results = list(InnerGraph.apply(run, deliver, forward.around.anchor, *operation.plain))
     nodes = [tensor.grad_fn for tensor in operation.plain if tensor.grad_fn is not None]
     register(use, results[0].grad_fn if results else None, nodes[0] if nodes else None)
     fresh, ((items, structure),) = iter(results), ran
@@ -436,7 +437,7 @@ class PerSampleCopies(Plan):
 
         def enter(tracked: TrackedTensor) -> Tensor:
             value, axis = tracked.origin.value, self.axes[id(tracked)]
-            maps = layouts.map_of_rows(value.shape[axis], size, forward.batch_axis, None)
+            maps = axis_maps(value.shape[axis], size, forward.batch_axis, None)
             rows = layouts.RowAxis(axis, value.shape[axis], maps, size)
             expanded = layouts.Expanded(value, value.dim(), rows)
             return _entered(self.operation.name, tracked, expanded, forward, behind=None, wants_gradient=True)

@@ -287,6 +287,20 @@ def row_maps(rows: Tensor, sizes: Sequence[int], known: int, forward: ForwardCon
     return maps, order
 
 
+def axis_maps(size: int, batch_size: int, axis: int, followed: RowMap | None = None) -> list[RowMap]:
+    """Return the row maps possible for an axis of the batch, or of batch and others flattened; the preferred first."""
+    # `axis` is the model's batch axis: folded rows keep a sample together for 0, alternate for 1. `followed`: what is
+    # known of rows that were followed, or routed. Empty when the samples cannot share the rows evenly.
+    if batch_size == 1:
+        return [WHOLE]
+    known = [] if followed is None else [replace(followed, axis=0)]
+    if size == batch_size:
+        return [*known, RowMap("axis")]
+    if batch_size == 0 or size % batch_size:
+        return known
+    return [*known, *(RowMap(kind) for kind in (FOLDED if axis == 0 else FOLDED[::-1]))]
+
+
 @lru_cache(maxsize=4096)
 def candidates_along(axis: int, sizes: tuple[int, ...], batch_size: int, expected: int) -> list[RowMap]:
     """Return the row maps along one axis, of rows that were not gathered, the preferred one first."""

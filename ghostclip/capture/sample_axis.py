@@ -463,6 +463,7 @@ _STEPS: Final[Mapping[str, _Step]] = {
 
 
 def _concatenated(node: Any, number: int, walk: Walk) -> SampleAxis | None:
+    """Return the rows of `torch.cat`: those of all parts one after the other along their own axis, else the parts'."""
     after = _torch.shape_of(node, number)
     (axis,) = _axes([_torch.saved(node, "dim")], len(after))
     # A constant may have no rows: what is left of a batch that is run to its longest sample's end.
@@ -480,6 +481,7 @@ def _concatenated(node: Any, number: int, walk: Walk) -> SampleAxis | None:
 
 
 def _stacked(node: Any, number: int, walk: Walk) -> SampleAxis | None:
+    """Return the rows of `torch.stack`: the new axis if each part is one sample's, else the parts' own axis, moved."""
     (axis,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
     known = [sample_axis_at(edge, walk) for edge in node.next_functions if edge[0] is not None]
     parts = [one for one in known if one is not None]

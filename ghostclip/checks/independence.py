@@ -701,7 +701,7 @@ class _Outputs:
 def _pieces(
     first: Tensor, second: Tensor, first_rows: Sequence[int], second_rows: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield equal rows of two tensors in flat chunks of `_COMPARED` values: logits may be a step's largest tensors."""
+    """Yield rows of the same samples in flat chunks of `_COMPARED` values: logits may be a step's largest tensors."""
     rows = max(1, _COMPARED // max(1, first[:1].numel()))
     for start in range(0, len(first_rows), rows):
         taken = [

@@ -874,7 +874,8 @@ def _has_packed(inputs: Any) -> bool:
 
 
 def _probe_outputs(capture: CaptureContext, outputs: list[Tensor], *, half: bool = False) -> Probe | None:
-    """Probe the latest forward from the model's outputs: each sample without each other, or the first `half` alone."""
+    """Probe by backwards from the latest outputs whether samples mix (cross-sample dependence, as in batch norm)."""
+    # Each sample without each other, or the first `half` alone.
     # None where there was no output to start from. Outputs of which none has an axis that could hold the samples are
     # refused.
     forward, sites = capture.forward, capture.sites

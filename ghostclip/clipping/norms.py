@@ -1,4 +1,4 @@
-"""Norms of whole samples from the factors of all parameters, with cross terms and certified against rounding.
+"""Per-sample gradient norms over all parameters, from their factors, with cross terms and certified against rounding.
 
 Shape letters: B samples, K factors, G clip groups; R, N rows and columns of what ranks exchange.
 """
@@ -22,9 +22,9 @@ from ghostclip.kernels.bounds import (
     Product,
     Reduced,
     Unfinished,
+    error_of_raised,
     finished,
     product_norms,
-    raised,
     root_of_squares,
     rounded_up_,
     sum_of_squares,
@@ -158,7 +158,7 @@ class NormSum:
             errors = list(self._errors)
             if terms is not None:
                 delta_B = sum_rounding(terms.mass_B, terms.scale_B, unit_roundoff(value_B.dtype))
-                errors.append(raised(value_B, delta_B))
+                errors.append(error_of_raised(value_B, delta_B))
             self._values, self._terms = [value_B], [] if terms is None else [terms]
             self._found = SquaredNorm(value_B, _sum(errors, device) if errors else None, terms)
         return self._found
@@ -527,12 +527,12 @@ def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[T
         if before.terms is not None and before.terms.by_units:
             # Weighted in less than float32.
             mass_D = torch.maximum(mass_D, before.terms.mass_B[index_D.to(before.value_B.device)].to(mass_D))
-        narrow_D = raised(square_D, sum_rounding(mass_D, terms.scale_B, unit_roundoff(dtype)))
+        narrow_D = error_of_raised(square_D, sum_rounding(mass_D, terms.scale_B, unit_roundoff(dtype)))
         ill_D = ~(narrow_D <= _tolerance(before) * square_D)
         # Every term is weighted and added once, in any order: twice as often as there are terms, whatever else is.
         wide_D = unit_roundoff(torch.float64) * (2 * terms.number + 64) * terms.mass_B
         unbounded_D = ill_D & ~(wide_D <= UNBOUNDED * square_D.sqrt())
-        error_D = error_D + torch.where(ill_D, raised(square_D, wide_D), narrow_D)
+        error_D = error_D + torch.where(ill_D, error_of_raised(square_D, wide_D), narrow_D)
         square_D = square_D.masked_fill(unbounded_D, torch.inf)
     return rounded_up_((square_D + error_D).sqrt().to(dtype)), ill_D
 
@@ -556,7 +556,7 @@ def loses_nothing(factor: Factor, instantiated: Factor) -> bool:
     if terms is None:
         return True
     square_B, delta_B = norm_B.square(), sum_rounding(terms.mass_B, terms.scale_B, unit)
-    return bool((raised(square_B, delta_B) <= tolerance * square_B).all())
+    return bool((error_of_raised(square_B, delta_B) <= tolerance * square_B).all())
 
 
 def cross_terms(factors: Sequence[Factor]) -> SquaredNorm | None:

@@ -229,12 +229,12 @@ class BookKeeping(Pass):
         sequences: Sequences | None = None,
         ranks: SharedSamples | None = None,
     ) -> None:
-        # kept_layers: returns, when the first gradient arrives, the parameters whose per-sample gradients are stored
+        # stored_layers: returns, when the first gradient arrives, the parameters whose per-sample gradients are stored
         # although their factors are smaller; see `Planner`.
         super().__init__(ranks)
         self._sequences = sequences
-        self._kept_layers = stored_layers
-        self._keep: frozenset[str] | None = None
+        self._stored_layers = stored_layers
+        self._stored: frozenset[str] | None = None
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
@@ -248,12 +248,12 @@ class BookKeeping(Pass):
     puts_together = True
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output; the first one decides what is stored."""
-        if self._keep is None:
-            self._keep = self._kept_layers(use, grad)
+        """Take the output gradient of a layer as the backward hook gets it; the first one decides what is stored."""
+        if self._stored is None:
+            self._stored = self._stored_layers(use, grad)
             if self._sequences is not None:
                 self._sequences.begin(use.forward)
-        if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._keep):
+        if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._stored):
             super().receive(use, grad)
             return
         self._wait(use, grad)
@@ -273,7 +273,7 @@ class BookKeeping(Pass):
             self._add(name, stored, use=use)
 
     def _stored_form(self, name: str, factor: Factor) -> Factor:
-        stored = smaller_form(factor, always=name in (self._keep or ()))
+        stored = smaller_form(factor, always=name in (self._stored or ()))
         return stored.aligned() if type(stored) is Outer else stored
 
     def _join(self, joint: Joint) -> None:

@@ -221,7 +221,7 @@ class GradientStore:
         return buffer, is_new
 
     def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Add the clipped sums ``(L, *P)`` of several parameters of one shape; consumes them."""
+        """Add the clipped sums ``(L, *P)`` of several parameters of one shape at once (foreach); consumes them."""
         # Small ones become the accumulators where an optimizer owns these.
         old: list[tuple[Tensor, Tensor]] = []
         new: list[tuple[Tensor, Tensor]] = []

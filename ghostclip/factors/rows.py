@@ -42,7 +42,7 @@ class _Repeated(NamedTuple):
 
 
 class Rows(Factor):
-    """In the gradient of sample b, row ``ids[b,t]`` receives ``g[b,t]``; repeated rows add up."""
+    """Of an embedding: in the gradient of sample b, row ``ids[b,t]`` gets ``g[b,t]``; repeated tokens add up."""
 
     def __init__(self, ids_BT: Tensor, g_BTI: Tensor, *, shape: Sequence[int]) -> None:
         self.ids_BT = ids_BT.long()

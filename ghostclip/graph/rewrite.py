@@ -116,7 +116,7 @@ def _becomes(node: fx.Node, target: Any, *args: fx.node.Argument) -> None:
 
 
 def _axes_of(node: fx.Node) -> list[int]:
-    """Return from which axes those of a transposed tensor come."""
+    """Return the permutation of a transposed tensor: axis i of the result is axis `[i]` of the source."""
     axes, name = list(range(len(shape_of(node)))), operation(node)
     if name == "permute":
         return [axis % len(axes) for axis in cast("Sequence[int]", node.args[1])]
@@ -260,7 +260,7 @@ SMALL: Final = 4096
 and one sum for all of them. To start an operation takes longer than it does, and each is one more to compile."""
 
 Kept = dict[str, list[Factor]]
-Joint = dict[tuple[str, ...], list[Factor]]
+SideBySide = dict[tuple[str, ...], list[Factor]]
 """Factors of parameters whose gradients of a sample lie side by side, by their names."""
 
 
@@ -280,11 +280,11 @@ def kept(factors: Kept, room: int) -> Kept:
     return forms
 
 
-def side_by_side(by_name: Kept, alike: Callable[[str], Hashable]) -> Joint:
+def side_by_side(by_name: Kept, alike: Callable[[str], Hashable]) -> SideBySide:
     """Return factors in which small parameters' gradients are concatenated, one row for each sample."""
     # `alike` returns, by name, what must be equal for all that are joined.
     small: defaultdict[Hashable, list[str]] = defaultdict(list)
-    rest: Joint = {}
+    rest: SideBySide = {}
     for name, factors in by_name.items():
         if len(factors) == 1 and type(factors[0]) is Dense and factors[0].numel() <= SMALL:
             tensor = factors[0].grad_BP
@@ -494,10 +494,11 @@ def private_step(
     return step
 
 
-def _norms(factors: Joint, layout: Layout, regions: Regions | None) -> GroupNorms:
+def _norms(factors: SideBySide, layout: Layout, regions: Regions | None) -> GroupNorms:
     """Return the norms of samples from the factors of all parameters."""
     total = GroupNorms(layout.group_of)
     forms = Counter(_form_of(factor) for uses in factors.values() for factor in uses)
+    # Names that share factors share a clip group: the first one stands for all.
     for (name, *_), uses in factors.items():
         for factor in uses:
             form = _form_of(factor)

@@ -240,13 +240,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def formed_error(value_N: Tensor, measured: Masses, by_units: int = 0) -> Tensor:
     """Return a bound on the rounding error of the squared norm of a formed gradient."""
-    # `by_units`: positions that matrix units added up, which cut off; 0 where nothing did.
+    # `by_units`: positions that matrix units added up, which cut off; 0 where nothing did. No weights are rounded here:
+    # of the mass only what underflow may have taken counts.
     delta_N = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_N.dtype))
     if by_units:
         # Partial sums of terms that do not conspire are no larger than the sum or the root of the terms' squares.
         largest_N = measured.scale_N.sqrt().add_(value_N.clamp(min=0).sqrt())
         delta_N = delta_N.add_(largest_N, alpha=UNIT_LOSS * unit_steps(by_units))
-    return raised(value_N, delta_N)
+    return error_of_raised(value_N, delta_N)
 
 
 def unit_steps(products: int) -> int:
@@ -283,7 +284,7 @@ def sum_rounding(mass: Tensor, scale: Tensor, unit: float) -> Tensor:
     return unit * (mass + SUM_ROUNDINGS * scale.sqrt())
 
 
-def raised(value: Tensor, delta: Tensor) -> Tensor:
+def error_of_raised(value: Tensor, delta: Tensor) -> Tensor:
     """Return ``(√value + δ)² - value``: the error of a squared norm whose root may be δ too small."""
     return delta * (2 * value.clamp(min=0).sqrt() + delta)
 

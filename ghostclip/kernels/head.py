@@ -29,11 +29,11 @@ from ghostclip.kernels.bounds import (
     Unfinished,
     block_norms,
     dots,
+    error_of_raised,
     finished_one,
     masses,
     position_norms,
     product_norms,
-    raised,
     root_of_squares,
     sum_of_squares,
     sum_rounding,
@@ -518,4 +518,4 @@ class _OfGradients(Norms):
         value_C = sum_of_squares(self._norms)
         measured = masses(self._a_CT, self._g_CT, *self._sizes)
         delta_C = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_C.dtype))
-        return Bounded(value_C, raised(value_C, delta_C), measured.mass_N, measured.scale_N)
+        return Bounded(value_C, error_of_raised(value_C, delta_C), measured.mass_N, measured.scale_N)

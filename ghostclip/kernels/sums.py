@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.kernels.bounds import Bounded, position_norms, raised, sum_rounding, unit_roundoff, widened
+from ghostclip.kernels.bounds import Bounded, error_of_raised, position_norms, sum_rounding, unit_roundoff, widened
 from ghostclip.kernels.runtime import Twins, generator
 
 
@@ -102,7 +102,7 @@ def _bounded(value_B: Tensor, g_BTI: Tensor, runs: tuple[Tensor, Tensor, Tensor]
     mass_B = torch.linalg.vector_norm(_add_in_samples(torch.zeros_like(norm_BT), first_BT, norm_BT), dim=1)
     scale_B = norm_BT.square().sum(1)
     delta_B = sum_rounding(torch.zeros_like(scale_B), scale_B, unit_roundoff(scale_B.dtype))
-    return Bounded(value_B, raised(value_B, delta_B), mass_B, scale_B)
+    return Bounded(value_B, error_of_raised(value_B, delta_B), mass_B, scale_B)
 
 
 def _fast_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:

@@ -14,7 +14,7 @@ class Now:
         except Exception as problem:  # noqa: BLE001 - what the process beside does
             self._found = str(problem)
 
-    def found(self):
+    def result(self):
         return self._found
 
 
@@ -31,6 +31,6 @@ def at_once(put):
     put(takeover, "_QUICKER", float("inf"))
     put(_torch, "compiled", lambda graph, inputs, options: graph)
     put(_torch, "region_call", lambda: None)
-    put(compiled.CacheEntry, "found", lambda place: kept.get(place.key))
-    put(compiled.CacheEntry, "keep", lambda place, function: kept.setdefault(place.key, function))
+    put(compiled.CacheEntry, "load", lambda place: kept.get(place.key))
+    put(compiled.CacheEntry, "save", lambda place, function: kept.setdefault(place.key, function))
     return kept

@@ -57,7 +57,7 @@ def _calls(graph):
 def uncompiled(monkeypatch):
     """What is compiled by Inductor runs operation by operation, graphs within it included."""
     monkeypatch.setattr(GraphOptions, "compiled", lambda self, graph, inputs: graph)
-    monkeypatch.setattr(GraphOptions, "keeps", lambda self: False)
+    monkeypatch.setattr(GraphOptions, "saves", lambda self: False)
 
 
 @pytest.mark.parametrize("layers", [rewrite.FEWEST - 1, rewrite.FEWEST])

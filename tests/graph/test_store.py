@@ -32,7 +32,7 @@ def key_of(monkeypatch):
         keys.append(place.key)
         return lambda *tensors: ()
 
-    monkeypatch.setattr(compiled.CacheEntry, "found", found)
+    monkeypatch.setattr(compiled.CacheEntry, "load", found)
 
     def key(model, *, samples=6, dtype=torch.float64, **options):
         step = step_of(model, **{"options": KEPT, **options})
@@ -141,7 +141,7 @@ def _with_a_tensor():
 )
 def test_what_is_not_known_to_be_equal_elsewhere_is_not_looked_for(key_of, options, monkeypatch):
     monkeypatch.setattr(_torch, "compiled", lambda *_: lambda *tensors: ())
-    monkeypatch.setattr(compiled.CacheEntry, "keep", lambda *_: pytest.fail("kept"))
+    monkeypatch.setattr(compiled.CacheEntry, "save", lambda *_: pytest.fail("kept"))
     assert key_of(net(), **options) is None
 
 

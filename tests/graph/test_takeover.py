@@ -240,7 +240,7 @@ def test_a_graph_that_is_made_again_needs_no_other_comparison(asked, tmp_path):
 
 def test_graphs_do_not_take_over_releases_that_were_eager_before_a_crash(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(takeover._Beside, "found", lambda beside: None)
+        patched.setattr(takeover._Beside, "result", lambda beside: None)
         engine, private = _training(ledger=tmp_path / "ledger")
         _train(private, 10)
         engine.save_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
