@@ -68,7 +68,8 @@ demo: $(RUN_STAMP)  ## train a transformer privately on real text and show where
 
 test: $(DEV_STAMP)  ## run the quick tests, which hold every promise once, on $(JOBS) processes (about 6 minutes on 2 cores)
 	@echo "==> pytest, quick tests, $(JOBS) processes"
-	@$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not thorough" $(TEST_ARGS)
+	@# A file's tests in one process: what several of them look at, processes above all, is made once.
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not thorough" $(TEST_ARGS)
 
 test-thorough: $(DEV_STAMP)  ## run all tests but those marked slow, as `make check` does
 	@echo "==> pytest, $(JOBS) processes"

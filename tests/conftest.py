@@ -26,10 +26,6 @@ from tests.randomised import settings
 HERE = Path(__file__).parent
 # transformers builds from configs only; should anything ask for a file, it is not to be looked for.
 os.environ["HF_HUB_OFFLINE"] = "1"
-_TORCH_SAYS = (
-    "ignore:Using padding='same' with even kernel lengths:UserWarning",
-    "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
-)
 # Of the parameter sets of each test of a folder, file, or by its own name, one in so many is quick, at least one;
 # 0: none.
 QUICK = {
@@ -64,6 +60,7 @@ QUICK = {
     "evidence/test_padding.py::test_hosts_and_strategies_see_the_same": 2,
     "evidence/test_padding.py::test_whatever_records_are_filled_up_with_is_seen": 2,
     "exactness/test_clipped_sums.py": 4,
+    "exactness/test_clipped_sums.py::test_one_sample_moves_the_sum_by_at_most_the_bound": 8,
     "exactness/test_flops.py": 2,
     "exactness/test_host_reads.py::test_a_step_of_the_device_alone_reads_nothing": 3,
     "facade/test_deferred.py": 3,
@@ -169,15 +166,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("device", names if chosen else ["cpu", *names], indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `cuda` where there is none, let torch's remarks pass, and mark `thorough` and `slow` ones."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is marked `cuda` where there is none, and mark `thorough` and `slow` ones, and `few` if they matter."""
     sets: defaultdict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        for rule in _TORCH_SAYS:
-            item.add_marker(pytest.mark.filterwarnings(rule))
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if _is_of_few(item):
+        if "few" in config.getoption("markexpr") and _is_of_few(item):
             item.add_marker(pytest.mark.few)
         sets[item.path, getattr(item, "originalname", item.name)].append(item)
     for alike in sets.values():

@@ -1,5 +1,6 @@
 """From eager batches to graphs in mid-training: what is computed, recorded, resumed and refused."""
 
+import functools
 import logging
 import time
 
@@ -79,14 +80,15 @@ def _train(private, steps, seen=None):
                 return
 
 
-def _eager(monkeypatch, steps, dropout=0.0):
-    """Return the parameters after every step of a training in which graphs never take over."""
-    with monkeypatch.context() as patched:
+@functools.cache
+def _eager(dropout=0.0):
+    """Return the parameters after each of 60 steps of a training in which graphs never take over."""
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(takeover, "_LEAST_LEFT", float("inf"))
         _, private = _training(dropout=dropout)
         seen = []
         torch.manual_seed(7)
-        _train(private, steps, seen)
+        _train(private, 60, seen)
     assert private[1].compiled.known is None
     return seen
 
@@ -98,7 +100,7 @@ def _since(private):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_training_is_that_of_the_eager_engine_before_and_after_graphs_take_over(dropout, where, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "ghostclip.graph.takeover")
-    own, eager = [], _eager(monkeypatch, 60, dropout)
+    own, eager = [], _eager(dropout)
     _, private = _training(dropout=dropout)
     torch.manual_seed(7)
     _train(private, 60, own)
@@ -150,31 +152,30 @@ def test_what_is_released_moves_by_no_more_than_the_bound_when_a_sample_is_left_
 
 
 @pytest.mark.usefixtures("where")
-def test_releases_that_a_crash_has_repeated_are_the_same_ones(tmp_path):
-    # A checkpoint before graphs take over, one after, and a crash behind both.
+@pytest.mark.parametrize("after", [-4, 6], ids=["before", "after"])
+def test_releases_that_a_crash_has_repeated_are_the_same_ones(after, tmp_path):
+    # A checkpoint before graphs take over, or after, and a crash behind both.
     _, private = _training(dropout=0.2)
     seen = []
     torch.manual_seed(7)
-    _train(private, 70, seen)
+    _train(private, 64, seen)
     since = _since(private)
-    for at in (since - 4, since + 6):
-        ledger = tmp_path / f"{at}.ledger"
-        engine, private = _training(dropout=0.2, ledger=ledger)
-        torch.manual_seed(7)
-        # In two halves of one pass over the data, as positions are saved.
-        _train(private, at)
-        engine.save_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
-        assert (private[1].compiled.known is None) is (at < since)
-        _train(private, since + 14 - at)
-        epsilon = engine.get_epsilon(1e-5)
-        engine.close()
-        again, found = _training(dropout=0.2, ledger=ledger), []
-        again[0].load_checkpoint(path=tmp_path / "point", module=again[1][0], optimizer=again[1][1])
-        _train(again[1], 70 - at, found)
-        assert _since(again[1]) == since
-        assert again[0].get_epsilon(1e-5) >= epsilon
-        assert all(map(torch.equal, found[: since + 14 - at], seen[at : since + 14]))
-        again[0].close()
+    at = since + after
+    engine, private = _training(dropout=0.2, ledger=tmp_path / "ledger")
+    torch.manual_seed(7)
+    # In two halves of one pass over the data, as positions are saved.
+    _train(private, at)
+    engine.save_checkpoint(path=tmp_path / "point", module=private[0], optimizer=private[1])
+    assert (private[1].compiled.known is None) is (after < 0)
+    _train(private, since + 14 - at)
+    epsilon = engine.get_epsilon(1e-5)
+    engine.close()
+    again, found = _training(dropout=0.2, ledger=tmp_path / "ledger"), []
+    again[0].load_checkpoint(path=tmp_path / "point", module=again[1][0], optimizer=again[1][1])
+    _train(again[1], since + 20 - at, found)
+    assert _since(again[1]) == since
+    assert again[0].get_epsilon(1e-5) >= epsilon
+    assert all(map(torch.equal, found[: since + 14 - at], seen[at : since + 14]))
 
 
 def test_a_release_that_cannot_be_computed_as_it_was_is_refused(tmp_path, disk):
@@ -335,10 +336,10 @@ def test_batches_stay_eager(change, why, where, monkeypatch):
     assert private[1].compiled.known is None
     assert why in private[0].deferral.step.takeover.why if private[0].deferral else change is _no_disk
     if private[0].deferral:
-        assert all(map(torch.equal, own, _eager(monkeypatch, 60)))
+        assert all(map(torch.equal, own, _eager()))
 
 
-def test_a_loop_that_looks_at_outputs_is_computed_eagerly_and_right(monkeypatch):
+def test_a_loop_that_looks_at_outputs_is_computed_eagerly_and_right():
     _, private = _training()
     model, optimizer, criterion, loader = private
     own = []
@@ -350,7 +351,7 @@ def test_a_loop_that_looks_at_outputs_is_computed_eagerly_and_right(monkeypatch)
             criterion(output, y).backward()
             optimizer.step()
             own.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    assert all(map(torch.equal, own, _eager(monkeypatch, len(own))))
+    assert all(map(torch.equal, own, _eager()))
     assert private[1].compiled.known is None
 
 

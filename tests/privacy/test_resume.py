@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import random
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from tests.engine.training import parameters_of, small_data
 from tests.private_run import PrivateRun
 
 DATA = small_data(50)
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
     "flat": {},
     "adaptive": {"clipping": "adaptive"},
@@ -242,25 +240,32 @@ def test_no_checkpoint_inside_a_logical_batch(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def _kill(folder, *options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.faults", "--out", str(folder), *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    trainings = json.loads((folder / "kill-test.json").read_text())["trainings"]
+def _trained(names, steps, kills, *, at_points):
+    from benchmarks import faults
+
+    if len(names) > 1:
+        faults._warm_up()
+    chance = random.Random(7)
+    return [asdict(faults.kill_one_training(name, steps, kills, chance, at_points=at_points)) for name in names]
+
+
+def _killed(*arguments, **options):
+    """Return what became of trainings that a process of its own has begun, killed and begun again."""
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+        trainings = pool.submit(_trained, *arguments, **options).result()
     assert all(training["equal"] for training in trainings)
     assert not any(training["ledger_below_released"] for training in trainings)
     return trainings
 
 
-def test_killed_at_every_point_of_a_step(tmp_path):
-    (training,) = _kill(tmp_path, "--points", "--kills", "7", "--steps", "18")
+def test_killed_at_every_point_of_a_step():
+    (training,) = _killed(["flat"], 18, 7, at_points=True)
     assert training["kills"] == 7
     assert training["kills_between_ledger_and_update"] > 0
     assert training["lost_steps"] > 0
 
 
 @pytest.mark.slow
-def test_killed_at_fifty_random_times(tmp_path):
-    trainings = _kill(tmp_path, "--kills", "50", "--steps", "150", "--seed", "7")
+def test_killed_at_fifty_random_times():
+    trainings = _killed(["flat", "adaptive", "per_layer, ghost", "flat, graphs take over"], 150, 13, at_points=False)
     assert sum(training["kills"] for training in trainings) >= 50

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from tests.project.source import tree_of
 
 ROOT = Path(ghostclip.__file__).parent
 # Lines of code (no docstring, comment or blank line) of each room; "." is what lies beside the rooms.
@@ -37,7 +39,7 @@ ELSEWHERE = frozenset(
 def code_lines(path: Path) -> int:
     text = path.read_text(encoding="utf-8")
     strings = set[int]()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             for part in node.body:
                 if (
@@ -50,6 +52,7 @@ def code_lines(path: Path) -> int:
     return sum(number not in strings and bool(line.strip()) and line.strip()[0] != "#" for number, line in lines)
 
 
+@cache
 def _counted() -> dict[Path, int]:
     return {path.relative_to(ROOT): code_lines(path) for path in ROOT.rglob("*.py")}
 
@@ -79,10 +82,7 @@ def test_there_are_no_more_files():
 
 def test_a_class_name_means_one_thing():
     names = Counter(
-        node.name
-        for path in ROOT.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in ROOT.rglob("*.py") for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in names.items() if count > 1} == set()
 
