@@ -98,12 +98,7 @@ def _batched_graph(model: nn.Module, batch: Batch, losses: LossFunction) -> list
 
 
 def per_sample_gradients(
-    model: nn.Module,
-    batch: Batch,
-    losses: LossFunction,
-    *,
-    axes: Mapping[str, int | None],
-    mode: str = "one_by_one",
+    model: nn.Module, batch: Batch, losses: LossFunction, *, axes: Mapping[str, int | None], mode: str = "one_by_one"
 ) -> list[dict[str, Tensor]]:
     """Return every sample's gradient as {parameter name: float64 tensor}.
 

@@ -36,12 +36,7 @@ def test_never_over_the_target_and_close_to_it(target, delta, rate, steps):
 
 @pytest.mark.slow
 @settings(max_examples=20)
-@given(
-    target=st.floats(0.01, 50),
-    delta=st.floats(1e-10, 1e-3),
-    rate=st.floats(1e-4, 1),
-    steps=st.integers(1, 10**6),
-)
+@given(target=st.floats(0.01, 50), delta=st.floats(1e-10, 1e-3), rate=st.floats(1e-4, 1), steps=st.integers(1, 10**6))
 def test_any_setting_is_met(target, delta, rate, steps):
     check_setting(target, delta, rate, steps)
 

@@ -91,10 +91,7 @@ def test_removing_a_record_costs_no_more_than_adding_one(sigma, rate, order):
     assert math.log(reverse) / (order - 1) <= one(sigma, rate, order)
 
 
-@given(
-    sigma=st.floats(1e-300, 1e300) | st.floats(0.02, 50),
-    rate=st.floats(0, 1) | st.floats(1e-300, 1e-3),
-)
+@given(sigma=st.floats(1e-300, 1e300) | st.floats(0.02, 50), rate=st.floats(0, 1) | st.floats(1e-300, 1e-3))
 def test_it_is_finite_for_every_noise_and_grows_with_the_order(sigma, rate):
     curve = rdp_curve(noise_multiplier=sigma, sample_rate=rate, orders=DEFAULT_ORDERS)
     assert not np.isnan(curve).any()

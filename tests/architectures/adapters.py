@@ -56,7 +56,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "LoHa": (
         "custom autograd.Function",
         "its weights are multiplied in a custom autograd.Function, which cannot be looked into",
-    ),
+    )
 }
 
 

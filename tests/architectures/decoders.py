@@ -120,11 +120,5 @@ ARCHITECTURES: list[Architecture] = [
         for name in names
     ),
     *(architecture(family, config, model, inputs=text, given=given) for family, config, model, given in _OTHERS),
-    architecture(
-        "decoder",
-        "XLNetConfig",
-        "XLNetLMHeadModel",
-        inputs=text,
-        given={"d_inner": 24},
-    ),
+    architecture("decoder", "XLNetConfig", "XLNetLMHeadModel", inputs=text, given={"d_inner": 24}),
 ]

@@ -211,12 +211,7 @@ ARCHITECTURES: list[Architecture] = [
     ),
     _compares("CLIPTextConfig", "CLIPTextModelWithProjection", given=_DUAL, inputs=text, outputs=("text_embeds",)),
     _compares("SiglipConfig", "SiglipModel", **_COMPARED),
-    _compares(
-        "SiglipVisionConfig",
-        "SiglipVisionModel",
-        inputs=pixels(16),
-        outputs=("pooler_output",),
-    ),
+    _compares("SiglipVisionConfig", "SiglipVisionModel", inputs=pixels(16), outputs=("pooler_output",)),
     _compares("SiglipTextConfig", "SiglipTextModel", inputs=text, outputs=("pooler_output",)),
     _compares("AltCLIPConfig", "AltCLIPModel", given=_DUAL, **_COMPARED),
     _compares("ChineseCLIPConfig", "ChineseCLIPModel", given=_DUAL, **_COMPARED),

@@ -228,10 +228,7 @@ CASES = [
     ids_case("checkpoint_reentrant", lambda: Checkpointed(reentrant=True), 4, 6, tags=("checkpoint", "reentrant")),
     ids_case("checkpoint_not_reentrant", lambda: Checkpointed(reentrant=False), 4, 6, tags=("checkpoint",)),
     ids_case(
-        "checkpoint_raw_parameter",
-        lambda: Checkpointed(reentrant=False, raw=True),
-        *(4, 6),
-        tags=("checkpoint",),
+        "checkpoint_raw_parameter", lambda: Checkpointed(reentrant=False, raw=True), *(4, 6), tags=("checkpoint",)
     ),
     ids_case(
         "checkpoint_reentrant_raw_parameter",

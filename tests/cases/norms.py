@@ -44,9 +44,7 @@ CASES = [
     layer_case("groupnorm_first", lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Flatten()), 3, 4, 6),
     layer_case("instancenorm1d", lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True)), 4, 3, 7),
     layer_case(
-        "instancenorm3d",
-        lambda: nn.Sequential(nn.Conv3d(2, 2, 2), nn.InstanceNorm3d(2, affine=True)),
-        *(3, 2, 3, 4, 3),
+        "instancenorm3d", lambda: nn.Sequential(nn.Conv3d(2, 2, 2), nn.InstanceNorm3d(2, affine=True)), *(3, 2, 3, 4, 3)
     ),
     layer_case("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), 4, 6),
     layer_case("local_response_norm", lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.LocalResponseNorm(2)), 3, 2, 4, 4),

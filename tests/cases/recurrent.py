@@ -340,11 +340,7 @@ _ALL = [
     _packed("packed_sorted_undone_after_head", lambda: SortedByHand(undo="after the head")),
     _packed("packed_sorted_undone_on_padded", lambda: SortedByHand(undo="on the outputs")),
     _packed("packed_list", OfList),
-    _packed(
-        "packed_list_backwards",
-        lambda: OfList(shuffled=True),
-        refused="depends on other samples|another order",
-    ),
+    _packed("packed_list_backwards", lambda: OfList(shuffled=True), refused="depends on other samples|another order"),
     _packed("packed_list_of_data", lambda: OfList(raw=True)),
     _packed(
         "packed_list_of_data_backwards",

@@ -169,13 +169,7 @@ def ids_case(
     vocabulary: int = 11,
 ) -> Case:
     """Make a case of a model on one tensor `x` of token ids of the given shape, batch axis first."""
-    return Case(
-        name,
-        build,
-        lambda: {"x": torch.randint(vocabulary, shape)},
-        loss,
-        tags=frozenset(tags),
-    )
+    return Case(name, build, lambda: {"x": torch.randint(vocabulary, shape)}, loss, tags=frozenset(tags))
 
 
 @contextlib.contextmanager

@@ -123,10 +123,7 @@ def test_architectures(inspect, name):
     assert "not used yet" not in result.out
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [("gpt2", "ghost"), ("gpt2", "hooks"), ("bert", "bookkeeping")],
-)
+@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "ghost"), ("gpt2", "hooks"), ("bert", "bookkeeping")])
 def test_expected_operations_are_those_of_the_step(name, strategy):
     """The whole step is predicted: layers, attention and, for two backwards, attention's backward once more."""
     source = load_source(InspectionRequest(name, batch_size=3, sequence_length=20))

@@ -46,15 +46,7 @@ def test_run_writes_what_it_promises(finetune, text_file, tmp_path, record_of, m
     out = tmp_path / "out"
     result = finetune("--data", text_file, "--output", out, "--toy", model, *TINY)
     assert result.status == 0, result.err
-    for words in (
-        "passage",
-        "perplexity",
-        "Poisson",
-        "σ",
-        "Not protected",
-        "computed:",
-        str(out),
-    ):
+    for words in ("passage", "perplexity", "Poisson", "σ", "Not protected", "computed:", str(out)):
         assert words in result.out
     record = record_of(out)
     privacy = record["privacy"]

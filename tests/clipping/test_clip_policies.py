@@ -44,11 +44,7 @@ POLICIES = {
         lambda n, c: min(1.0, c / n) if n else 1.0,
         "each",
     ),
-    "per_layer_automatic": (
-        lambda _, c: policies.per_layer(c, rule=AutoS(0.05)),
-        lambda n, c: c / (n + 0.05),
-        "each",
-    ),
+    "per_layer_automatic": (lambda _, c: policies.per_layer(c, rule=AutoS(0.05)), lambda n, c: c / (n + 0.05), "each"),
     "per_group": (
         lambda names, c: policies.per_group(_halves(names), [c, 2 * c]),
         lambda n, c: min(1.0, c / n) if n else 1.0,

@@ -255,21 +255,13 @@ REFUSALS = {
         lambda o, b: (_each(o, b) * b["mask"]).sum() * (1 / b["mask"].sum().item()),
         "multiplied by 0.125",
     ),
-    "mask_in_the_sum": (
-        _tokens,
-        lambda o, b: (_each(o, b) * b["mask"] / b["mask"].sum()).sum(),
-        "tensor without",
-    ),
+    "mask_in_the_sum": (_tokens, lambda o, b: (_each(o, b) * b["mask"] / b["mask"].sum()).sum(), "tensor without"),
     "mask_of_another_sum": (_tokens, lambda o, b: (_each(o, b) * _first_two(o)).sum() / b["mask"].sum(), "axes"),
     "picked_mean": (_tokens, lambda o, b: _picked(o, b).mean(), "mean over 8 values"),
     "picked_weighted": (_tokens, lambda o, b: (_picked(o, b) * torch.linspace(1, 2, 8)).mean(), "mean over 8 values"),
     "picked_sum": (_tokens, lambda o, b: _picked(o, b).sum() / (b["mask"] > 0).sum().item(), "divided by 8"),
     "picked_before": (_tokens, _loose, "mean over 8 values"),
-    "picked_before_sum": (
-        _tokens,
-        lambda o, b: _loose(o, b, reduction="sum") / int(b["mask"].sum()),
-        "divided by 8",
-    ),
+    "picked_before_sum": (_tokens, lambda o, b: _loose(o, b, reduction="sum") / int(b["mask"].sum()), "divided by 8"),
     "contrastive": (_rows, _contrast, "loss of one sample depends on other samples"),
     "ranking": (_rows, _ranking, "They meet in 'mm'"),
     "all_targets": (
@@ -313,11 +305,7 @@ REFUSALS = {
         "loss of one sample depends",
     ),
     "product": (_rows, lambda o, b: _ce(o, b) * o.square().mean(), "'mul'"),
-    "mean_and_sum": (
-        _rows,
-        lambda o, b: _ce(o, b) + _ce(o, b, reduction="sum"),
-        "averaged .* another is summed",
-    ),
+    "mean_and_sum": (_rows, lambda o, b: _ce(o, b) + _ce(o, b, reduction="sum"), "averaged .* another is summed"),
     "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), "part of it was left out"),
     "own_counts": (
         _tokens,
@@ -504,10 +492,7 @@ def test_a_trainable_parameter_of_the_loss_itself_is_refused(name, size):
     assert own.grad is None
 
 
-TERMS = {
-    "own": lambda model, own: model.weight.mean(),
-    "of nobody": lambda model, own: own,
-}
+TERMS = {"own": lambda model, own: model.weight.mean(), "of nobody": lambda model, own: own}
 
 
 @pytest.mark.parametrize("name", TERMS)

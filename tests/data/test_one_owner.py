@@ -32,12 +32,7 @@ COPIES = {
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
     "torch.save": _saved,
 }
-NOISE = {
-    "fast": FastNoise,
-    "fast, seeded": lambda: FastNoise(seed=3),
-    "secure": SecureNoise,
-    "exact": ExactNoise,
-}
+NOISE = {"fast": FastNoise, "fast, seeded": lambda: FastNoise(seed=3), "secure": SecureNoise, "exact": ExactNoise}
 SAMPLERS = {
     "Poisson": lambda: PoissonSampler(num_samples=400, sample_rate=0.1),
     "shuffled": lambda: PrivateSampler(Shuffled(num_samples=400, batch_size=40)),

@@ -57,8 +57,7 @@ def test_mixed_devices_are_an_error(pretended, mix):
 
 
 @pytest.mark.parametrize(
-    "read",
-    [lambda x: x.item(), lambda x: x.tolist(), bool, torch.nonzero, lambda x: x[x > 0], lambda x: x.to("cpu")],
+    "read", [lambda x: x.item(), lambda x: x.tolist(), bool, torch.nonzero, lambda x: x[x > 0], lambda x: x.to("cpu")]
 )
 def test_reads_of_the_host_are_counted(pretended, read):
     read(torch.ones(1, device=CUDA))

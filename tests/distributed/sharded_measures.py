@@ -29,11 +29,7 @@ def find(rank: int) -> dict[str, Any]:
         By what it is of.
     """
     del rank
-    return {
-        "collectives": _collectives("gpt2"),
-        "memory": _memory(),
-        "moves": _moves(),
-    }
+    return {"collectives": _collectives("gpt2"), "memory": _memory(), "moves": _moves()}
 
 
 def _own(x: Tensor) -> Tensor:

@@ -252,11 +252,7 @@ REFUSED = [
     ({"grad_sample_mode": "hooks", "memory_budget": 0.5}, InvalidOptionError, "below 1 every layer gets one"),
     ({"data_loader": WEIGHTED}, InvalidOptionError, "WeightedRandomSampler"),
     ({"data_loader": WEIGHTED, "poisson_sampling": False}, DataError, "WeightedRandomSampler"),
-    (
-        {"optimizer": torch.optim.SGD(small_model().parameters(), lr=0.1)},
-        UncoveredParameterError,
-        "not the module's",
-    ),
+    ({"optimizer": torch.optim.SGD(small_model().parameters(), lr=0.1)}, UncoveredParameterError, "not the module's"),
     ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, LossReductionError, "sum"),
     ({"criterion": nn.CrossEntropyLoss(reduction="sum"), "grad_sample_mode": "ghost"}, LossReductionError, "sum"),
 ]

@@ -81,10 +81,7 @@ def test_nor_in_later_proofs_and_beside_functions_that_follow_nothing(kind):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("kind", "mixing"),
-    [
-        ("bfloat16 with float32 adapters", "a deviation of the batch"),
-        ("bfloat16 autocast", "largest"),
-    ],
+    [("bfloat16 with float32 adapters", "a deviation of the batch"), ("bfloat16 autocast", "largest")],
 )
 def test_one_that_follows_the_batch_is_refused_all_the_same(kind, mixing, seed):
     """By the second proof: two samples whose largest gradients are alike by chance show little in the first."""

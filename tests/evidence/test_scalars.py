@@ -35,10 +35,7 @@ SCALARS = {
         False,
     ),
     "a balancing loss": (balancing, False),
-    "usage of a code book": (
-        lambda h: balancing(-torch.cdist(h, torch.eye(5, h.shape[1]).to(h))),
-        False,
-    ),
+    "usage of a code book": (lambda h: balancing(-torch.cdist(h, torch.eye(5, h.shape[1]).to(h))), False),
 }
 
 

@@ -286,10 +286,7 @@ def test_rows_that_are_renormalised_as_they_are_looked_up_are_refused(kind, froz
     model = nn.Sequential(table, nn.Flatten(1), nn.LazyLinear(2))
     model(torch.randint(9, (2, 3)))
     before = table.weight.detach().clone()
-    with (
-        ghostclip.GhostClipper(model, max_grad_norm=0.5),
-        pytest.raises(UnsupportedModelError, match="max_norm"),
-    ):
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5), pytest.raises(UnsupportedModelError, match="max_norm"):
         model(torch.arange(9).reshape(3, 3))
     assert frozen or torch.equal(table.weight, before)
 

@@ -72,11 +72,7 @@ def test_a_key_follows_constants_of_the_model(key_of):
 
 
 def test_a_key_follows_clipping(key_of):
-    keys = {
-        key_of(net()),
-        key_of(net(), max_grad_norm=0.4),
-        key_of(net(), max_grad_norm=None, policy=per_layer(0.3)),
-    }
+    keys = {key_of(net()), key_of(net(), max_grad_norm=0.4), key_of(net(), max_grad_norm=None, policy=per_layer(0.3))}
     assert len(keys) == 3
 
 

@@ -9,10 +9,7 @@ import pytest
 
 from ghostclip.errors import NotOfferedError
 
-NAMED = {
-    "ghostclip.integrations.transformers": "transformers",
-    "ghostclip.integrations.trl": "trl",
-}
+NAMED = {"ghostclip.integrations.transformers": "transformers", "ghostclip.integrations.trl": "trl"}
 
 
 @pytest.mark.parametrize("module", NAMED)

@@ -63,8 +63,4 @@ def clipped_sums(strategy: str, dtype: torch.dtype, mode: str) -> tuple[torch.Te
     return ids_BT, *(parameter.detach() for parameter in model.parameters()), *sums
 
 
-FUNCTIONS = {
-    "normal_pair": normal_pair,
-    "several sums": several_sums,
-    "clipped_sums": clipped_sums,
-}
+FUNCTIONS = {"normal_pair": normal_pair, "several sums": several_sums, "clipped_sums": clipped_sums}

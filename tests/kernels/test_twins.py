@@ -83,10 +83,7 @@ def test_norm_affine(kind):
 LONG = {"symmetric_gram": (2,), "outer_square": (0, 1, 3), "weighted_sum": (0, 1, 3)}
 EXAMPLES = [
     pytest.param(
-        pair,
-        make,
-        marks=[pytest.mark.slow] if number in LONG.get(pair.name, ()) else [],
-        id=f"{pair.name}-{number}",
+        pair, make, marks=[pytest.mark.slow] if number in LONG.get(pair.name, ()) else [], id=f"{pair.name}-{number}"
     )
     for pair in kernels.TWINS
     for number, make in enumerate(pair.examples)

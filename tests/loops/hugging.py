@@ -30,10 +30,7 @@ def _arguments(world: World, **options: Any) -> Any:
     from transformers import TrainingArguments
 
     quiet()
-    given = {
-        "per_device_train_batch_size": BATCH,
-        "max_steps": 3,
-    }
+    given = {"per_device_train_batch_size": BATCH, "max_steps": 3}
     return TrainingArguments(**(in_a_world(world) | given | options))
 
 
@@ -188,11 +185,7 @@ def _trainer_evaluates_and_saves(world: World) -> None:
     own = _with_loader(_own_loss(), loader)
     trainer = _silent(
         own(
-            model,
-            _arguments(world),
-            eval_dataset=lm_records(world),
-            data_collator=padded,
-            optimizers=(optimizer, None),
+            model, _arguments(world), eval_dataset=lm_records(world), data_collator=padded, optimizers=(optimizer, None)
         )
     )
     metrics = trainer.evaluate()

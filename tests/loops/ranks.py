@@ -65,11 +65,7 @@ def _rank(loop: Loop, world: World, rank: int, port: int, folder: str) -> None:
     }
     world.rank, world.ranks = rank, loop.ranks
     distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=loop.ranks,
-        timeout=timedelta(seconds=20),
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=loop.ranks, timeout=timedelta(seconds=20)
     )
     seen = see(loop, world)
     place = Path(folder) / f"{rank}.pickle"

@@ -187,11 +187,7 @@ def test_an_optimizer_that_no_release_fits_is_refused(kind):
     clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
     with pytest.raises(InvalidOptionError, match=kind.__name__):
         DPOptimizer(
-            kind(model.parameters()),
-            noise_multiplier=1.0,
-            expected_batch_size=1,
-            clipper=clipper,
-            noise_source=None,
+            kind(model.parameters()), noise_multiplier=1.0, expected_batch_size=1, clipper=clipper, noise_source=None
         )
 
 

@@ -135,11 +135,7 @@ def test_batches_that_were_not_drawn_are_refused(batch):
 
 def test_rows_that_are_not_records_are_refused():
     """Doubled by augmentation, cut, or flattened into one row: another unit of privacy than the account's."""
-    for change in (
-        lambda part: torch.cat([part, part]),
-        lambda part: part[:-1],
-        lambda part: part[:1],
-    ):
+    for change in (lambda part: torch.cat([part, part]), lambda part: part[:-1], lambda part: part[:1]):
         run = Run(batch_size=48)
         batch = next(iter(run.loader))
         run.refuses([change(part) for part in batch], "the model saw")

@@ -216,12 +216,7 @@ class _NormAct(nn.BatchNorm2d):
         return self.act(self.drop(x))
 
 
-FUSED = [
-    _NormAct(16),
-    _NormAct(16, drop=0.5),
-    _NormAct(16, affine=False),
-    _NormAct(16, track_running_stats=False),
-]
+FUSED = [_NormAct(16), _NormAct(16, drop=0.5), _NormAct(16, affine=False), _NormAct(16, track_running_stats=False)]
 
 
 @pytest.mark.parametrize("norm", FUSED, ids=str)
