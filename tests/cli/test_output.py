@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ghostclip.errors import OutputError, ResumeError
+from ghostclip.errors import ResumeError
 from ghostclip.finetune import run
-
-
-def test_folder_in_use_is_refused_unless_asked(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(OutputError, match="not empty; name another folder; --overwrite"):
-        run.require_usable(tmp_path, overwrite=False)
-    run.require_usable(tmp_path, overwrite=True)
-    run.start_anew(tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
 def test_default_folder_is_the_first_free_one(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The data module for Lightning: beside a stand-in for the library, and with the library where it is installed."""
+"""The data module for Lightning, with the library where it is installed."""
 
 from __future__ import annotations
 
@@ -8,38 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip.data import DPDataLoader
 from ghostclip.integrations.lightning import DPLightningDataModule
-
-
-class LightningDataModule:
-    """What Lightning's class offers to one that derives from it."""
-
-    def __init__(self):
-        self.prepared = True
-
-    def train_dataloader(self):
-        raise NotImplementedError
-
-    def val_dataloader(self):
-        return []
-
-
-LightningDataModule.__module__ = "lightning.pytorch.core.datamodule"
-
-
-def users(base):
-    """A user's data module."""
-
-    class Users(base):
-        def setup(self, stage):
-            self.stage = stage
-
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.randn(40, 5), torch.randint(0, 2, (40,))), batch_size=4)
-
-        def val_dataloader(self):
-            return "validation"
-
-    return Users()
 
 
 @pytest.mark.integration
@@ -76,6 +44,10 @@ def test_trainer_makes_private_steps(library):
             self.dp = {"model": wrapped}
             return optimizer
 
+    class Users(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(40, 5), torch.randint(0, 2, (40,))), batch_size=4)
+
     model = Model()
     before = model.layer.weight.detach().clone()
     quiet = {
@@ -85,6 +57,6 @@ def test_trainer_makes_private_steps(library):
         "enable_model_summary": False,
     }
     trainer = pl.Trainer(accelerator="cpu", max_epochs=2, limit_val_batches=0, **quiet)
-    trainer.fit(model, DPLightningDataModule(users(pl.LightningDataModule)))
+    trainer.fit(model, DPLightningDataModule(Users()))
     assert len(model.engine.accountant) == 20
     assert not torch.equal(before, model.layer.weight)

@@ -111,14 +111,6 @@ def test_a_model_in_parts_is_trained_as_a_whole_one(tmp_path):
             torch.testing.assert_close(in_parts["weights"][name], weight, rtol=1e-5, atol=1e-6, msg=f"{run} {name}")
 
 
-def test_a_budget_beside_a_given_noise_ends_the_training(tmp_path, monkeypatch):
-    from ghostclip.errors import BudgetExceededError
-
-    monkeypatch.setitem(GIVEN, "target_epsilon", 4.0)
-    with pytest.raises(BudgetExceededError, match="budget of ε = 4"):
-        _trained(tmp_path, "gpt2", None)
-
-
 def test_an_expected_batch_is_at_most_all_records(tmp_path, monkeypatch):
     from ghostclip.errors import DataError
 

@@ -43,13 +43,6 @@ def test_nothing_public_is_left_out():
     assert reachable <= set(ghostclip.__all__)
 
 
-@pytest.mark.parametrize("name", sorted(ghostclip.__all__))
-def test_public_name_explains_itself(name):
-    thing = getattr(ghostclip, name)
-    if inspect.isclass(thing) or inspect.isfunction(thing):
-        assert inspect.getdoc(thing)
-
-
 def test_unknown_name_is_an_attribute_error_that_names_it():
     with pytest.raises(AttributeError, match="'GhostCliper'; did you mean 'GhostClipper'"):
         _ = ghostclip.GhostCliper
