@@ -1388,13 +1388,6 @@ def test_a_hook_is_put_behind_those_that_came_later():
     assert called == ["later", "first"]
 
 
-def test_a_transform_is_told_while_it_runs():
-    told = []
-    torch.func.grad(lambda x: told.append(_torch.transform()) or x.sum())(torch.ones(2))
-    assert told[0] is not None
-    assert _torch.transform() is None
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_others_on_a_gradient_are_told(register):
     parameter = nn.Parameter(torch.ones(2))

@@ -98,28 +98,6 @@ def test_arguments_and_defaults_are_opacus_own():
         assert all(p.default is not p.empty for argument, p in ours.items() if argument not in theirs)
 
 
-def with_budget(engine: PrivacyEngine, **options):
-    model = small_model()
-    arguments = {
-        "module": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data_loader": DataLoader(DATA, batch_size=20),
-        "target_epsilon": 2.0,
-        "target_delta": DELTA,
-        "epochs": 3,
-        "max_grad_norm": 1.0,
-    }
-    return engine.make_private_with_epsilon(**{**arguments, **options})
-
-
-def test_target_epsilon_is_reached_and_not_exceeded():
-    engine = PrivacyEngine()
-    model, optimizer, loader = with_budget(engine, epochs=2)
-    for _ in range(2):
-        one_epoch(model, optimizer, loader)
-    assert 1.9 < engine.get_epsilon(DELTA) <= 2.0
-
-
 def test_scheduled_noise_is_accounted_step_by_step():
     engine, (model, optimizer, loader) = made_private()
     one_epoch(model, optimizer, loader)
@@ -181,15 +159,6 @@ def test_undeclared_accumulation_is_charged_at_its_true_sensitivity(physical, mo
     with pytest.warns(UserWarning, match="2 backward passes"):
         one_logical_batch()
     assert engine.accountant.history == [(0.55, 40 / 147, 1)]
-
-
-@SHUFFLED
-def test_shuffled_target_epsilon_is_that_of_the_passes():
-    engine = PrivacyEngine()
-    model, optimizer, loader = with_budget(engine, target_epsilon=8.0, epochs=2, poisson_sampling=False)
-    for _ in range(2):
-        one_epoch(model, optimizer, loader)
-    assert 7.8 < engine.get_epsilon(DELTA) <= 8.0
 
 
 def test_shuffled_batches_warn():
@@ -276,11 +245,6 @@ def test_what_is_no_model_in_training_is_refused_by_name(module):
         PrivacyEngine().make_private(
             module=module, optimizer=inner, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
         )
-
-
-def test_an_unknown_accountant_is_refused_by_name():
-    with pytest.raises(InvalidOptionError, match="gdp"):
-        PrivacyEngine(accountant="gdp")
 
 
 def test_default_accountant_is_tight_and_opacus_names_are_served():

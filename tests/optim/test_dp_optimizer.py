@@ -96,16 +96,6 @@ def test_forgotten_zero_grad_does_not_add_released_gradients_again():
     assert torch.equal(parameters_of(training.model), parameters_of(twin.model))
 
 
-def test_empty_batch_is_a_step_of_noise():
-    training = Training(sigma=1.0)
-    training.optimizer.zero_grad()
-    training.clipper.mark_empty_batch()
-    before = parameters_of(training.model)
-    training.optimizer.step()
-    assert training.releases == 1
-    assert bool((parameters_of(training.model) != before).all())
-
-
 def test_parameter_frozen_after_backward_keeps_no_unprotected_gradient():
     training = Training(sigma=1.0)
     training.backward(batch_of(DATA, start=0, stop=2))

@@ -392,13 +392,9 @@ HONEST = {
 """Loops whose records are those drawn."""
 
 COUNTED = {
-    "normal": normal,
-    "two forwards, one backward": two_forwards_one_backward,
-    "two backwards": two_backwards,
     "closure": closures(1),
     "closure with three backwards": closures(3),
     "virtual steps over 3 draws": virtual_steps_over_draws(3),
-    "draws accumulated": accumulated_draws,
     "left early": left_early,
     "half of the features flipped": some_features_changed,
     "second loader for the same data": second_loader_for_the_same_data,
@@ -514,6 +510,7 @@ def test_batches_that_were_drawn_are_known_again(name, poisson):
     run = Run(poisson=poisson)
     HONEST[name](run)
     assert run.released
+    check_covered(run)
     said = "records: only their number" if name == "records in another order" else "records: of the batches drawn;"
     assert said in run.engine.summary(DELTA)
 
