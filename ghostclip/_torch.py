@@ -47,7 +47,8 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 def write_uncounted_(tensor: Tensor, value: Tensor, version: int) -> None:
     """Put a tensor's content back, and its `version` with it: ``torch._C._autograd._unsafe_set_version_counter``."""
     with torch.no_grad():
-        tensor.copy_(value)
+        # Observers of ranges begin with no entries.
+        (tensor if tensor.shape == value.shape else tensor.resize_(value.shape)).copy_(value)
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 

@@ -187,12 +187,8 @@ class StateWatch:
         too_large = self._sparing or sum(entry.numel() for entry in parameters.values()) > _MOST_COPIED
         state = {**tables.entries, **tables.hidden}
         names, saved = state.keys() - parameters.keys() if too_large else state, self._copies
-        return {
-            name: saved[name]
-            if name in saved and same_content(state[name], saved[name])
-            else state[name].detach().clone()
-            for name in names
-        }
+        right = {name for name in names if name in saved and same_content(state[name], saved[name])}
+        return {name: saved[name] if name in right else state[name].detach().clone() for name in names}
 
     def settle(self) -> None:
         """Copy no more than in other forwards: what was to be proved of the one that runs, a rehearsal has shown."""
@@ -228,16 +224,11 @@ class StateWatch:
             times = self._times(name, then.get(name), (entry, version, now.places.get(name, 0)))
             if times is not None:
                 writes.append(StateWrite(name, times, tuple(entry.shape), self._step(name, entry)))
-        writes += [StateWrite(name, -1, None, None) for name in then.keys() - now.entries.keys()]
-        writes += [
-            StateWrite(name, 0, tuple(hidden.shape), None)
-            for name, hidden in self._current().hidden.items()
-            if self._has_changed(name, hidden)
-        ]
-        writes += [
-            StateWrite(name, -1, None, None) for name, value in now.extra.items() if before.extra.get(name) != value
-        ]
-        return frozenset(writes)
+        hidden = self._current().hidden.items()
+        writes += [StateWrite(name, 0, tuple(one.shape), None) for name, one in hidden if self._has_changed(name, one)]
+        gone = then.keys() - now.entries.keys()
+        gone |= {name for name, value in now.extra.items() if before.extra.get(name) != value}
+        return frozenset(writes) | {StateWrite(name, -1, None, None) for name in gone}
 
     def _match_copies(self, now: _StateMarks) -> bool:
         state = {**now.entries, **self._current().hidden}
@@ -373,11 +364,10 @@ class StateWatch:
             return
         table[key] = entry
         value = self._copies.get(name)
-        with torch.no_grad():
-            if value is not None:
-                entry.copy_(value)
-            elif start and name in self._left:
-                entry.copy_(_moved(self._left[name], start))
+        if value is None and start and name in self._left:
+            value = _moved(self._left[name], start)
+        if value is not None:
+            _torch.write_uncounted_(entry, value, _torch.version(entry))
 
     # -- a backward -----------------------------------------------------------------------------------------------
 

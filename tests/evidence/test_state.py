@@ -69,6 +69,7 @@ FROM_THE_BATCH = {
     "parameter 'weight' ": lambda m, x, h: m.teacher.weight.data.add_(h.mean()),
     "buffer 'floats'  ": lambda m, x, h: m.floats.data.add_(h.mean(0)),
     "buffer 'floats'   ": lambda m, x, h: m.floats.numpy().__iadd__(h.mean(0).numpy()),
+    "buffer 'floats'    ": lambda m, x, h: m.floats.resize_(5).fill_(h.mean()),
     "extra state": lambda m, x, h: m.notes.append(float(h.mean())),
     "parameter 'weight'  ": lambda m, x, h: m.last.weight.mul_(1 + 1e-3 * h.mean()),
 }
@@ -79,6 +80,8 @@ FROM_NO_SAMPLE = {
     "average of weights": lambda m, x, h: m.floats.lerp_(m.first.weight.mean(1), 0.1),
     "teacher": lambda m, x, h: m.teacher.weight.lerp_(m.first.weight.mean() * torch.ones(4, 4), 0.1),
     "noise": lambda m, x, h: m.floats.copy_(torch.rand(4)),
+    # As observers of quantisation begin.
+    "another shape": lambda m, x, h: m.floats.resize_(6).fill_(m.first.weight.amax()),
     "made once": lambda m, x, h: hasattr(m, "made") or m.register_buffer("made", torch.arange(4)),
     "none at first": lambda m, x, h: setattr(m, "later", torch.arange(4)),
     "the same again": lambda m, x, h: m.flags.fill_(value=False),
