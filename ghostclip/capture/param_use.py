@@ -46,10 +46,10 @@ def no_axis_message(site: CallSite, rows: Tensor, forward: ForwardContext) -> st
         )
     return (
         f"{site.describe()}: an input of shape {tuple(rows.shape)} has no axis for the {forward.batch_size} samples of "
-        "this batch, so its rows cannot be assigned to samples. Give every sample its own rows (batch axis first, or "
-        "make_private(..., batch_first=False) for axis 1), or freeze the parameter. Records of several parts each "
-        "(bags, boxes, graphs): pad them to one tensor (B, most parts, ...), with a mask that is 1 at a record's own "
-        "parts."
+        "this batch (rows of the model's first input), so its rows cannot be assigned to samples. Give every sample "
+        "its own rows (batch axis first, or make_private(..., batch_first=False) for axis 1), or freeze the parameter. "
+        "Records of several parts each (bags, boxes, graphs): pad them to one tensor (B, most parts, ...), with a mask "
+        "that is 1 at a record's own parts."
     )
 
 

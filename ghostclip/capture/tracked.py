@@ -174,7 +174,7 @@ def without_samples(tree: Any) -> str:
     return (
         f"parameter '{_names_in(tree)}' met no tensor with a batch axis on its way to the loss (a part of the batch, "
         "one sample at a time in a loop, or constants only), so its gradient cannot be split into samples. Give the "
-        "layer the whole batch, or freeze the parameter."
+        "layer the whole batch, as the model's first input (constants later), or freeze the parameter."
     )
 
 

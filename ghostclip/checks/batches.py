@@ -25,11 +25,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, shapes_of
+from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, compared, shapes_of
 from ghostclip.capture.nodes import edge_of, nodes_behind
 from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.checks.dependence import batch_axis_of, has_lists, taken, with_lists
+from ghostclip.checks.dependence import SHARED, batch_axis_of, has_lists, taken, with_lists
 from ghostclip.checks.module_state import restored
 from ghostclip.rules.registry import operation_name
 
@@ -392,19 +392,35 @@ def resized(
     # Buffers and random states are put back. `run` runs the model on inputs and returns its output tensors. None where
     # it runs with no other number of samples.
     one_more = [*range(batch_size), batch_size - 1]
-    orders = [one_more] if batch_size <= _SHOW_AXES else [list(range(_SHOW_AXES)), one_more]
+    few = list(range(_SHOW_AXES)) if batch_size > _SHOW_AXES else one_more
     # Lists of as many values as samples may have one for each.
     batch = Batch(inputs, batch_size, axis)
     listed = (True, False) if batch.has_lists else (False,)
     used = [*model.parameters(), *model.buffers(), *_tree.tensors(inputs)]
-    # With gradients where it raises without: it may differentiate within its forward.
-    for gradients, order, with_values in product((False, True), orders, listed):
+
+    def rerun(order: list[int], *, with_values: bool = False, gradients: bool = False) -> Resized | None:
         altered, recorder = batch.with_lists(order) if with_values else batch.of_samples(order), _Recorder()
         try:
-            with restored(model), unnoticed(used), torch.set_grad_enabled(gradients):
-                with WithoutDropout(), recorder:
-                    outputs = run(altered)
-            return Resized(recorder.found, shapes_of(list(outputs)), batch_size, len(order))
+            with restored(model), unnoticed(used), torch.set_grad_enabled(gradients), WithoutDropout(), recorder:
+                outputs = run(altered)
         except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
-            continue
+            return None
+        return Resized(recorder.found, shapes_of(list(outputs)), batch_size, len(order))
+
+    # With gradients where it raises without: it may differentiate within its forward.
+    for gradients, order, with_values in product((False, True), (few, one_more), listed):
+        found = rerun(order, with_values=with_values, gradients=gradients)
+        if found is not None:
+            return found
+    place_of = partial(batch_axis_of, batch_size=batch_size, axis=axis)
+    long = [leaf for leaf in _tree.tensors(inputs) if place_of(leaf) is not None]
+    # Some may be as long as the batch by chance: the model runs with all of them, and not with a part.
+    for shared in (*([leaf] for leaf in long), long[1:]):
+        SHARED.update(dict.fromkeys(shared))
+        found, larger = rerun(few), rerun(one_more)
+        axes = found and larger and compared(larger.outputs, found.outputs, larger.size, found.size)
+        if axes and min(axes) >= 0:
+            return found
+        for leaf in shared:
+            del SHARED[leaf]
     return None

@@ -27,6 +27,8 @@ from ghostclip.checks.module_state import restored
 # Samples that are replaced in turn; which of them others follow is not known beforehand.
 _MAX_REPLACED: Final = 8
 _SEED: Final = 20240
+# Tensors that all samples share, although they may be as long as a batch: masks of positions, matrices of a graph.
+SHARED: Final = _torch.weak_table()
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, fol
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
     """Return an input's batch dimension, of size B: as the graph shows it, the expected one, or axis 0; else None."""
-    if not isinstance(leaf, (Tensor, np.ndarray)):
+    if not isinstance(leaf, (Tensor, np.ndarray)) or (isinstance(leaf, Tensor) and leaf in SHARED):
         return None
     # The graph shows it of states of a recurrent layer (layers, B, ...) that another forward made.
     shown = sample_axis_at(edge_of(leaf)) if getattr(leaf, "grad_fn", None) is not None else None
@@ -304,10 +306,8 @@ def _mixed_shape(event: _Event, other: _Event | None, replaced: _Replaced) -> tu
     """Return the shape of an event's first mixed tensor, () where rows kept apart, None where that cannot be told."""
     if other is None or len(other.tensors) != len(event.tensors):
         return None
-    by_tensor = [
-        (tuple(first.shape), _is_mixed(first, second, replaced))
-        for first, second in zip(event.tensors, other.tensors, strict=True)
-    ]
+    pairs = zip(event.tensors, other.tensors, strict=True)
+    by_tensor = [(tuple(first.shape), _is_mixed(first, second, replaced)) for first, second in pairs]
     told = [mixed for _, mixed in by_tensor if mixed is not None]
     return next((shape for shape, mixed in by_tensor if mixed), () if told else None)
 
@@ -320,13 +320,8 @@ def _is_mixed(first: Tensor, second: Tensor, replaced: _Replaced) -> bool | None
         return None
     differs = _differs(first, second)
     splits = (row_map.split(differs, first.dim(), replaced.batch_size) for row_map in maps)
-    return bool(differs.any()) and not any(_only_in(replaced.sample, rows_BT) for rows_BT in splits)
-
-
-def _only_in(sample: int, differs_BT: Tensor) -> bool:
-    others_B = differs_BT.flatten(1).any(1)
-    others_B[sample] = False
-    return not bool(others_B.any())
+    touched = ({row for row, rows_T in enumerate(rows_BT) if rows_T.any()} for rows_BT in splits)
+    return bool(differs.any()) and not any(rows <= {replaced.sample} for rows in touched)
 
 
 def _differs(first: Tensor, second: Tensor) -> Tensor:

@@ -596,10 +596,10 @@ def _meets_other_numbers(run: Run, batch: Batch, other: Any, before: Randomness)
 def _refusal(model: nn.Module, what: str) -> str:
     return (
         f"{type(model).__name__}: outputs of other samples changed when {what}, although no gradient leads from one to "
-        "the other, so that the output of one sample depends on other samples: the model divides by the number of "
-        "samples, counts over the batch, follows a sample's place in the batch (positions along the samples' axis), or "
-        "takes another branch for the whole batch. Compute each sample's output from its own rows; "
-        "ghostclip.validate(model, batch, loss_fn) looks closer."
+        "the other, so that the output of one sample depends on other samples: the model divides by their number, "
+        "counts over the batch, follows a sample's place in it (positions along the samples' axis), or takes another "
+        "branch for the whole batch. Compute each sample's output from its own rows. What all samples share, and is as "
+        "long as a batch may be (a graph's matrix), is no input but a buffer. validate(model, batch, loss_fn) looks on."
     )
 
 

@@ -208,9 +208,7 @@ def _at_slope_one(node: Any, grad: Tensor) -> list[Tensor | None] | None:
             input_grads.append(None)
             continue
         # A loss of each pair, say, with its own reduction.
-        if grad.dim() == 0 and sizes:
-            return None
-        if torch.broadcast_shapes(sizes, grad.shape) != grad.shape:
+        if (grad.dim() == 0 and sizes) or torch.broadcast_shapes(sizes, grad.shape) != grad.shape:
             return None
         input_grads.append(grad.abs().sum_to_size(sizes))
     return input_grads

@@ -37,13 +37,8 @@ _CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
 _CALLABLES: Final = (types.MethodType, partial, staticmethod, classmethod, property)
 _DATA: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 # What stands in a class beside its data.
-_NO_DATA: Final = (
-    *_CALLABLES,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-)
+_DESCRIPTORS: Final = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_NO_DATA: Final = (*_CALLABLES, types.FunctionType, types.BuiltinFunctionType, *_DESCRIPTORS)
 _TENSORS: Final = (Tensor, nn.Parameter)
 # Whose attributes are noted, whoever has written their classes.
 _HOLDERS: Final = (nn.Module, torch.utils.data.Dataset, types.SimpleNamespace, UserDict, UserList)

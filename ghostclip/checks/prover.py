@@ -36,7 +36,7 @@ from ghostclip.checks.custom_backwards import (
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.checks.dependence import spread_out, where_dependence_starts
+from ghostclip.checks.dependence import SHARED, spread_out, where_dependence_starts
 from ghostclip.checks.independence import (
     AttributeKey,
     Run,
@@ -119,6 +119,8 @@ class Evidence:
         self._rehearsed: _Rehearsed | None = None
         # The tensors that the forward that runs was called with, and their versions.
         self._given: list[tuple[Tensor, int]] = []
+        # By the called module, places and shapes of inputs that all samples share.
+        self._shared = set[tuple[int, ...]]()
         self._drew = True
         # Whether forwards leave something in the modules, which later ones may follow.
         self._remembers = False
@@ -250,6 +252,15 @@ class Evidence:
         if looks and not forward.is_dummy:
             self._look_before(capture, call, state, watch)
 
+    def _note_shared(self, call: ModuleCall, size: int) -> None:
+        """Note inputs that all samples share: those that were as long beside another number of samples."""
+        for place, tensor in enumerate(_tree.tensors(call.inputs)):
+            key = id(call.module), place, *tensor.shape
+            if key in self._shared:
+                SHARED[tensor] = None
+            elif tensor in SHARED or (tensor.dim() and size not in tensor.shape and len(tensor) % size):
+                self._shared.add(key)
+
     def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Refuse a forward that went on from an earlier one's outputs, where samples had met on the way."""
         linked = [one for one in _tree.tensors(call.inputs) if one.grad_fn is not None and one.is_floating_point()]
@@ -272,6 +283,7 @@ class Evidence:
                 capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
                     watch.undo()
+            self._note_shared(call, capture.forward.batch_size)
             # A forward uses iterators up.
             once = capture.calls_samplers or any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
             if capture.gathering is None and not once:
@@ -521,10 +533,8 @@ class Evidence:
         forward = capture.forward
         exchanges = Exchanges()
         # Without other ranks there is nothing to exchange, and every operation would be looked at.
-        watched = (
-            exchanges if torch.distributed.is_available() and torch.distributed.is_initialized() else nullcontext()
-        )
-        with capture.substitution.unwatched(), watched:
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        with capture.substitution.unwatched(), exchanges if together else nullcontext():
             rerun = resized(capture.model, run, tuple(inputs), batch_size=forward.batch_size, axis=forward.batch_axis)
         if not self._may_exchange:
             exchanges.refuse(capture.model)
@@ -747,6 +757,7 @@ def _copied(inputs: Any, *, of: Any = None) -> Any:
             return leaf
         if id(leaf) not in copies and isinstance(leaf, Tensor):
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            SHARED.update({copies[id(leaf)]: None} if leaf in SHARED else {})
         elif isinstance(leaf, np.ndarray):
             return leaf.copy()
         return copies.get(id(leaf), leaf)

@@ -469,3 +469,64 @@ def test_flat_patches_lie_by_the_places_of_samples(size, drawn):
         ghostclip.GhostClipper(model, max_grad_norm=0.1)
         with pytest.raises(SampleMixingError, match="half of the samples were replaced") if refused else nullcontext():
             model(*inputs)
+
+
+class _Shared(nn.Module):
+    """Takes something that all samples share beside the samples."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 4), nn.Linear(4, 3), how
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.state = None
+
+    def forward(self, x, shared):
+        return self.last(self.how(self, torch.tanh(self.first(x)), shared))
+
+
+_PLACES = 6
+# What is as long as the batch, where there are as many samples as a sample has places or features.
+_SHARED = {
+    "a causal mask": (lambda m, h, v: m.encoder(h, v), nn.Transformer.generate_square_subsequent_mask(_PLACES)),
+    "a mask": (lambda m, h, v: m.encoder(h, v), torch.ones(_PLACES, _PLACES, dtype=torch.bool).triu(1)),
+    "places": (lambda m, h, v: h + v, torch.randn(_PLACES, 4)),
+    "places behind a layer": (lambda m, h, v: h + m.first(v), torch.randn(_PLACES, 4)),
+    "weights": (lambda m, h, v: h * v[:, None], torch.rand(_PLACES)),
+    "a graph": (lambda m, h, v: v @ h, torch.rand(_PLACES, _PLACES)),
+}
+
+
+@pytest.mark.parametrize("kind", _SHARED)
+def test_what_all_samples_share_may_be_as_long_as_the_batch(kind):
+    how, shared = _SHARED[kind]
+    model, shared = _Shared(how).double(), shared.double() if shared.is_floating_point() else shared
+    plain = copy.deepcopy(model)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1) as clipper:
+        # A product with a square matrix may as well be over samples: another number of them shows that it is not.
+        for size in (5, _PLACES, 7, _PLACES) if kind == "a graph" else (_PLACES, 5, _PLACES):
+            x = torch.randn(size, _PLACES, 4, dtype=torch.float64)
+            clipper.backward(model(x, shared.clone()).square().sum((1, 2)))
+            for row, norm in zip(x, clipper.per_sample_norms.clone(), strict=True):
+                plain.zero_grad()
+                plain(row[None], shared).square().sum().backward()
+                gradients = [p.grad.flatten() for p in plain.parameters() if p.grad is not None]
+                torch.testing.assert_close(norm, torch.cat(gradients).norm())
+            clipper.reset()
+        assert not str(clipper.unchecked)
+
+
+def _of_fixed_size(model, h, v):
+    """A state of as many samples as the first batch, so that the model runs with no others."""
+    model.state = torch.zeros_like(h) if model.state is None else model.state
+    return h + model.state - (h + model.state).detach().mean(0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [_of_fixed_size, lambda m, h, v: h * (h.detach() @ v.T).mean(), lambda m, h, v: h + v - v.mean(0)],
+    ids=["of fixed size", "compared", "centred"],
+)
+def test_samples_are_not_taken_for_what_all_share(how):
+    with ghostclip.GhostClipper(model := _Shared(how), max_grad_norm=0.1):
+        with pytest.raises(SampleMixingError):
+            model(torch.randn(6, 4), torch.randn(6, 4))
