@@ -275,7 +275,8 @@ class Batch:
     @property
     def has_lists(self) -> bool:
         """Whether a list among the inputs has as many values as there are samples, and may hold one for each."""
-        return has_lists(self.inputs, batch_size=self.size, axis=self.axis)
+        args, kwargs = self.inputs
+        return any(has_lists(one, batch_size=self.size, axis=self.axis) for one in (*args, kwargs))
 
     @property
     def has_places(self) -> bool:
@@ -345,7 +346,10 @@ class Batch:
 
     def with_lists(self, samples: Sequence[int]) -> Any:
         """Return the inputs of some samples, lists of one value for each of them taken along."""
-        return with_lists(self.of_samples(samples), samples, batch_size=self.size, axis=self.axis)
+        args, kwargs = self.of_samples(samples)
+        # As many arguments as samples are no list of values.
+        cut = partial(with_lists, samples=samples, batch_size=self.size, axis=self.axis)
+        return tuple(map(cut, args)), cut(kwargs)
 
     def of_samples(self, samples: Sequence[int], *, folded: bool = False) -> Any:
         """Return the inputs of some samples, those without B samples as they are; or `folded` ones taken along."""
@@ -417,10 +421,10 @@ def resized(
     # Some may be as long as the batch by chance: the model runs with all of them, and not with a part.
     for shared in (*([leaf] for leaf in long), long[1:]):
         SHARED.update(dict.fromkeys(shared))
-        found, larger = rerun(few), rerun(one_more)
-        axes = found and larger and compared(larger.outputs, found.outputs, larger.size, found.size)
+        fewer, more = rerun(few[: batch_size - 1]), rerun(one_more)
+        axes = fewer and more and compared(more.outputs, fewer.outputs, more.size, fewer.size)
         if axes and min(axes) >= 0:
-            return found
+            return more
         for leaf in shared:
             del SHARED[leaf]
     return None

@@ -292,9 +292,7 @@ class ModuleState:
 
     def changed_inside(self) -> bool:
         """Return whether anything in the modules is not as it was."""
-        if any(_torch.version(tensor) != version for tensor, _, version in self._tensors):
-            return True
-        if self._held.changed():
+        if self._held.changed() or any(_torch.version(one) != version for one, _, version in self._tensors):
             return True
         tables = [*self._tables, *((_attributes_of(namespace), before) for namespace, before in self._attributes)]
         return any(

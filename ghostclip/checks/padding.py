@@ -484,9 +484,8 @@ class _Pair(NamedTuple):
 
 def _remaining(one: Tensor, two: Tensor, row_map: RowMap | None, batch_size: int, leading: bool) -> _Pair | None:  # noqa: FBT001 - which end
     """Return a value of all records but the first at the positions that remain; None where that cannot be told."""
-    if row_map is None or row_map.kind == "whole" or one.dtype not in TOLERANCE:
-        return None
-    if one.dtype != two.dtype or one.dim() != two.dim():
+    alike = one.dtype == two.dtype and one.dim() == two.dim()
+    if row_map is None or row_map.kind == "whole" or one.dtype not in TOLERANCE or not alike:
         return None
     long, short, lost = _by_sample(one, row_map, batch_size), _by_sample(two, row_map, batch_size), None
     if long is None or short is None:

@@ -515,6 +515,14 @@ def test_what_all_samples_share_may_be_as_long_as_the_batch(kind):
         assert not str(clipper.unchecked)
 
 
+@pytest.mark.parametrize("shared", [_SHARED["a mask"][1], None, 0.5], ids=["mask", "none", "number"])
+def test_two_arguments_beside_two_samples_are_no_list_of_values(shared):
+    how = _SHARED["a mask"][0] if isinstance(shared, torch.Tensor) else lambda m, h, v: h * (v or 1.0)
+    with ghostclip.GhostClipper(model := _Shared(how), max_grad_norm=0.1) as clipper:
+        clipper.backward(model(torch.randn(2, _PLACES, 4), shared).square().sum((1, 2)))
+        assert not str(clipper.unchecked)
+
+
 def _of_fixed_size(model, h, v):
     """A state of as many samples as the first batch, so that the model runs with no others."""
     model.state = torch.zeros_like(h) if model.state is None else model.state
