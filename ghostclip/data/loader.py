@@ -495,6 +495,9 @@ def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) 
         batch_size,
         f", shared by {world_size()} ranks" if shared else "",
     )
+    own = type(data_loader).__iter__
+    if not own.__module__.startswith("torch"):
+        logger.warning("%s is not used: change batches in the collate_fn, or in the loop.", own.__qualname__)
     if getattr(data_loader.batch_sampler, "drop_last", False):
         logger.warning(
             "drop_last=True: no effect. Private batches are random samples, whose sizes vary, and the guarantee counts "

@@ -231,9 +231,9 @@ def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[st
         messages["no noise"] = "noise_multiplier=0: this training is not differentially private."
     if accumulated > 1:
         messages["accumulation"] = (
-            f"{accumulated} backward passes were made before one step(). A record may be part of "
-            "each of them, so the step is accounted with a noise multiplier that many times smaller. To split one "
-            "batch, use BatchMemoryManager: it knows that its parts share no record."
+            f"{accumulated} backward passes were made before one step(). A record may be part of each of them, so the "
+            "step is accounted with a noise multiplier that many times smaller. Add losses of one batch before one "
+            "backward; to split a batch, use BatchMemoryManager: it knows that its parts share no record."
         )
     for key in messages.keys() - said:
         said.add(key)

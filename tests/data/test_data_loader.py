@@ -84,6 +84,19 @@ def test_rate_and_expected_size_are_not_truncated(records, size):
     assert len(loader) == steps_per_epoch(size / records) == len(list(loader))
 
 
+class Prefetching(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_a_loaders_own_iteration_is_said_to_be_left_out(caplog):
+    DPDataLoader.from_data_loader(Prefetching(RECORDS, batch_size=4))
+    assert "Prefetching.__iter__ is not used" in caplog.text
+    caplog.clear()
+    private()
+    assert "not used" not in caplog.text
+
+
 def collate_encoding(records):
     return Encoding({"input_ids": torch.stack([r[0] for r in records]), "n": len(records)}, kind="bert")
 
