@@ -175,9 +175,8 @@ class Padding:
         # Of tensors with a value for each position, of floating-point ones those of zeros and ones; also without the
         # first position, which nothing predicts. As many for each sample are no count of the batch.
         for tensor in [tensor for reference in self._inputs if (tensor := reference()) is not None]:
-            if tensor.dim() != _WITH_POSITIONS or not tensor.numel():
-                continue
-            if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
+            fits = tensor.dim() == _WITH_POSITIONS and tensor.numel() > 0
+            if not fits or (tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all())):
                 continue
             for part in (tensor, tensor[:, 1:]):
                 counts = (int((part != value).sum()) for value in {0, _IGNORED, *tensor[:_CUTS, -1].tolist()})

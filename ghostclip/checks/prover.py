@@ -279,11 +279,14 @@ class Evidence:
     ) -> None:
         """Run a forward before the user does, with another number of samples and as a rehearsal."""
         with _unseen(capture, call, state):
-            if self._asked and not capture.sites.layouts:
+            # Masks of positions are as long as others in each batch.
+            size = capture.forward.batch_size
+            square = any(shape[:2] == (size, size) for shape in shapes_of(call.inputs))
+            if self._asked and (square or not capture.sites.layouts):
                 capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
                     watch.undo()
-            self._note_shared(call, capture.forward.batch_size)
+            self._note_shared(call, size)
             # A forward uses iterators up.
             once = capture.calls_samplers or any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
             if capture.gathering is None and not once:
@@ -673,9 +676,8 @@ class Evidence:
         """Refuse a model whose outputs for a sample follow how far it was padded."""
         forward = capture.forward
         # Ranks that gather parameters together would run the model differently often.
-        if not self.probes or forward.is_dummy or capture.gathering is not None:
-            return
-        if not (self.padding.is_pending() or self.asks(capture)):
+        able = self.probes and not forward.is_dummy and capture.gathering is None
+        if not able or not (self.padding.is_pending() or self.asks(capture)):
             return
         batch, axes = self._batch(capture, seen, seen.parts), capture.sites.outputs
         if seen.rows is None and len(axes) == len(seen.parts):

@@ -515,6 +515,16 @@ def test_what_all_samples_share_may_be_as_long_as_the_batch(kind):
         assert not str(clipper.unchecked)
 
 
+def test_a_mask_for_each_batch_may_be_as_long_as_a_later_one(monkeypatch):
+    monkeypatch.setattr("ghostclip.checks.unchecked.forwards_between", lambda *_: 1)
+    with ghostclip.GhostClipper(model := _Shared(_SHARED["a mask"][0]), max_grad_norm=0.1) as clipper:
+        for size, places in ((5, 6), (7, 7), (4, 4)):
+            mask = nn.Transformer.generate_square_subsequent_mask(places)
+            clipper.backward(model(torch.randn(size, places, 4), mask)[:, 0].square().sum(1))
+            clipper.reset()
+        assert not str(clipper.unchecked)
+
+
 @pytest.mark.parametrize("shared", [_SHARED["a mask"][1], None, 0.5], ids=["mask", "none", "number"])
 def test_two_arguments_beside_two_samples_are_no_list_of_values(shared):
     how = _SHARED["a mask"][0] if isinstance(shared, torch.Tensor) else lambda m, h, v: h * (v or 1.0)
