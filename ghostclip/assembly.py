@@ -63,7 +63,7 @@ class Prepared:
     def of(cls, optimizer: Any, data_loader: Any) -> Prepared:
         """Take the framework's wrappings off."""
         several = isinstance(optimizer, Sequence)
-        bare = [_inner_optimizer(one) for one in optimizer] if several else _bare_optimizer(optimizer)
+        bare = [_inner_optimizer(one) for one in optimizer] if several else _inner_optimizer(optimizer)
         return cls(bare, _bare_loader(data_loader), optimizer, data_loader)
 
     def around(self, private: Any) -> Any:
