@@ -2,7 +2,7 @@
 
     python -m benchmarks.rails OLD                      # against this checkout: every case in every strategy
     python -m benchmarks.rails OLD NEW --only linear    # cases whose names contain a word
-    python -m benchmarks.rails OLD --tests tests/loops tests/evidence   # what tests refuse, by test and kind
+    python -m benchmarks.rails OLD --tests tests/loops tests/checks   # what tests refuse, by test and kind
 
 The cases, the architectures and the tests are those of this checkout; ``ghostclip`` is that of each tree. A row is one
 case in one strategy in float64: the norms of its samples and its clipped sum for C = 1, or the error that refused it.

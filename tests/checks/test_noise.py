@@ -12,7 +12,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
-from tests.evidence.noisy import ATOMICS, ATTENTION, LENGTH, WORDS, Decoder, Noise, losses_of, with_lora
+from tests.checks.noisy import ATOMICS, ATTENTION, LENGTH, WORDS, Decoder, Noise, losses_of, with_lora
 
 # Seeds tell sizes of batches apart as well; most are run by `make test-slow`.
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]

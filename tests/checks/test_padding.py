@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import ghostclip
 from ghostclip.errors import LossReductionError, SampleMixingError
-from tests.evidence.padded import BODIES, PADDINGS, Program, follows_company, outcome_of
+from tests.checks.padded import BODIES, PADDINGS, Program, follows_company, outcome_of
 
 _REFUSED_POOLS = ["mean", "sum", "over length", "last"]
 _EXACT_POOLS = ["own mean", "own max", "last own", "first"]
