@@ -292,7 +292,7 @@ class Dense(Factor):
         return self._later.value()
 
     def sqnorm(self) -> SquaredNorm:
-        """Return the squared norm of every sample's gradient. Cost: 2·B·|P|."""
+        """Return the squared norm of every sample's gradient. Cost: ``2·B·|P|``."""
         return no_error(square_sums(self._flat_BP()))
 
     def block_norms(self) -> list[Tensor]:
@@ -309,13 +309,13 @@ class Dense(Factor):
         return self.grad_BP
 
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Add the weighted sum of the gradients to ``out``. Cost: 2·B·|P|."""
+        """Add the weighted sum of the gradients to ``out``. Cost: ``2·B·|P|``."""
         # A form that torch's own counter of operations sees.
         row = out.view(1, -1)
         torch.addmm(row, coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=row)
 
     def write_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
-        """Set ``out`` to the weighted sum of the gradients. Cost: 2·B·|P|."""
+        """Set ``out`` to the weighted sum of the gradients. Cost: ``2·B·|P|``."""
         torch.mm(coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=out.view(1, -1))
 
     def masked(self, keep_B: Tensor) -> "Dense":
