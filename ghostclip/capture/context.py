@@ -161,12 +161,12 @@ class CaptureContext:
         self._rows.always |= any(isinstance(module, nn.RNNBase) for module in self.model.modules())
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Leave the model as it was: break a running forward off, remove hooks, restore parameters and decisions."""
         self.stop_listening()
         self._break_off()
         self._watch.remove()
         backward_entry.detach(self)
-        self.let_go()
+        self.free_gathered()
         self.substitution.close()
         self._decisions.forget()
 
@@ -210,7 +210,7 @@ class CaptureContext:
             self._start(call.args, call.kwargs)
             return None
         self.stop_listening()
-        self.let_go()
+        self.free_gathered()
         self.before_forward()
         self.substitution.take_stock()
         self.forward = forward = ForwardContext(self._around, 0, self.axis)
@@ -482,10 +482,10 @@ class CaptureContext:
         finally:
             self.substitution.enter()
 
-    def let_go(self) -> None:
+    def free_gathered(self) -> None:
         """Free the parameters gathered for the proofs of a finished forward."""
         if self.gathering is not None:
-            self.gathering.let_go()
+            self.gathering.free_gathered()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -172,7 +172,7 @@ class _OnRows(nn.Module):
         self._first = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self._offsets = next(index for index, leaf in enumerate(leaves) if leaf is offsets)
         count = len(leaves[self._first])
-        # Weights of the look-ups are as long as the ids.
+        # Weights of the look-ups are as long as the ids; what is as long is taken for them.
         self._flat = {
             index: leaf
             for index, leaf in enumerate(leaves)

@@ -105,7 +105,7 @@ class Gathering(Protocol):
     def tell_failure(self) -> None:
         """Let the others raise in `together` that this rank's forward has failed."""
 
-    def let_go(self) -> None:
+    def free_gathered(self) -> None:
         """Free the gathered parameters of a finished forward."""
 
     def agree(self, what: str, value: int) -> list[int]:

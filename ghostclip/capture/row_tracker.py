@@ -4,7 +4,7 @@ Rows of tensors in the graph are followed through autograd. Token ids, and whate
 not there: a model that sorts its batch by length, drops rows or repeats them would have its rows counted to the wrong
 samples. While a forward runs, every selection along the batch axis of such a tensor is therefore seen, and its result
 carries the sample of each row. What cannot be followed is of *unknown order*: meeting a parameter, it makes the forward
-one that is proved by evidence.
+one that is proved by evidence. It also numbers the calls, for the layouts that a resized forward has shown.
 
 Seeing every function of a forward costs as much as a small layer does. Where a watched forward has shown that data
 reaches parameters as it came in (token ids, images; as they are or reshaped), later ones are not watched. Where it has
@@ -187,7 +187,7 @@ class RowTracker(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Yield while the operations inside the running call are told apart as well."""
+        """Yield while operations inside the running call have keys of their own; rows are not followed there."""
         if self.resized is None:
             yield
             return

@@ -222,9 +222,8 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
     plain = plainly(run)
 
     def look(before: Randomness, coarsest: torch.dtype) -> str:
-        asked, base = batch, [output.detach() for output in batch.outputs]
-        if batch.has_lists:
-            asked = replace(batch, by_place=_are_positional(model, plain, batch, before, coarsest))
+        base = [output.detach() for output in batch.outputs]
+        asked = replace(batch, by_place=batch.has_lists and _are_positional(model, plain, batch, before, coarsest))
         before.restore()
         if base and not _Reruns(plain, asked, base, before, coarsest).changed(unchecked):
             return ""
@@ -375,9 +374,9 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
             if not state.changed():
                 return ()
             found = plain(batch.inputs)
-            base = base or found
-            moved = outputs.differ(base, found)
-            differ.append(moved and not (before.drawn() and _meets_other_numbers(run, batch, earlier, before)))
+            moved = outputs.differ(base := base or found, found)
+            unknown = moved and before.drawn() and _meets_other_numbers(run, batch, earlier, before)
+            differ.append(None if unknown else moved)
         return tuple(differ)
 
     return tried(model, batch, look)
@@ -418,7 +417,8 @@ def _differ_behind(
             inputs = _tree.mapped(lambda x: batch.louder(samples, x) if isinstance(x, Tensor) else x, inputs)
             gates.louder = partial(batch.looked_up_louder, samples, set(map(_torch.memory_key, _tree.tensors(inputs))))
         differ = _Reruns(run, batch, base, before, coarsest).differ_in_place(samples, inputs)
-        return differ and not (before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before))
+        unknown = differ and before.drawn() and _meets_other_numbers(run, batch, batch.copied(samples), before)
+        return None if unknown else differ
 
     with OpenGates(model) as gates:
         base = run(batch.of_samples(range(batch.size)))
@@ -577,7 +577,7 @@ def _shows(batch: Batch, samples: Sequence[int]) -> bool:
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
     if None in differ:
-        unchecked.missed("rows of an output cannot be told apart in another batch", check)
+        unchecked.missed("rows of an output cannot be told apart in another batch, or met other random numbers", check)
     elif True not in differ:
         unchecked.ran(check)
 

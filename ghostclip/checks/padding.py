@@ -260,15 +260,15 @@ class Padding:
             samples = [sample for sample, run in enumerate(ends.run_B) if run == count]
             order = [samples[number % len(samples)] for number in range(batch.size)]
             # One that is longer keeps the others' company, in the first place.
-            runs = batch.with_lists([longest, *order[1:]]), self._cut(batch.with_lists(order), ends, count, batch)
-            comparison, raised = tried(model, batch, partial(_compare_cut, run, runs, batch, ends))
+            pair = batch.with_lists([longest, *order[1:]]), self._cut(batch.with_lists(order), ends, count, batch)
+            comparison, raised = tried(model, batch, partial(_compare_cut, run, pair, batch, ends))
             if comparison is None:
                 continue
             if comparison.drew:
                 unchecked.missed("random numbers are drawn", PADDING)
                 return
             if comparison.differ:
-                raise SampleMixingError(self._refusal(model, run, runs, ends, count, batch))
+                raise SampleMixingError(self._refusal(model, run, pair, ends, count, batch))
             proved = proved or bool(comparison.lost)
             maps = batch.maps_of(batch.outputs)
             for number, (output, lost, row_map) in enumerate(zip(batch.outputs, comparison.lost, maps, strict=False)):
@@ -303,18 +303,19 @@ class Padding:
         return _tree.mapped(cut, inputs)
 
     @staticmethod
-    def _refusal(model: nn.Module, run: Run, runs: tuple[Any, Any], ends: _Ends, count: int, batch: Batch) -> str:
+    def _refusal(model: nn.Module, run: Run, pair: tuple[Any, Any], ends: _Ends, count: int, batch: Batch) -> str:
         """Say where outputs begin to follow padding, and what to do."""
+        # `pair`: inputs as they are and with the padding cut. The first record is a longer one in the former.
 
         def look(before: Randomness, coarsest: torch.dtype) -> str:
             def differs(one: Tensor, two: Tensor) -> bool:
                 known = batch.map_by_shape(one)
                 folded = RowMap("major") if one.dim() and one.shape[0] % batch.size == 0 else None
-                pair = _remaining(one, two, known or folded, batch.size, ends.leading)
-                return pair is not None and _differs(pair, coarsest)
+                remaining = _remaining(one, two, known or folded, batch.size, ends.leading)
+                return remaining is not None and _differs(remaining, coarsest)
 
             before.restore()
-            return first_difference(model, run, runs, differs)
+            return first_difference(model, run, pair, differs)
 
         location, _ = tried(model, batch, look)
         tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
@@ -454,14 +455,14 @@ def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _compare_cut(
-    run: Run, runs: tuple[Any, Any], batch: Batch, ends: _Ends, before: Randomness, coarsest: torch.dtype
+    run: Run, inputs: tuple[Any, Any], batch: Batch, ends: _Ends, before: Randomness, coarsest: torch.dtype
 ) -> _CutResult:
     """Run records with their padding and without it, and hold the outputs against each other."""
     before.restore()
-    long = run(runs[0])
+    long = run(inputs[0])
     if before.drawn():
         return _CutResult(drew=True)
-    short, lost, compared = run(runs[1]), list[Any](), False
+    short, lost, compared = run(inputs[1]), list[Any](), False
     if len(long) != len(short):
         return _CutResult()
     for one, two, known in zip(long, short, batch.maps_of(long), strict=True):

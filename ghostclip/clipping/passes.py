@@ -34,7 +34,7 @@ from ghostclip.clipping.norms import (
     terms_of_uses,
 )
 from ghostclip.clipping.store import GradientStore
-from ghostclip.clipping.stored_factors import Repeats, formed, tampered_message, versions
+from ghostclip.clipping.stored_factors import RepeatCheck, formed, tampered_message, versions
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Dense, Factor, Outer, Permuted, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors
@@ -124,7 +124,7 @@ class Pass(ABC):
         if grad.is_cuda:
             self.streams.note(grad.device)
 
-    def _wait(self, use: ParamUse, grad: Tensor) -> None:
+    def _note_put_aside(self, use: ParamUse, grad: Tensor) -> None:
         """Note a use that waits for similar ones; form the factors of all that wait once they are many."""
         if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
             self._meet(use, grad)
@@ -256,7 +256,7 @@ class BookKeeping(Pass):
         if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._stored):
             super().receive(use, grad)
             return
-        self._wait(use, grad)
+        self._note_put_aside(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Store a factor and add its squared norm."""
@@ -362,7 +362,8 @@ class Hooks(BookKeeping):
     puts_together = False
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Materialise a factor and add it to the parameter's per-sample gradients."""
+        """Materialise a factor and add it to the parameter's per-sample gradients, one `Dense` each."""
+        # A part of one, on ranks that share samples, is added up over them in `_whole`.
         if self._ranks is not None and self._defers(use, name, factor):
             return
         # A gradient may be that of the output itself, which the user must not get to change.
@@ -394,28 +395,28 @@ class Hooks(BookKeeping):
 class OneOfTwo(Pass):
     """One of two backwards that must repeat each other; small gradients wait for similar ones."""
 
-    def __init__(self, repeats: Repeats, *, puts_together: bool, ranks: SharedSamples | None) -> None:
+    def __init__(self, repeats: RepeatCheck, *, puts_together: bool, ranks: SharedSamples | None) -> None:
         super().__init__(ranks)
-        self._repeats, self._puts_together = repeats, puts_together
+        self._comparison, self._puts_together = repeats, puts_together
         self._alike = SmallLayers(join=self._join, alone=self._take_alone, single=self._add, final=self.final)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output."""
-        if self._is_noted_whole(use):
-            # Its factors follow from these, formed alone or not.
-            self._repeats.note_use(use, grad)
-        if not (self._puts_together and self._takes(use, grad)):
+        """Take the gradient of a use's output; that of a small layer is put aside, to be formed with others like it."""
+        if self._is_compared_by_use(use):
+            # With the other backward's: the output gradient and what was saved stand for all factors.
+            self._comparison.note_use(use, grad)
+        if not (self._puts_together and self._puts_aside(use, grad)):
             super().receive(use, grad)
             return
-        self._wait(use, grad)
+        self._note_put_aside(use, grad)
 
-    def _is_noted_whole(self, use: ParamUse) -> bool:
+    def _is_compared_by_use(self, use: ParamUse) -> bool:
         # What hooks on saved tensors pack can be asked for once.
         return use.alike is not None and self.only is None and (use.node is None or type(use.node) is SavedTensors)
 
     def _note(self, use: ParamUse, name: str, factor: Factor) -> None:
-        if not self._is_noted_whole(use):
-            self._repeats.note(name, factor)
+        if not self._is_compared_by_use(use):
+            self._comparison.note(name, factor)
 
     def _waits(self, name: str, factor: Factor) -> bool:
         """Let a small gradient wait for similar ones; return whether it does."""
@@ -430,7 +431,7 @@ class OneOfTwo(Pass):
         self._alike.finish()
         self._alike.finish_gradients()
 
-    def _takes(self, use: ParamUse, grad: Tensor) -> bool:
+    def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
         """Let a small layer wait for similar ones; return whether it does."""
         return self.only is None and self._ranks is None and self._alike.takes(use, grad, frozenset())
 
@@ -456,7 +457,7 @@ class NormPass(OneOfTwo):
         group_of: Mapping[str, int],
         *,
         shared: set[str],
-        repeats: Repeats,
+        repeats: RepeatCheck,
         instantiate: bool = False,
         index_D: Tensor | None = None,
         ranks: SharedSamples | None = None,
@@ -482,11 +483,11 @@ class NormPass(OneOfTwo):
         self.order += use.site.consumed
         super().receive(use, grad)
 
-    def _takes(self, use: ParamUse, grad: Tensor) -> bool:
+    def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
         names = use.site.names
         # A second use is measured again together with the first one.
         met = self._instantiate or not (self._shared.isdisjoint(names) and self.arrived.isdisjoint(names))
-        if met or not super()._takes(use, grad):
+        if met or not super()._puts_aside(use, grad):
             return False
         self.arrived.update(names)
         return True
@@ -558,7 +559,7 @@ class SumPass(OneOfTwo):
         sums: GradientStore,
         weights: "ClipWeights",
         *,
-        repeats: Repeats,
+        repeats: RepeatCheck,
         expected: set[int] | None,
         several: set[str],
         ranks: SharedSamples | None = None,
@@ -571,8 +572,8 @@ class SumPass(OneOfTwo):
         self._sums, self._weights = sums, weights
         self._expected, self._several = expected, several
 
-    def _takes(self, use: ParamUse, grad: Tensor) -> bool:
-        if not (self._several.isdisjoint(use.site.names) and super()._takes(use, grad)):
+    def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
+        if not (self._several.isdisjoint(use.site.names) and super()._puts_aside(use, grad)):
             return False
         self._expect(use)
         return True

@@ -26,7 +26,7 @@ from ghostclip.factors import Dense, Factor, Outer
 from ghostclip.kernels import runtime
 
 _NO_TENSORS: Final = frozenset({type(None), bool, int, float, str, tuple, torch.Size, torch.dtype})
-# See `Repeats`.
+# See `RepeatCheck`.
 _EVERY: Final = 8
 _VALUES: Final = 64
 _VALUES_EACH: Final = 8
@@ -76,7 +76,7 @@ def tampered_message(name: str) -> str:
     )
 
 
-class Repeats:
+class RepeatCheck:
     """Lets several backwards through one forward repeat each other, and compares what they bring.
 
     Cost:

@@ -29,7 +29,7 @@ from ghostclip.clipping.decisions import ClipWeights, Decisions
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
 from ghostclip.clipping.store import GradientStore, Sharded
-from ghostclip.clipping.stored_factors import Repeats, Verdict
+from ghostclip.clipping.stored_factors import RepeatCheck, Verdict
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision
@@ -118,7 +118,7 @@ class ClippingState:
         if sharded is not None:
             # What one rank finds, all refuse.
             self.all_or_nothing(lambda: sharded.look_at(self._sums))
-        self.capture.let_go()
+        self.capture.free_gathered()
 
     def _sums(self) -> dict[str, Tensor | None]:
         parameters = self.capture.substitution.parameters
@@ -158,7 +158,7 @@ class ClippingState:
 
     # -- whether a second backward repeated the first ---------------------------------------------------------------
 
-    def require(self, repeats: Repeats) -> None:
+    def require(self, repeats: RepeatCheck) -> None:
         """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
         self._doubt = repeats.require()
         if self._doubt is not None and self.sharded is not None:
@@ -312,7 +312,7 @@ class TwoPasses:
         """Add the clipped sums of a batch from a scalar loss."""
         # ``instantiate`` forms per-sample gradients for the norms.
         state = self._state
-        repeats = Repeats(loss, loss.grad_fn, count=sum(state.capture.forward.use_counts.values()))
+        repeats = RepeatCheck(loss, loss.grad_fn, count=sum(state.capture.forward.use_counts.values()))
         norms, total, same_uses, ill_conditioned_B = self._measure(loss, repeats, instantiate=instantiate)
         weights = state.decisions.weights(total, state.forward_of(norms), scale, ill_conditioned_B)
         expected = norms.seen if same_uses else None
@@ -332,7 +332,7 @@ class TwoPasses:
         state.close(norms)
 
     def _measure(
-        self, loss: Tensor, repeats: Repeats, *, instantiate: bool
+        self, loss: Tensor, repeats: RepeatCheck, *, instantiate: bool
     ) -> tuple[NormPass, GroupNorms, bool, Tensor | None]:
         """Run backwards until the norms of all samples are certain."""
         # Returns the last pass, the norms, whether it met all uses, and the samples that were measured in float64.
@@ -400,10 +400,10 @@ class PartialBookKeeping(BookKeeping):
         super().__init__(group_of)
         self._dropped = dropped
         self.seen: set[int] = set()
-        self.repeats: Repeats | None = None
+        self.repeats: RepeatCheck | None = None
         self.measured_again: Callable[[Tensor], GroupNorms] | None = None
 
-    def go_behind(self, repeats: Repeats, measured_again: Callable[[Tensor], GroupNorms]) -> None:
+    def go_behind(self, repeats: RepeatCheck, measured_again: Callable[[Tensor], GroupNorms]) -> None:
         """Note that the next backward is that of the part which gets another one."""
         # `measured_again` runs it once more for the norms of a few samples, in float64.
         self.final = False
@@ -430,7 +430,7 @@ class PartialBookKeeping(BookKeeping):
 class Parts:
     """The backwards of one batch: one for the part before a cut, two for the part behind it."""
 
-    repeats: Repeats
+    repeats: RepeatCheck
 
     def __init__(self, state: ClippingState, loss: Tensor, cut: Cut) -> None:
         self._state, self._loss, self._cut = state, loss, cut
@@ -456,7 +456,7 @@ class Parts:
         """Run the first backwards and return the norms of all samples."""
         self._state.listen(listener, self._before)
         assert self._grad is not None
-        self.repeats = Repeats(self._grad, self._loss.grad_fn, count=len(self._cut.names))
+        self.repeats = RepeatCheck(self._grad, self._loss.grad_fn, count=len(self._cut.names))
         listener.go_behind(self.repeats, lambda index_D: self._again(listener, index_D))
         self._state.listen(listener, self._behind)
         listener.streams.join()

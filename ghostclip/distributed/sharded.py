@@ -430,7 +430,7 @@ class ShardedModel:
                 error = GhostClipError("its forward has raised an error of its own.")
             tell_refusal("proofs of the forward", error)
 
-    def let_go(self) -> None:
+    def free_gathered(self) -> None:
         """Free the gathered parameters of a finished forward."""
         self._is_open = self._is_held = False
         restore, self._restore = self._restore, []

@@ -457,6 +457,7 @@ class Windows(Outer):
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
 
     def _by_pixels(self) -> Unfinished:
+        """Return squared norms from a Gram of pixels, without unfolding (stride 1), and what bounds their errors."""
         _, inputs, outputs = self.sizes
         x_BKC, g_BKO = self._operands()
         a_NTT = self.geometry.window_gram(x_BKC, self.g_BKO.shape[3:])

@@ -314,7 +314,7 @@ class Budget:
             self._left -= sum(charge[2] for charge in charges)
 
     def require(self, accountant: Accountant, charges: Sequence[Charge], *, held: str = "") -> None:
-        """Refuse events that do not fit.
+        """Refuse charges that do not fit.
 
         Args:
             accountant: Holds what was released before.
