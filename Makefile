@@ -66,7 +66,7 @@ demo: $(RUN_STAMP)  ## train a transformer privately on real text and show where
 	@echo "==> ghostclip finetune $(DEMO_ARGS)"
 	@$(BIN)/ghostclip finetune $(DEMO_ARGS)
 
-test: $(DEV_STAMP)  ## run the quick tests, which hold every promise once, on $(JOBS) processes (about 6 minutes on 2 cores)
+test: $(DEV_STAMP)  ## run the quick tests, which hold every promise once, on $(JOBS) processes (about 4 minutes on 2 cores)
 	@echo "==> pytest, quick tests, $(JOBS) processes"
 	@# A file's tests in one process: what several of them look at, processes above all, is made once.
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not thorough" $(TEST_ARGS)
