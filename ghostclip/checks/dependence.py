@@ -134,6 +134,17 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, fol
     return _tree.mapped(pick, batch)
 
 
+def note_shared(batch: Any, size: int | None, seen: set[tuple[int, ...]], whose: int = 0) -> None:
+    """Note tensors that all samples share: those that were as long beside another number of samples."""
+    # `seen`: by place and shape those of earlier batches; added to.
+    for place, tensor in enumerate(_tree.tensors(batch)):
+        key = whose, place, *tensor.shape
+        if key in seen:
+            SHARED[tensor] = None
+        elif tensor in SHARED or (size and tensor.dim() and size not in tensor.shape and len(tensor) % size):
+            seen.add(key)
+
+
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
     """Return an input's batch dimension, of size B: as the graph shows it, the expected one, or axis 0; else None."""
     if not isinstance(leaf, (Tensor, np.ndarray)) or (isinstance(leaf, Tensor) and leaf in SHARED):

@@ -36,7 +36,7 @@ from ghostclip.checks.custom_backwards import (
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.checks.dependence import SHARED, spread_out, where_dependence_starts
+from ghostclip.checks.dependence import SHARED, note_shared, spread_out, where_dependence_starts
 from ghostclip.checks.independence import (
     AttributeKey,
     Run,
@@ -252,15 +252,6 @@ class Evidence:
         if looks and not forward.is_dummy:
             self._look_before(capture, call, state, watch)
 
-    def _note_shared(self, call: ModuleCall, size: int) -> None:
-        """Note inputs that all samples share: those that were as long beside another number of samples."""
-        for place, tensor in enumerate(_tree.tensors(call.inputs)):
-            key = id(call.module), place, *tensor.shape
-            if key in self._shared:
-                SHARED[tensor] = None
-            elif tensor in SHARED or (tensor.dim() and size not in tensor.shape and len(tensor) % size):
-                self._shared.add(key)
-
     def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Refuse a forward that went on from an earlier one's outputs, where samples had met on the way."""
         linked = [one for one in _tree.tensors(call.inputs) if one.grad_fn is not None and one.is_floating_point()]
@@ -286,7 +277,7 @@ class Evidence:
                 capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
                     watch.undo()
-            self._note_shared(call, size)
+            note_shared(call.inputs, size, self._shared, id(call.module))
             # A forward uses iterators up.
             once = capture.calls_samplers or any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
             if capture.gathering is None and not once:

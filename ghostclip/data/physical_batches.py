@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ghostclip import _validate
 from ghostclip._memory import PeakMemory, available_bytes, is_out_of_memory
-from ghostclip.checks.dependence import batch_axis_of
+from ghostclip.checks.dependence import batch_axis_of, note_shared
 from ghostclip.data.loader import TakenAsItIs, started, worker_options
 from ghostclip.data.sampler import PrivateSampler, Records
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
@@ -252,8 +252,7 @@ def run_in_parts(
         )
     passes = clipper.backward_passes
     with clipper.savepoint() as savepoint:
-        done = 0
-        results: list[Any] = []
+        done, results = 0, list[Any]()
         while done < size or not results:
             # Of nearly equal parts.
             count = math.ceil((size - done) / max(1, math.ceil((size - done) / policy.size)))
@@ -347,8 +346,8 @@ class PhysicalBatches:
     def __init__(
         self, optimizer: DPOptimizer, *, max_physical_batch_size: int | str = "auto", memory_budget: int | None = None
     ) -> None:
-        self._optimizer = private_optimizer(optimizer)
-        self._memory_budget = memory_budget
+        self._optimizer, self._memory_budget = private_optimizer(optimizer), memory_budget
+        self._shared = set[tuple[int, ...]]()  # by place and shape, what all samples of a batch share
         self._policy: SizePolicy | None = fixed_size_of(max_physical_batch_size, memory_budget)
 
     @property
@@ -372,6 +371,7 @@ class PhysicalBatches:
             torch.OutOfMemoryError: If not even one sample fits.
         """
         rows = count_rows(batch, axis=self._optimizer.clipper.axis)
+        note_shared(batch, rows, self._shared)
         try:
             return run_in_parts(self._optimizer, batch, 1 if rows is None else rows, work, self._sizes())
         except BaseException as error:

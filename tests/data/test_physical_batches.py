@@ -57,6 +57,22 @@ def test_the_sum_is_that_of_the_whole_batch(size, room):
     assert engine.accountant.history == [(0.0, 0.5, 1)]
 
 
+def test_what_all_samples_share_is_in_every_part_also_where_it_is_as_long_as_the_batch():
+    _, model, optimizer, _ = _private(noise=0.0)
+    parts, whole, seen = PhysicalBatches(optimizer, max_physical_batch_size=2), torch.arange(4.0), []
+
+    def work(part):
+        seen.append(part)
+        model(part["x"]).square().sum().backward()
+
+    for size in (5, 4):
+        inputs = DATA.tensors[0][:size]
+        parts.run({"x": inputs, "positions": whole}, work)
+        optimizer.clipper.reset()
+    assert [len(part["x"]) for part in seen] == [2, 2, 1, 2, 2]
+    assert all(part["positions"] is whole for part in seen)
+
+
 def test_the_same_draws_and_noise_as_without_lack_of_memory():
     ends = []
     for size, room in ((99, 99), (5, 99), (99, 4), ("auto", 9)):
