@@ -413,18 +413,18 @@ def resized(
 
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients, order, with_values in product((False, True), (few, one_more), listed):
-        found = rerun(order, with_values=with_values, gradients=gradients)
-        if found is not None:
+        if (found := rerun(order, with_values=with_values, gradients=gradients)) is not None:
             return found
-    place_of = partial(batch_axis_of, batch_size=batch_size, axis=axis)
-    long = [leaf for leaf in _tree.tensors(inputs) if place_of(leaf) is not None]
+    long = [one for one in _tree.tensors(inputs) if batch_axis_of(one, batch_size=batch_size, axis=axis) is not None]
     # Some may be as long as the batch by chance: the model runs with all of them, and not with a part.
     for shared in (*([leaf] for leaf in long), long[1:]):
         SHARED.update(dict.fromkeys(shared))
-        fewer, more = rerun(few[: batch_size - 1]), rerun(one_more)
+        fewer = rerun(few[: batch_size - 1])
+        more = rerun(one_more) if fewer else None
         axes = fewer and more and compared(more.outputs, fewer.outputs, more.size, fewer.size)
         if axes and min(axes) >= 0:
             return more
         for leaf in shared:
-            del SHARED[leaf]
+            # One may be given twice.
+            SHARED.pop(leaf, None)
     return None

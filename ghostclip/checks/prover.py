@@ -750,7 +750,8 @@ def _copied(inputs: Any, *, of: Any = None) -> Any:
             return leaf
         if id(leaf) not in copies and isinstance(leaf, Tensor):
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            SHARED.update({copies[id(leaf)]: None} if leaf in SHARED else {})
+            if leaf in SHARED:
+                SHARED[copies[id(leaf)]] = None
         elif isinstance(leaf, np.ndarray):
             return leaf.copy()
         return copies.get(id(leaf), leaf)

@@ -288,11 +288,10 @@ class PrivateRun(HostTraining):
         ticket[main_input] = torch.empty(counts[0], device="meta")
         ticket["attention_mask"] = torch.tensor(counts[1])
         ticket.records = rows = sum(rows for _, rows in losses)
-        none = torch.zeros((), device=self.optimizer.params[0].device)
-        self._loss = sum(
-            (loss * (count / rows) for loss, count in losses if count), none if rows else self._loss + none
-        )
-        return self._loss
+        device = self.optimizer.params[0].device
+        if rows:
+            self._loss = sum((loss * (count / rows) for loss, count in losses if count), torch.zeros((), device=device))
+        return self._loss.to(device)
 
     def example(self) -> tuple[Any, bool]:
         """Return a batch of two records, of different lengths if there are, and whether lengths differ."""

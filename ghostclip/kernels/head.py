@@ -317,7 +317,7 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor:
         features, table = hidden.shape[-1], Table(weight, bias, call.form)
         _require_labels(labels, len(weight), call.form)
-        with _without_autocast(hidden.device):
+        with _autocast_off(hidden.device):
             loss_N, lse_N = losses(hidden.reshape(-1, features), labels.reshape(-1), table)
         call.lse = lse_N.view(labels.shape)
         ctx.save_for_backward(hidden, weight, bias, labels)
@@ -330,7 +330,7 @@ class _Losses(torch.autograd.Function):
         call, (grad,) = ctx.call, grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grads: list[Tensor | None] = [None] * 5
-        with _without_autocast(hidden.device):
+        with _autocast_off(hidden.device):
             if needs_hidden and not (needs_weight or needs_bias):
                 input_grads[0] = call.known_gradient(grad)
             if input_grads[0] is None:
@@ -339,7 +339,7 @@ class _Losses(torch.autograd.Function):
         return tuple(input_grads)
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+def _autocast_off(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast, which knows no device "meta"."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 

@@ -548,3 +548,19 @@ def test_samples_are_not_taken_for_what_all_share(how):
     with ghostclip.GhostClipper(model := _Shared(how), max_grad_norm=0.1):
         with pytest.raises(SampleMixingError):
             model(torch.randn(6, 4), torch.randn(6, 4))
+
+
+def test_a_model_of_one_batch_size_may_be_given_a_tensor_twice():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x, one, two):
+            assert len(x) == 5, "it runs with no other number"
+            return self.layer(x * one * two)
+
+    x, weights = torch.randn(5, 3), torch.rand(5, 1)
+    clipper = ghostclip.GhostClipper(Model(), max_grad_norm=0.1)
+    clipper.backward(clipper.model(x, weights, weights).square().sum(1))
+    assert clipper.batch_size == 5
