@@ -1,13 +1,14 @@
-"""Drive every row of the table of compatibility and write it: `python -m benchmarks.integrations`."""
+"""Drive every row of the table of compatibility, or some of them, and write it: `python -m benchmarks.integrations`."""
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,33 @@ DIFFS = Path(__file__).resolve().parent / "diffs.md"
 def main(arguments: list[str] | None = None) -> int:
     """Drive the rows."""
     options = parser("benchmarks.integrations", __doc__)
-    options.add_argument("--only", default="", help="drive only rows whose name holds this, and write nothing")
+    options.add_argument("--only", default="", help="drive rows whose name holds this; the others stay as they are")
+    options.add_argument("--missing", action="store_true", help="drive rows that the table does not have yet")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)
     begun = time.monotonic()
-    report = head("benchmarks.integrations", arguments)
-    rows = [_driven(made) for made in all_rows() if given.only in made.name]
+    report, made, earlier = head("benchmarks.integrations", arguments), all_rows(), dict[str, Any](rows=[])
+    if given.only or given.missing:
+        earlier = json.loads((given.out / "integrations.json").read_text(encoding="utf-8"))
+    known = {(row["tool"], row["feature"]) for row in earlier["rows"]} if given.missing else set[tuple[str, str]]()
+    rows = [_driven(row) for row in made if given.only in row.name and (row.tool, row.feature) not in known]
     hosts = {name: version_of(name) for name in HOSTS}
     report |= {"hosts": hosts, "seconds": time.monotonic() - begun, "rows": rows}
-    if not given.only:
-        print(f"written: {write(given.out, 'integrations', report, markdown(report))}.json, .md")
-    return int(any(row["found"] == "wrong" for row in rows))
+    if earlier["rows"]:
+        report = joined(earlier, report, [(row.tool, row.feature) for row in made])
+    print(f"written: {write(given.out, 'integrations', report, markdown(report))}.json, .md")
+    return int(any(row["found"] == "wrong" for row in report["rows"]))
+
+
+def joined(earlier: Mapping[str, Any], report: Mapping[str, Any], names: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return an earlier report with the rows that were driven again, of those that the table still has."""
+    rows = {(row["tool"], row["feature"]): row for row in (*earlier["rows"], *report["rows"])}
+    about = f"later: {report['command']}, {report['date']}, at commit {str(report['machine']['commit'])[:10]}"
+    return {
+        **earlier,
+        "command": f"{earlier['command']}; {about}",
+        "rows": [rows[name] for name in names if name in rows],
+    }
 
 
 def _driven(made: Row) -> dict[str, Any]:

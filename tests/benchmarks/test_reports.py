@@ -9,6 +9,7 @@ import pytest
 from benchmarks import __main__ as program
 from benchmarks import memory
 from benchmarks.headline import summary
+from benchmarks.integrations.__main__ import joined
 from benchmarks.report import absent, markdown
 
 PEAKS = {"loaded_bytes": 0, "peak_bytes": 3 * 2**20, "steady_bytes": 2**21}
@@ -54,3 +55,12 @@ def test_an_engine_that_cannot_says_why_and_shows_no_figure():
     assert "cannot: not written" in text
     assert "1.23" not in text
     assert "Not installed: BackPACK (`pip install it`)" in absent(report)
+
+
+def test_rows_that_are_driven_again_replace_those_of_an_earlier_report():
+    earlier = {"command": "all", "rows": [{"tool": "t", "feature": name, "found": "refused"} for name in ("a", "b")]}
+    later = {"command": "some", "date": "d", "machine": {"commit": "c" * 40}}
+    later["rows"] = [{"tool": "t", "feature": name, "found": "exact"} for name in ("b", "new")]
+    report = joined(earlier, later, [("t", "b"), ("t", "new"), ("t", "not driven")])
+    assert report["rows"] == later["rows"], "a is no row of the table any more"
+    assert report["command"] == "all; later: some, d, at commit cccccccccc"
