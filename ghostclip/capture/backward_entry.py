@@ -39,28 +39,28 @@ class Examiner(Protocol):
         """Return a context for a backward, in which nothing may write the model's state."""
 
     def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
-        """Examine the roots of a backward, tensors or edges, with the forwards of this examiner that they lead to."""
+        """Prove or refuse the loss: roots of a backward, their gradients, and this examiner's forwards behind them."""
 
     def stop_listening(self) -> None:
-        """Let go of a backward that has raised."""
+        """Remove the hooks of a backward that has raised."""
 
 
 _attached: "WeakSet[Examiner]" = WeakSet()
-# Forwards that have had no backward yet.
+# Forwards that have had no backward yet, each with the examiner of its loss.
 _waiting: "WeakKeyDictionary[ForwardContext, ref[Examiner]]" = WeakKeyDictionary()
-_here = threading.local()
+_here = threading.local()  # `unseen`: whether this thread runs backwards of the library's own
 # Forwards whose backward runs, of any model; seen by threads that autograd runs backwards on as well.
 _running: list[ForwardContext] = []
 
 
 def attach(examiner: Examiner) -> None:
-    """Show an examiner every backward from now on."""
+    """Have an examiner examine the loss of every backward from now on."""
     _attached.add(examiner)
     _install()
 
 
 def detach(examiner: Examiner) -> None:
-    """Show an examiner no further backwards."""
+    """Examine no further losses for an examiner; without any, torch's own entry is restored."""
     # The last one restores torch's function, unless somebody has replaced it since.
     _attached.discard(examiner)
     for forward in [forward for forward, owner in _waiting.items() if owner() is examiner]:
@@ -88,12 +88,13 @@ def forget(forward: ForwardContext) -> None:
 
 
 def wait_again(examiner: Examiner, forward: ForwardContext) -> None:
-    """Look out for another backward of a forward, of whose first nothing is left; its loss is examined as any."""
+    """Register a forward whose backward has run for another one; its loss is examined as any."""
     forward.consumed = forward.examined = False
     _waiting[forward] = ref(examiner)
 
 
 def _install() -> None:
+    """Replace `torch.autograd.backward` by the function that examines losses first, unless that was done."""
     note_tensor_hooks()
     if not hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = _showing(torch.autograd.backward)
@@ -101,7 +102,7 @@ def _install() -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Yield while backwards are the library's own, whose roots need no examination."""
+    """Within the block, do not examine losses: its backwards are the library's own."""
     before, _here.unseen = getattr(_here, "unseen", False), True
     try:
         yield
@@ -110,6 +111,8 @@ def unseen() -> Iterator[None]:
 
 
 def _showing(original: Callable[..., None]) -> Callable[..., None]:
+    """Return `torch.autograd.backward` so wrapped that the examiners of the forwards behind a loss examine it first."""
+
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         # What is restricted to some inputs trains no parameter of theirs.
@@ -143,7 +146,7 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _let_go(owners: Collection[Examiner]) -> None:
-    """End what a backward that has raised began, but none of another thread."""
+    """Have every attached examiner drop the hooks of a backward that raised, except those busy in another thread."""
     # A second one through a graph, which is refused on its way, has no owner.
     elsewhere = {_waiting[forward]() for forward in _running if forward in _waiting}.difference(owners)
     for examiner in list(_attached):
@@ -152,6 +155,7 @@ def _let_go(owners: Collection[Examiner]) -> None:
 
 
 def _listed(tensors: Any) -> list[Any]:
+    """Return what torch takes as one tensor or several as a list."""
     if tensors is None:
         return []
     return [tensors] if isinstance(tensors, (Tensor, torch.autograd.graph.GradientEdge)) else list(tensors)
@@ -178,7 +182,7 @@ def forwards_behind(examiner: Examiner, root: Any) -> list[ForwardContext]:
 
 
 def _show(owned: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """Let each examiner whose forward a backward is about to reach examine the loss."""
+    """Have each examiner whose forwards lie behind a loss examine it, and mark these forwards as examined."""
     for examiner, forwards in owned.items():
         examiner.examine(roots, grads, forwards)
         for forward in forwards:

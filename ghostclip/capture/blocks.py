@@ -37,6 +37,7 @@ class _SavedTensor:
     __slots__ = ("__weakref__", "holder", "tensor", "version")
 
     def __init__(self, tensor: Tensor, holder: Any) -> None:
+        """Hold a tensor, its version, and what the checkpoint's own hook packed for it."""
         self.tensor: Tensor | None = tensor.detach()
         self.version, self.holder = _torch.version(tensor), holder
 
@@ -59,12 +60,12 @@ class SavedByBlock:
             pack, unpack = _torch.saving_hooks()
 
             @wraps(pack)
-            def hold(tensor: Tensor) -> _SavedTensor:
+            def hold(tensor: Tensor) -> _SavedTensor:  # as torch's pack hook
                 saved = _SavedTensor(tensor, pack(tensor))
                 self._saved.add(saved)
                 return saved
 
-            def give(saved: _SavedTensor) -> Any:
+            def give(saved: _SavedTensor) -> Any:  # as torch's unpack hook
                 # Hooks hide from autograd what was changed in place: the block forms it again.
                 tensor = saved.tensor
                 return unpack(saved.holder) if tensor is None or _torch.version(tensor) != saved.version else tensor
@@ -75,14 +76,14 @@ class SavedByBlock:
         return first
 
     def let_go(self) -> None:
-        """Drop the saved tensors: the backward runs the block again."""
+        """Drop the saved tensors: the backward recomputes them by running the block again."""
         for saved in self._saved:
             saved.tensor = None
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block."""
+    """One call of a block in a forward, and where its nodes lie in the graph."""
 
     name: str
     kind: Any  # equal for blocks of one class with parameters of the same shapes, called on tensors of the same shapes
@@ -150,6 +151,7 @@ class Blocks:
     def _watched(
         self, name: str, block: nn.Module, forward: ForwardContext, chosen: Mapping[str, bool]
     ) -> Callable[..., Any]:
+        """Return a forward for a block that records each call, and runs it under a checkpoint if it was chosen."""
         run = block.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +176,7 @@ class Blocks:
         return watched
 
     def _number(self) -> int:
-        """Return the sequence number of a node that is made now."""
+        """Return the sequence number that autograd gives a node made now."""
         return _torch.order_of(self._anchor.view_as(self._anchor).grad_fn)
 
     def _marked(self, output: Any, number: int) -> Any:
@@ -189,10 +191,12 @@ class Blocks:
 
 
 def _is_plain(tree: Any) -> bool:
+    """Return whether arguments consist of tensors and constants, so that a block can be run on them again."""
     if type(tree) in (tuple, list):
         return all(map(_is_plain, tree))
     return all(map(_is_plain, tree.values())) if type(tree) is dict else isinstance(tree, _PLAIN)
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """Return what blocks must share to be planned together: class, and shapes and trainability of parameters."""
     return type(block), tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())

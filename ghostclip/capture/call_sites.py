@@ -46,11 +46,11 @@ class Calls:
     """The calls of one forward, numbered."""
 
     def __init__(self) -> None:
-        self._around: Key = ()
+        self._around: Key = ()  # key of the call that runs; empty outside of calls
         self._counts: defaultdict[Key, int] = defaultdict(int)
 
     def key(self, func: Callable[..., Any]) -> Key:
-        """Return the key of the next call of a function."""
+        """Count a call of a function, and return its key: the call around it, the function, and its number."""
         self._counts[self._around, func] += 1
         return self._around, func, self._counts[self._around, func]
 
@@ -95,6 +95,7 @@ def shapes_of(tree: Any) -> Shapes:
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape without calling overrides of its class."""
     with _torch.overrides_off():
         return tuple(tensor.shape)
 
@@ -107,6 +108,7 @@ def compared(shapes: Shapes, resized: Shapes, batch_size: int, size: int) -> tup
 
 
 def _axis(shape: tuple[int, ...], resized: tuple[int, ...], batch_size: int, size: int) -> int:
+    """Return the axis whose length follows the number of samples between two runs, `CONSTANT` or `UNKNOWN`."""
     axes = [axis for axis, length in enumerate(shape) if resized[axis] != length]
     if not axes:
         return CONSTANT
@@ -237,7 +239,7 @@ class CallSites:
             del self.table[number]
 
     def at(self, number: tuple[Any, int], tracked: Iterable[TrackedTensor], form: str, gathered: str) -> CallSite:
-        """Return a call site, made on first sight, by `key_of` an operation and its number in the forward."""
+        """Return the call site of an operation at its number in the forward, made if it is new."""
         # A layer called several times in a forward has a site for each call, since layouts may differ, and one consumed
         # in another way than before has one of its own: its evidence says nothing about the other. `gathered`: see
         # `RowMap.gathered`.

@@ -86,11 +86,13 @@ def decide(operation: Operation, layout: ArgumentLayout, forward: ForwardContext
 
 
 def _inside(run: Callable[[], Any], forward: ForwardContext) -> Any:
+    """Run a rewritten operation as part of the running call, so that its operations have keys of their own."""
     with forward.around.rows.inside():
         return run()
 
 
 def _unknown_order(tensor: Tensor, layout: ArgumentLayout, forward: ForwardContext) -> RowOrder | None:
+    """Return a marker for data outside the graph whose rows lie in no known order; None for other tensors."""
     if forward.batch_size < 2 or tensor.requires_grad:
         return None
     unknown = forward.around.rows.samples_of(tensor, constant=layout.axis(tensor) == CONSTANT) is UNKNOWN_ORDER
@@ -100,7 +102,7 @@ def _unknown_order(tensor: Tensor, layout: ArgumentLayout, forward: ForwardConte
 def _consuming(
     operation: Operation, layout: ArgumentLayout, data: Sequence[Tensor], forward: ForwardContext
 ) -> tuple[Plan, list[RowOrder]]:
-    """Decide how parameters and data meet; return the orders of the inspected rows as well."""
+    """Choose the plan of an operation that combines parameters with per-sample data."""
     bound = _bound(operation, forward)
     sample_axes = _per_sample_axes(operation, layout, forward)
     orders: list[RowOrder] = []
@@ -137,6 +139,7 @@ def _per_sample_axes(operation: Operation, layout: ArgumentLayout, forward: Forw
 
 
 def _bound(operation: Operation, forward: ForwardContext) -> tuple[dict[str, TrackedTensor], Captured] | None:
+    """Apply the operation's rule; its error then names the module of the parameter."""
     try:
         return _bind(operation)
     except GhostClipError as error:
@@ -147,7 +150,7 @@ def _bound(operation: Operation, forward: ForwardContext) -> tuple[dict[str, Tra
 def _bind(
     operation: Operation, in_place_of: Mapping[int, Tensor] | None = None
 ) -> tuple[dict[str, TrackedTensor], Captured] | None:
-    """Ask the rule of an operation, with other tensors in the place of its own if there are any."""
+    """Apply the operation's rule: return its tracked arguments by name and what the rule captured; None without one."""
     entry = rule_for(operation.name)
     if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
         # Rules multiply without conjugating.
@@ -184,6 +187,7 @@ def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayo
 
 
 def _of_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return zeros of another shape, in the dtype of a tensor, without memory."""
     with _torch.subclasses_off():
         value = tensor.origin.value if isinstance(tensor, TrackedTensor) else tensor.detach()
         return value.new_zeros(()).expand(shape)
@@ -196,7 +200,7 @@ def _broadcast(
     forward: ForwardContext,
     orders: list[RowOrder],
 ) -> Broadcast | None:
-    """Decide to expand every tracked argument over the batch axis of the data; None where no axis is found."""
+    """Return the plan that expands every tracked argument over the axis of samples; None where no axis is found."""
     size, axis = forward.batch_size, forward.batch_axis
     shapes = [t.shape for t in operation.plain] + [t.origin.value.shape for t in operation.tracked]
     dims = len(torch.broadcast_shapes(*shapes))
@@ -248,7 +252,7 @@ class _KnownCall:
     readings: dict[tuple[torch.Size, int, int], _Reading] = field(default_factory=dict)
 
     def read(self, rows: Tensor, forward: ForwardContext, dims: int) -> _Reading:
-        """Return how data in the graph is read, whose rows lie in the batch's order, by its leading ``dims`` axes."""
+        """Return where samples lie in the data of a call, from the cache if it was reached in the same way before."""
         shape, size, edge = rows.shape, forward.batch_size, (rows.grad_fn, rows.output_nr)
         key = shape, size, forward.batch_axis
         reading = self.readings.get(key)
@@ -320,7 +324,7 @@ class _CachedDecision:
         return rows if fits else None
 
     def run(self, func: Callable[..., Any], rows: Tensor, forward: ForwardContext) -> Tensor | None:
-        """Run the operation with a new use, which is counted, on arguments of the cached form."""
+        """Run the operation with a new counted use; None, with nothing done, where its evidence does not hold."""
         # None for another form.
         before = forward.visits.get(self.visits)
         visits = FIRST if before is None else (before[0] + 1, before[1] + 1)
@@ -399,7 +403,7 @@ class DecisionCache:
         return None
 
     def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
-        """Store a decision, if it follows from the form of the arguments."""
+        """Store a rule's plan as the decision for this form of arguments, if it follows from the form alone."""
         forward = use.forward
         is_cacheable = plan.rows.layout is torch.strided and _is_of_form(operation, plan)
         if forward.batch_size < 2 or _torch.in_backward() or not is_cacheable:
@@ -464,7 +468,7 @@ def _shielded(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping
 
 
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
-    """Return the row maps of other data of a known form; empty where something has changed."""
+    """Return the row maps of data at a call whose form is cached; empty where its rows came in another order."""
     if not rows.requires_grad:
         if known < 0 or forward.around.rows.samples_of(rows) is not None:
             return []

@@ -59,6 +59,7 @@ def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _follow_tree(result: Any, follow: Callable[[Tensor, int | None], Any]) -> Any:
+    """Apply `follow` to each tensor of a result, with its index in a tuple or list."""
     if isinstance(result, Tensor):
         return follow(result, None)
     if isinstance(result, (tuple, list)):
@@ -68,6 +69,7 @@ def _follow_tree(result: Any, follow: Callable[[Tensor, int | None], Any]) -> An
 
 
 def _embedding_parent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TrackedTensor | None, tuple[Any, ...]]:
+    """Return the tracked table of an embedding call, and its (ids, padding index)."""
     ids = args[0] if args else kwargs.get("input")
     table = args[1] if len(args) > 1 else kwargs.get("weight")
     padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
@@ -88,6 +90,7 @@ def pull_back(tracked: TrackedTensor, factor: Factor) -> list[tuple[str, Factor]
 
 
 def _through_graph(origin: Origin, factor: Factor) -> list[tuple[str, Factor]]:
+    """Return the parameters' factors by autograd: one backward through the derivation for each sample."""
     grad_BP = factor.materialize().to(origin.graph.dtype)
     names, leaves = list(origin.leaves), [leaf.graph for leaf in origin.leaves.values()]
     grads = batched_grad(origin.graph, leaves, grad_BP)
@@ -138,12 +141,14 @@ def _shortcut(origin: Origin, factor: Factor) -> Factor | None:
 
 
 def _through_view(factor: Factor, shape: torch.Size) -> Factor | None:
+    """Return the factor for the parent of a reshaped tensor; None where its form does not survive."""
     if isinstance(factor, (Rows, Stacked, AtIndex, Diagonal)) and shape != factor.shape:
         return None
     return factor.reshaped(shape)
 
 
 def _through_transpose(origin: Origin, factor: Factor, parent: Tensor) -> Factor | None:
+    """Return the factor for the parent of a transposed or permuted tensor; None where it must be formed."""
     order = list(range(parent.dim()))
     if origin.func in ("transpose", "swapaxes"):
         first, second = (*origin.arguments, *origin.keywords.values())[:2]
@@ -198,13 +203,14 @@ def basic_index(index: Any, dims: int) -> tuple[Any, ...] | None:
 
 
 def _through_index(factor: Factor, index: tuple[Any, ...], parent: Tensor) -> Factor:
+    """Return the factor for the parent of an indexed tensor: zero outside the index."""
     if isinstance(factor, AtIndex):
         return Dense(AtIndex(Dense(factor.materialize()), index, shape=parent.shape).materialize())
     return AtIndex(factor, index, shape=parent.shape)
 
 
 def _through_broadcast(factor: Diagonal, parent: Tensor) -> Factor | None:
-    """``expand`` over the batch: every sample has a copy of the same entries."""
+    """Return the factor for the parent of a tensor expanded over the batch, one copy per sample; None otherwise."""
     axis = factor.axis - (len(factor.shape) - parent.dim())
     rest = [*factor.shape[: factor.axis], *factor.shape[factor.axis + 1 :]]
     parent_sizes = [size for dim, size in enumerate(parent.shape) if dim != axis]
@@ -231,6 +237,7 @@ def reorders_copies(operation: Operation, batch_size: int) -> bool:
 
 
 def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor | None:
+    """Return the factor for a table of which constant rows were looked up."""
     ids, padding = origin.arguments
     if not isinstance(ids, Tensor) or isinstance(ids, TrackedTensor):
         return None
@@ -241,7 +248,7 @@ def _through_embedding(origin: Origin, factor: Factor, parent: Tensor) -> Factor
 
 
 def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:
-    """Run an in-place operation without per-sample data; its first argument is tracked from now on."""
+    """Run an in-place operation on parameters and constants; the tensor it writes is tracked from now on."""
     # `buffers` outlive the forward. Refused where tensors that are not tracked would see the change.
     changed = operation.args[0]
     if operation.name in _RESHAPING or not isinstance(changed, Tensor) or not changed.is_floating_point():
@@ -271,6 +278,7 @@ def write(operation: Operation, buffers: Iterable[Tensor]) -> Any:
 
 
 def _refusal(operation: Operation) -> str:
+    """Return the error text for an in-place operation that cannot be followed."""
     names = ", ".join(dict.fromkeys(name for tracked in operation.tracked for name in tracked.origin.names))
     return (
         f"parameter '{names}' takes part in an in-place {operation.name.strip('_')} on a view or buffer, on memory "

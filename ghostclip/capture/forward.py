@@ -142,23 +142,23 @@ class ForwardContext:
         return counts.again.isdisjoint(names) and (not address or counts.addresses[address] <= 1)
 
     def _count(self) -> None:
-        """Count uses, when somebody asks: a forward notes hundreds of them."""
+        """Count uses by parameter and by input, when first asked for: a forward has hundreds of them."""
         names = Counter(chain.from_iterable([site.consumed for site, _ in self.uses]))
         again = frozenset([name for name, count in names.items() if count > 1])
         self._counts = _Counts(len(self.uses), names, again, Counter(self.addresses))
 
     def meet(self, proved: set[Any], way: Any) -> None:
-        """Ask for evidence on a forward that reached a part in another way than the proved ones."""
+        """Mark the forward as unproved: it reached a call site in a way (`Way`) not among the proved ones."""
         if len(proved) < MAX_WAYS:
             self.unproven = True
             self.met.append((proved, way))
 
     def meet_unknown(self) -> None:
-        """Ask for evidence on a forward of which no other one can tell anything."""
+        """Mark the forward as unproved whatever earlier ones have shown, and no later one as proved by it."""
         self.meet(set(), None)
 
     def prove(self) -> None:
-        """Mark the ways that were met as proved, unless it is a forward that proves nothing."""
+        """Mark the ways that this forward took as proved, unless its evidence does not count."""
         if not self.proves:
             return
         for proved, way in self.met:
@@ -166,11 +166,11 @@ class ForwardContext:
         self.met.clear()
 
     def restart(self) -> None:
-        """Count hooks from now on: those that were set before are a rehearsal's."""
+        """Count hooks of others from now on: those set before belong to the rehearsal."""
         self.hooks_before = hooks_before_now()
 
     def take_over(self, other: "ForwardContext") -> None:
-        """Take over what was noted of another forward behind the same loss, for whoever looks at that loss."""
+        """Add another forward's losses, padding and open proofs to this one's, as one loss follows from both."""
         self.losses += other.losses
         other.losses.clear()
         self.following += other.following

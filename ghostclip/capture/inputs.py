@@ -93,8 +93,9 @@ class Bags:
     """Finds flat ids and offsets among a model's inputs, and gives checks one row per sample instead."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Look for embedding bags in a model."""
         bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
-        self._any = bool(bags)
+        self._any = bool(bags)  # whether there is an embedding bag
         self._closed = any(bag.include_last_offset for bag in bags)
 
     def batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
@@ -131,7 +132,7 @@ class Bags:
         return flat, inputs[0], inputs[1]
 
     def _find(self, leaves: list[Any]) -> tuple[int, Tensor] | None:
-        """Return the positions of ids and offsets: ids are the first tensor, offsets begin with 0 and never fall."""
+        """Return (index of the ids, offsets) among flat inputs, or None: offsets begin with 0 and never fall."""
         first = next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), -1)
         if first < 0 or not _is_flat(leaves[first]):
             return None
@@ -165,6 +166,7 @@ class _OnRows(nn.Module):
     """Runs a module that takes flat ids on a matrix of indices into them, `[B, K]` with -1 where there is none."""
 
     def __init__(self, module: nn.Module, leaves: list[Any], tree: _torch.TreeSpec, offsets: Tensor) -> None:
+        """Store where ids, offsets and weights of bags lie among the flattened inputs."""
         super().__init__()
         # In a tuple: not a part of this one.
         self.inner = (module,)
@@ -201,6 +203,7 @@ def _is_flat(leaf: Any) -> bool:
 
 
 def _are_offsets(leaf: Tensor, count: int) -> bool:
+    """Return whether integers begin with 0 and never fall or exceed the number of ids, as offsets of bags do."""
     if len(leaf) == 0:
         return count == 0
     return bool((leaf[0] == 0) & (leaf.diff() >= 0).all() & (leaf[-1] <= count))

@@ -60,6 +60,7 @@ class Expanded:
     """One tracked tensor expanded over the rows of the data it meets."""
 
     def __init__(self, value: Tensor, dims: int, rows: RowAxis) -> None:
+        """Align a tracked tensor with an operation's result, and expand it along the result's rows."""
         # `dims`: number of axes of the operation's result.
         self.shape, self.rows, self.row_axis = value.shape, rows, rows.axis
         aligned = value.reshape([1] * (dims - value.dim()) + list(value.shape))

@@ -55,6 +55,7 @@ class Casts:
 
 
 def _dropping(casts: Casts) -> Callable[[Any], None]:
+    """Return a callback that drops the cast, and holds `Casts` weakly."""
     # A bound method would hold its object, which holds the reference that holds it.
     reference = weakref.ref(casts)
 
@@ -128,7 +129,7 @@ class _Tie(_Source):
 
 
 class InnerGraph(torch.autograd.Function):
-    """One node of the user's graph that contains an operation as a small graph of its own."""
+    """Runs an operation in a small graph of its own, as one node of the user's graph."""
 
     @staticmethod
     def forward(
@@ -138,6 +139,7 @@ class InnerGraph(torch.autograd.Function):
         anchor: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Run the operation on detached copies of its inputs, and keep its graph in the context."""
         local = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             ctx.outputs = run(local)
@@ -147,6 +149,7 @@ class InnerGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Deliver the output gradients to the use, and return those of the inputs through the inner graph."""
         ctx.deliver(ctx.outputs, grads)
         wanted = [tensor for tensor in ctx.local if tensor.requires_grad]
         arrived = [(output, grad) for output, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
@@ -183,6 +186,7 @@ class SavedTensors:
     __slots__ = ("_tensors", "_versions", "address", "form")
 
     def __init__(self, tensors: Sequence[Tensor], form: SavedForm | None = None) -> None:
+        """Store detached aliases of tensors with their versions; `form` is that of the first, if known."""
         # Aliases outside the graph are stored, lest a graph that refers to this refer to itself. `form` is that of the
         # first.
         first = tensors[0]
@@ -214,7 +218,7 @@ def first_saved(saved: Sequence[SavedTensors]) -> list[Tensor]:
 
 
 class _Saved:
-    """Tensors that autograd saved for a side node."""
+    """Reads the tensors that autograd saved for a side node, through that node's output."""
 
     # It refers to the node's output: until torch 2.13, what a node of a Python function saved is freed with its last
     # tensor.
@@ -243,7 +247,7 @@ def save_tensors(tensors: Sequence[Tensor], form: SavedForm | None = None) -> An
 
 
 def enter_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
-    """Return a floating tensor (same storage, no history) as a non-leaf that requires grad and leads to the anchor."""
+    """Return a tensor outside the graph as a non-leaf that requires grad, on the same storage, behind it the anchor."""
     # A view would drag its base into the graph; detaching makes it a tensor of its own on the same storage.
     # Every captured path of the graph ends at the anchor, so that a backward restricted to it visits all captured
     # operations and no parameter outside them. The result may be changed in place, and gradient hooks can be set on it.
@@ -294,7 +298,7 @@ def edge_of(root: Any) -> Edge:
 
 
 def is_to_tie(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
-    """Return whether a backward to these inputs would pass a trainable model's anchor by."""
+    """Return whether inputs require grad and parameters train: then a backward to the inputs could miss the anchor."""
     for tensor in inputs:
         if tensor.requires_grad:
             return any(parameter.requires_grad for parameter in model.parameters())
@@ -302,7 +306,7 @@ def is_to_tie(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
 
 
 def tied(item: Any, anchor: Tensor, batch_size: int, axis: int) -> Any:
-    """Return an alias, of an input that requires grad, whose graph leads to the anchor as well, its rows noted."""
+    """Return an input that requires grad as an alias whose graph also ends at the anchor; anything else as it is."""
     # Anything else as it is.
     if not isinstance(item, Tensor) or not item.requires_grad or isinstance(item, TrackedTensor):
         return item

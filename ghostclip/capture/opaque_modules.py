@@ -125,9 +125,10 @@ class OpaqueModules:
     """The calls of modules with samplers that are running at the moment."""
 
     def __init__(self, unwatched: Unwatched) -> None:
+        """Start with no call running."""
         # `unwatched` yields while the hooks on a module's children substitute nothing.
         self._unwatched = unwatched
-        self._running: list[_ModuleForward] = []
+        self._running: list[_ModuleForward] = []  # innermost last
         self._compared: WeakKeyDictionary[nn.Module, Samplers] = WeakKeyDictionary()
 
     def enter(
@@ -169,6 +170,7 @@ class OpaqueModules:
         self._running.clear()
 
     def _captured(self, call: _ModuleForward, output: Tensor, forward: ForwardContext) -> Tensor:
+        """Attach a use of all the module's parameters to its output, with factors from its sampler."""
         site = site_of(forward, call.tracked.values(), type(call.module).__name__, FORM)
         axis = forward.batch_axis if forward.batch_axis < output.dim() else 0
         rows = output.movedim(axis, 0) if output.dim() else output
@@ -212,7 +214,7 @@ class _CallRows:
     unwatched: Unwatched
 
     def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
-        """Run a sampler and check what it returns."""
+        """Run a sampler on the call's rows, and return its result by parameter name, shapes checked."""
         activations = [self._rows_first(tensor) for tensor in self.inputs]
         params = {
             name: tracked.origin.leaves[tracked.origin.names[0]].parameter
@@ -236,6 +238,7 @@ class _CallRows:
         return checked
 
     def _rows_first(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with its axis of rows first; as it is where it has no such axis."""
         axis, rows = self.axis, self.grad_n.shape[0]
         return tensor.movedim(axis, 0) if axis < tensor.dim() and tensor.shape[axis] == rows else tensor
 
@@ -315,10 +318,11 @@ class _CallSums:
 
     def __init__(self, rows: _CallRows) -> None:
         self._rows = rows
-        self._asked: tuple[Tensor, Tensor] | None = None
-        self._found: dict[str, Tensor] = {}
+        self._asked: tuple[Tensor, Tensor] | None = None  # what `_found` was formed with
+        self._found: dict[str, Tensor] = {}  # sums that were not handed out yet
 
     def of(self, name: str, coef_B: Tensor, keep_B: Tensor) -> Tensor:
+        """Return one parameter's weighted sum; the sums of all are formed with the first one asked for."""
         same = self._asked is not None and all(map(torch.equal, self._asked, (coef_B, keep_B)))
         if not same or name not in self._found:
             self._found = self._rows.masked(keep_B).weighted_sums(coef_B)
@@ -327,6 +331,7 @@ class _CallSums:
 
 
 def _factors(rows: _CallRows) -> dict[str, Factor]:
+    """Return the factor of each parameter of a call: from sampled norms if row b is sample b, else from gradients."""
     norms = rows.call.samplers.norms
     if norms is None or not rows.one_each():
         return {name: rows.summed(grads_n) for name, grads_n in rows.gradients().items()}
@@ -348,6 +353,7 @@ def _tracked_of(module: nn.Module) -> dict[str, TrackedTensor]:
 
 
 def _put(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Set entries of a module's parameter tables, by dotted name."""
     for name, value in values.items():
         path, _, key = name.rpartition(".")
         _torch.parameter_table(module.get_submodule(path))[key] = value

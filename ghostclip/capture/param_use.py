@@ -106,7 +106,7 @@ class ParamUse:
         )
 
     def arrive(self, grad: Tensor) -> Tensor:
-        """Deliver the gradient of the output, as the hook on it."""
+        """Hand the gradient of the output to the running pass: the hook on the output."""
         # Returns what is handed on to autograd: one copy serves the norm, the clipped sum and the layer's own backward.
         grad = grad.contiguous()
         self.forward.around.deliver(self, grad)
@@ -151,7 +151,7 @@ class ParamUse:
         self.site.largest = grad.numel()
 
     def _pulled(self, key: str, factor: Factor) -> list[tuple[str, Factor]]:
-        """Return the factors of the trainable parameters behind a target."""
+        """Return (name, factor) of the trainable parameters behind a tracked argument, given the argument's factor."""
         origin = self.targets[key].origin
         if not origin.func:
             ((name, leaf),) = origin.leaves.items()
@@ -205,6 +205,7 @@ def _key_of(tensor: Tensor) -> int:
 
 
 def _parts(factor: Factor) -> Iterator[Factor]:
+    """Yield the factors inside factors of slices, permutations and stacks."""
     if isinstance(factor, (AtIndex, Permuted)):
         yield from _parts(factor.inner)
     elif isinstance(factor, Stacked):
@@ -224,6 +225,7 @@ def _kind(part: Factor) -> str:
 
 
 def _product(outer: Outer | Head) -> MatrixProduct:
+    """Return the matrix product behind a factor, with the FLOPs of its norm."""
     if isinstance(outer, Head):
         # Its logits are formed twice more, for the norm and for the sum.
         norm = outer.norm_flops() + 4 * prod(outer.sizes)
@@ -236,12 +238,14 @@ def _product(outer: Outer | Head) -> MatrixProduct:
 
 
 def _added_elements(part: Factor) -> int:
+    """Return how many elements a factor keeps alive that an ordinary backward would free."""
     if isinstance(part, Head):
         return part.element_count() - part.x_BTI.numel()
     return part.g_NTO.numel() if isinstance(part, Outer) else part.element_count()
 
 
 def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[MatrixProduct, ...]:
+    """Return the product that a weight without a rule would have as a linear map; empty where it has one axis."""
     if weight.dim() < 2 or grad.dim() == 0:
         return ()
     positions = grad.numel() // max(1, grad.shape[-1] * samples)
@@ -267,7 +271,7 @@ def site_of(
 
 
 def register(use: ParamUse, node: Any, behind: Any) -> None:
-    """Note a new use in its forward; ``node`` made its output, ``behind`` its data, None outside the graph."""
+    """Count a new use in its forward, and mark the forward as unproved where its call site is."""
     forward, again = use.forward, _torch.in_backward()
     if again:
         # The other kind of checkpointing recomputes under hooks of its own, and what it registers then is dropped.
@@ -283,7 +287,7 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
 
 
 def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None) -> None:
-    """Note in its forward how often parameters are used, what a use will take, and how the forward reached it."""
+    """Record a use in its forward: its sizes, the input it stores, and the way by which the forward reached it."""
     forward, site = use.forward, use.site
     if _torch.any_autocast() and forward.autocast is None:
         kind = next(iter(use.targets.values())).origin.value.device.type
@@ -339,7 +343,7 @@ def run_and_save(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tenso
 
 
 def look_up(use: ParamUse, ids: Tensor) -> None:
-    """Note the ids by which rows of a table are looked up."""
+    """Record in the forward the ids by which rows of an embedding table are looked up."""
     for name in use.site.names:
         use.forward.looked_up[name].append(ids)
 
@@ -358,7 +362,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
 
 
 def delivery(use: ParamUse) -> Callable[[Tensor], Tensor]:
-    """Return the hook that delivers the gradient of an output whose rows do not lead."""
+    """Return the hook on an output whose rows are not its first axes: it hands on the gradient, rows first."""
     # Elsewhere `ParamUse.arrive` is one.
     order, deliver = use.order, use.forward.around.deliver
 

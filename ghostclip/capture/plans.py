@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Rerun:
-    """An operation as it ran in the forward."""
+    """An operation with its inputs in the forward, to be run again for all samples at once."""
 
     # runs it on other values of (its plain tensors, its parameters) and returns its differentiable outputs
     run: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -77,7 +77,7 @@ class Arrived:
 
 
 def gradients(region: Rerun, arrived: Sequence[Arrived], *, batch_size: int) -> list[Tensor] | None:
-    """Return per-sample gradients ``(B, *P)`` of a region's parameters."""
+    """Return per-sample gradients ``(B, *P)`` of an operation's parameters by vmap; None if a rerun differs."""
     # None if it cannot be rerun with the same result.
     if batch_size < 2 or any(item.row_map.kind not in _FOLDED for item in arrived):
         return None
@@ -142,6 +142,7 @@ def _map_of(tensor: Tensor, arrived: Sequence[Arrived], batch_size: int) -> RowM
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal within rounding, relative to the largest element."""
     if first.shape != second.shape:
         return False
     tolerance = _TOLERANCE.get(first.dtype, 5e-2)
@@ -150,6 +151,7 @@ def _close(first: Tensor, second: Tensor) -> bool:
 
 
 def _adds_up(region: Rerun, arrived: Sequence[Arrived], sample_grads: Sequence[Tensor]) -> bool:
+    """Return whether per-sample gradients add up to autograd's gradient of the batch."""
     outputs, grads = [item.output for item in arrived], [item.grad for item in arrived]
     whole = torch.autograd.grad(outputs, list(region.inputs), grads, retain_graph=True, materialize_grads=True)
     return all(_close(mine.sum(0), total) for mine, total in zip(sample_grads, whole, strict=True))
@@ -168,7 +170,7 @@ def _run_locally(
 
 
 def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
-    """Run an operation and register its use; the result is in the graph."""
+    """Run an operation without a rule as a node with a graph of its own, and register its use."""
     if operation.is_in_place:
         return _in_place(operation, layout, forward)
     tracked = operation.tracked
@@ -210,6 +212,8 @@ def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
 
 
 def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> Rerun:
+    """Return how to run an operation again on other plain tensors and parameters."""
+
     def again(plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         items, _ = _run_locally(operation, dict(zip(keys, parameters, strict=True)), plain)
         return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
@@ -220,6 +224,7 @@ def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> Re
 def _delivery(
     use: ParamUse, rerun: Rerun, output_maps: list[list[RowMap]]
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
+    """Return the function that gets an operation's output gradients, and forms its factors from them."""
     around = use.forward.around
 
     def deliver(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -252,6 +257,7 @@ def _delivery(
 
 
 def _at_once(use: ParamUse, rerun: Rerun, arrived: Sequence[Arrived]) -> Mapping[str, Factor] | None:
+    """Return the factors of all samples by one vmapped rerun; None where that is not exact."""
     sample_grads = gradients(rerun, arrived, batch_size=use.forward.batch_size)
     if sample_grads is None:
         return None
@@ -261,7 +267,7 @@ def _at_once(use: ParamUse, rerun: Rerun, arrived: Sequence[Arrived]) -> Mapping
 
 
 def _tell_slow(use: ParamUse) -> None:
-    """Warn once that a parameter has no rule."""
+    """Warn, once for a parameter, that it has no rule."""
     site, around = use.site, use.forward.around
     if site.names not in around.sites.told:
         around.sites.told.add(site.names)
@@ -297,6 +303,7 @@ def _unset(saved: Sequence[Tensor], grad: Tensor, split: Any) -> Mapping[str, Fa
 
 
 def _output_maps(output: Tensor, operation: Operation, use: ParamUse, known: int) -> list[RowMap]:
+    """Return the row maps possible for an output of an operation without a rule; refuse one without any."""
     forward = use.forward
     maps = candidates(output.shape, forward.batch_size, axis=forward.batch_axis) if output.dim() else []
     if forward.batch_size > 1 and known >= 0:
@@ -348,7 +355,7 @@ class Derive(Plan):
 
 @dataclass(frozen=True, eq=False)
 class Write(Plan):
-    """The same in place."""
+    """In-place operation on parameters and constants alone: what it writes is tracked."""
 
     operation: Operation
 
@@ -471,7 +478,7 @@ def _entered(
     behind: Any,
     wants_gradient: bool,
 ) -> Tensor:
-    """Return an expanded parameter as a node of the graph, with a use of its own."""
+    """Return an expanded parameter as a node of its own in the graph, with a use attached."""
     maps = [replace(row_map, axis=expanded.row_axis) for row_map in expanded.rows.maps]
     site = site_of(forward, [tracked], name, "dense", maps[0].gathering)
 

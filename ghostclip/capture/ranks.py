@@ -75,10 +75,10 @@ class Gathering(Protocol):
         """Whether ranks share samples, and compute with parts of parameters."""
 
     def agree_to_ask(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
-        """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it."""
+        """Decide, with all ranks, whether to prove the coming forward; if so, gather all parameters for it."""
 
     def may_ask(self) -> bool:
-        """Return whether everything is gathered for a forward that is being proved; else ask for it in a later one."""
+        """Return whether all parameters are gathered to prove this forward; else ask for that in a later one."""
 
     @property
     def wants_proof(self) -> bool:
@@ -103,7 +103,7 @@ class Gathering(Protocol):
         """Return whether something holds on a rank that shares samples with this one; called on all of these."""
 
     def tell_failure(self) -> None:
-        """Let the others raise in `together` that this rank's forward has failed."""
+        """Have the other ranks raise in `together` that this rank's forward has failed."""
 
     def free_gathered(self) -> None:
         """Free the gathered parameters of a finished forward."""
@@ -146,7 +146,7 @@ def quieten_wrapper(model: nn.Module) -> None:
 
 
 def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of which none is still being written by a collective."""
+    """Wait for collectives that still write to the arguments, and return the finished arguments."""
     if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
         return args, kwargs
     arrived: tuple[tuple[Any, ...], dict[str, Any]] = _tree.mapped(
@@ -163,7 +163,7 @@ def is_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def refuse_whole_data(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], forward: ForwardContext, allowed: frozenset[str]
 ) -> None:
-    """Refuse a part of a parameter that meets data whose placement is unknown."""
+    """Refuse an operation of a parameter's part with plain data, whose placement is unknown."""
     # `allowed`: parameters whose modules combine their parts themselves.
     if not plain_leaves((args, kwargs)):
         return
@@ -213,6 +213,7 @@ class OnParts:
         forward: ForwardContext,
         run: Run,
     ) -> None:
+        """Collect the tracked tensors, DTensors and the mesh of an operation."""
         self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
         self._forward, self._run = forward, run
         self._tracked = tracked_leaves((args, kwargs))
@@ -232,6 +233,7 @@ class OnParts:
         return self.embedding() if self._name == "embedding" else self.alike()
 
     def linear(self) -> Any:
+        """Run a linear map whose weight is divided by outputs or by inputs."""
         from torch.distributed.tensor import Partial, Shard
 
         x, weight, bias, *_ = self._bound(_LINEAR)
@@ -254,6 +256,7 @@ class OnParts:
         return self._lay(output, Partial(), tuple(output.shape))
 
     def embedding(self) -> Any:
+        """Look up rows in a table divided by rows or by columns."""
         from torch.distributed.tensor import Partial, Shard
 
         ids, weight, padding, max_norm, *rest = self._bound(_EMBEDDING)
@@ -280,7 +283,7 @@ class OnParts:
         return self._lay(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, output.shape[-1]))
 
     def alike(self) -> Any:
-        """Run an operation on parameters that every rank has, whose data all lies alike."""
+        """Run an operation whose parameters every rank has whole, on data placed alike."""
         from torch.distributed.tensor import Replicate, Shard
 
         moving = [one for one in self._data if not isinstance(one, nn.Parameter)]
@@ -354,10 +357,13 @@ class OnParts:
         return _torch.part_of(data, None if gradient is None else [gradient])
 
     def _captured(self, *args: Any) -> Tensor:
+        """Run and capture the operation on this rank's plain parts."""
         output: Tensor = self._run(self._func, args, {})
         return output
 
     def _with_parts(self, lies: Placement) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the operation's arguments with this rank's parts in the place of DTensors."""
+
         def one(item: Any) -> Any:
             if not _torch.is_sharded_tensor(item):
                 return item
@@ -366,6 +372,7 @@ class OnParts:
         return tuple(map(one, self._args)), {key: one(item) for key, item in self._kwargs.items()}
 
     def _lay(self, part: Tensor, lies: Placement, shape: tuple[int, ...]) -> Any:
+        """Return this rank's part of a result as a DTensor of a placement and whole shape."""
         from torch.distributed.tensor import DTensor
 
         if isinstance(part, TrackedTensor):
@@ -374,7 +381,7 @@ class OnParts:
         return DTensor.from_local(part, self._mesh, [lies], run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _require(self, data: Any, axis: int | None) -> None:
-        """Refuse data that lies otherwise than a divided weight asks: nothing is redistributed here."""
+        """Refuse data that is not placed as a divided weight needs it: nothing is redistributed here."""
         from torch.distributed.tensor import Replicate, Shard
 
         wanted = Replicate() if axis is None else Shard(axis)
@@ -385,7 +392,7 @@ class OnParts:
     # -- what is noted --------------------------------------------------------------------------------------------
 
     def _note(self, tracked: TrackedTensor, *, spread: bool) -> None:
-        """Note whether ranks have parts of the gradients of the parameters behind a tracked tensor."""
+        """Record whether each rank has only a part of the gradients of the parameters behind a tracked tensor."""
         for name in tracked.origin.names:
             if self._forward.spread.setdefault(name, spread) != spread:
                 self._refuse("it is used with all positions and with divided ones in one forward")
@@ -434,7 +441,7 @@ def _value(operand: Any) -> Tensor:
 
 
 class Exchanges(_torch.DispatchMode):
-    """Notes what a model's forward exchanges with other ranks."""
+    """Records the collectives that a model's forward calls."""
 
     def __init__(self) -> None:
         """Note nothing yet."""

@@ -43,7 +43,7 @@ def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> C
 
 
 def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return a function written as its own operations; None where it is one operation."""
+    """Return what runs a torch function's Python body with its operations intercepted; None where it has none."""
     if name in WRITTEN_OUT:
         return _reentered(WRITTEN_OUT[name])
     if not isinstance(func, FunctionType) or rule_for(name) is not None:
@@ -105,6 +105,7 @@ def _einsum(operation: Operation) -> Callable[[], Any] | None:
 
 
 def _masked_fill(operation: Operation) -> Callable[[], Any] | None:
+    """``x.masked_fill(mask, p)`` as `torch.where`, whose capture is elementwise."""
     arguments = {**dict(zip(("input", "mask", "value"), operation.args, strict=False)), **operation.kwargs}
     x, mask, value = (arguments.get(name) for name in ("input", "mask", "value"))
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or not isinstance(value, TrackedTensor):

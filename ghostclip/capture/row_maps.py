@@ -119,6 +119,7 @@ class RowMap:
         return tensor.reshape(batch_size, positions, *features)
 
     def _pack(self, tensor: Tensor, num_batch_dims: int, batch_size: int) -> Tensor:
+        """Return gathered rows as ``(B, T, *F)``, each sample's together, shorter ones padded with zeros."""
         assert self.samples is not None
         order = torch.argsort(self.samples, stable=True)
         counts_B = torch.bincount(self.samples, minlength=batch_size)
@@ -160,6 +161,7 @@ def candidates(sizes: Sequence[int], batch_size: int, *, axis: int) -> list[RowM
 
 @lru_cache(maxsize=4096)
 def _candidates(sizes: tuple[int, ...], batch_size: int, axis: int) -> list[RowMap]:
+    """As `candidates`, cached; not to be changed."""
     if batch_size == 1:
         return [WHOLE]
     order = [axis, *(k for k in range(len(sizes)) if k != axis)] if axis < len(sizes) else list(range(len(sizes)))
@@ -182,7 +184,7 @@ class RowOrder(NamedTuple):
     row_map: RowMap | None = None  # of rows that were followed through the graph
 
     def note(self, forward: ForwardContext) -> None:
-        """Note in a forward what rows that reach a parameter went through."""
+        """Mark in a forward that rows that reach a parameter were gathered or put into another order."""
         if self.unknown:
             # Whatever it is taken for, what one forward shows of it says nothing about the next.
             forward.meet_unknown()
@@ -226,7 +228,7 @@ def _in_order(samples: Tensor | None, size: int) -> bool:
 
 
 def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: ForwardContext) -> None:
-    """Refuse outputs whose rows are known to lie in another order than the samples of the batch."""
+    """Refuse outputs whose rows lie in another order than the batch: targets would meet another sample's."""
     # Whatever they meet outside the model, as targets, would be another sample's.
     size, known = forward.batch_size, forward.around.sites.outputs
     if forward.batch_axis:

@@ -118,18 +118,20 @@ class RowTracker(TorchFunctionMode):
     """Active during a forward; knows the sample of every row of data that was put into another order."""
 
     def __init__(self) -> None:
+        """Start without a forward, every table empty."""
         super().__init__()
         self.always = self.missed = self.detaches = False  # whether every forward is watched
-        self._watched = True
+        self._watched = True  # whether this mode is active in the running forward
+        # Whether a forward was watched, and whether one of them changed the order of rows.
         self._seen, self._changed = False, False
         self.odd = False  # whether the data of the latest query is not as it came into the model
-        self._count = self._counted = 0
+        self._count = self._counted = 0  # calls that may move rows: in all, and at the latest query
         # How often the running forward has asked about data that is not as it came, and the last watched one, in which
         # nothing else was to be seen: then the rest of a forward is as if it were not watched.
         self._asked, self._last_asked = 0, -1
-        self._noted = self._over = False
+        self._noted = self._over = False  # whether something was stored on nodes; whether watching ended early
         self._may_end = True  # not where some forward has asked more often than the one before
-        self._came_in: dict[int, int] = {}
+        self._came_in: dict[int, int] = {}  # versions of the model's inputs, by `id`
         self._rows = _RowsOf()
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = _torch.weak_table()
@@ -137,14 +139,14 @@ class RowTracker(TorchFunctionMode):
         self._guessed: Any = _torch.weak_table()
         # Inputs whose samples were put behind their positions, and then folded with these.
         self._alternating: Any = _torch.weak_table()
-        self._dummy = False
+        self._dummy = False  # whether a dummy sample stands in for an empty batch
         self._inputs: Sequence[Tensor] = ()
         self._batch_size = 0
         self._axis = 0
         self.resized: Resized | None = None  # the forward that runs, with another number of samples
-        self._calls = Calls()
+        self._calls = Calls()  # numbers the calls of the running forward
         self.key: Key = ()  # of the running call
-        self._depth = 0
+        self._depth = 0  # nesting of rewritten operations, inside of which rows are not followed
         self.active = False  # whether a forward is running
 
     def begin(
@@ -244,7 +246,7 @@ class RowTracker(TorchFunctionMode):
         return _torch.version(tensor) == self._came_in[id(whole)]
 
     def admit(self, packed: PackedSequence) -> None:
-        """Note the rows of a packed sequence that is an input of the model."""
+        """Store the samples of the rows of a packed sequence that is an input of the model."""
         self._tell(packed.data, rows_of(packed))
 
     def __torch_function__(
@@ -284,6 +286,7 @@ class RowTracker(TorchFunctionMode):
         return result
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Store which samples the rows of a function's result belong to."""
         base: Any = args[0] if args else kwargs.get("input")
         node: Any = result.grad_fn if func in _INDEXED and isinstance(result, Tensor) else None
         if node is not None and under_checkpoint():
@@ -328,7 +331,7 @@ class RowTracker(TorchFunctionMode):
         kwargs: dict[str, Any],
         outputs: list[Tensor],
     ) -> bool:
-        """Note the rows that a call selects or sorts; False where it does neither."""
+        """Store the samples of rows that a call picks, sorts, folds or splits; False where it does neither."""
         if func in _PICKS:
             self._note_pick(func, args, kwargs, outputs)
         elif func in _SORTS:
@@ -363,7 +366,7 @@ class RowTracker(TorchFunctionMode):
     def _note_pick(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
     ) -> None:
-        """Note the rows of a selection."""
+        """Store the samples of the rows that an index, flip or roll selects."""
         base = args[0] if args else kwargs["input"]
         if "index" in kwargs:
             args, kwargs = (base, *args[1:], *(kwargs[name] for name in ("dim", "index") if name in kwargs)), {}
@@ -378,7 +381,7 @@ class RowTracker(TorchFunctionMode):
     def _note_pieces(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
     ) -> bool:
-        """Note the rows of pieces along the batch axis; False along another one, where rows stay together."""
+        """Store the samples of pieces along the batch axis; False along another one, where rows stay together."""
         base, position = args[0] if args else kwargs["input"], _PIECES[func]
         dim = kwargs.get("dim", args[position] if len(args) > position else 0)
         # Loops over positions, and over the rows of constant tables, take apart what may have as many rows.
@@ -397,7 +400,7 @@ class RowTracker(TorchFunctionMode):
         return True
 
     def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
-        """Note the rows of a padded batch that was packed, its sequences along axis 0 or 1."""
+        """Store the samples of the rows of a padded batch that was packed."""
         padded, _, batch_first = args
         axis = 0 if batch_first else 1
         if padded.requires_grad:
@@ -410,7 +413,7 @@ class RowTracker(TorchFunctionMode):
         self._tell(result[0], known)
 
     def _unpacked(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
-        """Note the rows of a packed batch that was padded again: the order in which it was packed."""
+        """Store the order of samples in a packed batch that was padded again."""
         data, padded, axis = args[0], result[0], 0 if args[2] else 1
         rows = self._samples_in(data)
         if rows is None or rows is UNKNOWN_ORDER:
@@ -438,7 +441,7 @@ class RowTracker(TorchFunctionMode):
                 self._mark([state], known, self._arranged(state))
 
     def _tell(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
-        """Store the sample of each row of a tensor, on its node where it is in the graph."""
+        """Store the sample of each row of a tensor, on its node if it is in the graph."""
         node: Any = tensor.grad_fn
         if not tensor.requires_grad:
             self._rows[tensor] = rows
@@ -488,7 +491,7 @@ class RowTracker(TorchFunctionMode):
         return ""
 
     def _note_fold(self, base: Tensor, folded: Tensor) -> bool:
-        """Note how axes of an input were folded; False where that is not known."""
+        """Store how axes of an input were folded into rows; False where no samples were stored."""
         whole, size = _torch.base_of(base), self._batch_size
         if base in self._columns and list(base.shape[:2]) == [1, *folded.shape[:1]]:
             self._rows[folded] = self._columns[base]
@@ -514,6 +517,7 @@ class RowTracker(TorchFunctionMode):
         return torch.cat(known) if len(known) == len(parts) else UNKNOWN_ORDER
 
     def _arranged(self, base: Tensor) -> Tensor | None:
+        """Return ``0..B-1`` for a tensor with as many rows as samples; None for another."""
         axis = self._axis if self._axis < base.dim() else 0
         # A constant that was expanded over the batch has the same row for every sample: nobody's.
         if base.shape[axis] != self._batch_size or (base.layout == torch.strided and base.stride(axis) == 0):
@@ -523,6 +527,7 @@ class RowTracker(TorchFunctionMode):
     def _mark(
         self, outputs: list[Tensor], rows: Tensor | None, arranged: Tensor | None, *, guessed: bool = False
     ) -> None:
+        """Store the samples of outputs' rows where these differ from the batch's own order."""
         if rows is None:
             return
         for output in outputs:
@@ -626,6 +631,7 @@ def _scatters(index: Any, value: Any) -> bool:
 
 
 def _axes(dims: Any, total: int) -> set[int]:
+    """Return the axes named by numbers or nested sequences of them, counted from the front."""
     flat = (
         [dims] if isinstance(dims, int) else [d for item in dims for d in ([item] if isinstance(item, int) else item)]
     )

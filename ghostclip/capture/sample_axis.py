@@ -39,7 +39,7 @@ _noted_kinds: set[type] = set()
 
 
 class SampleAxis(NamedTuple):
-    """Where samples lie in a value: along one axis, whose entries are numbered by ``(outer, entries, inner)``."""
+    """Where samples lie in a value: along one axis of ``outer * entries * inner`` rows, in this order."""
 
     axis: int  # -1: the whole value belongs to one sample
     outer: int
@@ -91,11 +91,12 @@ _Edge: TypeAlias = tuple[Any, int]
 
 
 class Walk:
-    """A walk through the graph: how many nodes it may still visit, and the values that it came to."""
+    """Budget and record of a search through the graph: how many nodes it may still visit, and what it came to."""
 
     __slots__ = ("is_far", "left", "visited")
 
     def __init__(self, visited: dict[_Edge, Any] | None = None) -> None:
+        """Begin a far search, or with `visited` of another one a short search nearby."""
         # A walk to what is nearby belongs to a far one. Of each value: what was noted on its node by then.
         self.is_far = visited is None
         self.left = _MAX_STEPS if visited is None else _NEARBY
@@ -117,7 +118,7 @@ def note(node: Any, key: str, value: Any) -> None:
 
 
 def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
-    """Return where samples lie in an output of a node; `LOST` where only evidence tells, None where sizes may."""
+    """Return where samples lie in an output of a node; `LOST` where the order is unknown, None where nothing is."""
     walk = walk or Walk()
     way: list[tuple[_Step, Any, int]] = []
     others: list[tuple[_Edge, int, Any, int]] = []
@@ -143,7 +144,7 @@ def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
 
 
 def _asked(node: Any, number: int, walk: Walk) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
-    """Return the rows of an output where its node knows them, else what it does to those of its parents."""
+    """Return (rows if the node has them noted, how it moves its parent's rows, the parents to search, best first)."""
     noted = _noted(node)
     walk.visited.setdefault((node, number), noted)
     if node is None:
@@ -160,7 +161,7 @@ def _asked(node: Any, number: int, walk: Walk) -> tuple[SampleAxis | None, _Step
 
 
 def _noted(node: Any) -> Any:
-    """Return the rows that were noted on a node, by its use or as such; `_NOTHING` where none were."""
+    """Return the sample axis stored on a node, or that of its use; `_NOTHING` where there is none."""
     if type(node) not in _noted_kinds:
         return _NOTHING
     use = node.metadata.get(METADATA_KEY)
@@ -168,7 +169,7 @@ def _noted(node: Any) -> Any:
 
 
 def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
-    """Return a node's parents in the order in which they are asked for their rows."""
+    """Return a node's parents in the order in which they are searched for samples."""
     # The output of a layer before what was added up over many of them. What a constant went through has the batch's
     # order whatever it meets: rows that were put into another one are looked for nearby, but for one that meets all.
     parents = _parents(node)
@@ -185,7 +186,7 @@ def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
 
 
 def _follow_back(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]], *, notes: bool) -> SampleAxis | None:
-    """Follow rows back down to where they were asked for; note them, if asked to, where values are added up."""
+    """Carry a sample axis from where it was found through the steps of `way` to where it was asked for."""
     while way and rows is not None and rows is not LOST:
         step, node, number = way.pop()
         if rows.axis < 0 and (type(step) is not partial or step.func is not _met):
@@ -205,11 +206,13 @@ def _name_of(node: Any) -> str:
 
 
 def _table(table: Mapping[str, Any], name: str) -> Any:
+    """Return a table's entry for a node's class, whatever number an in-place variant has."""
     # Operations in place have numbers of their own.
     return table.get(name) or table.get(re.sub(r"\d+$", "0", name))
 
 
 def _kind_of(node: Any) -> tuple[_Step | None, _Meeting | None]:
+    """Return (how nodes of this class move rows, how they join rows of several parents), cached by class."""
     name = _name_of(node)
     _kinds[type(node)] = kind = _table(_STEPS, name), _table(_MEETINGS, name)
     return kind
@@ -233,13 +236,13 @@ def _same(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
 
 
 def _met(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Return the rows of what was computed of several values, by those of one of them."""
+    """Return the sample axis of a value computed from several, by one of them; None if that is one sample's."""
     # Of two samples' rows it may be.
     return None if rows.axis < 0 else _passed(edge, rows, node, number)
 
 
 def _passed(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Return rows of a parent behind an operation that moves none."""
+    """Return the sample axis behind an operation that moves no rows but may broadcast or reduce other axes."""
     axis, before, after = rows.axis, _torch.shape_of(*edge), _torch.shape_of(node, number)
     if axis < 0 or before == after:
         return rows
@@ -255,7 +258,7 @@ def _passed(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis
 
 
 def _along(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Follow rows through an operation among the entries of one axis."""
+    """Carry rows through an operation among the entries of one axis (softmax, sort, cumsum)."""
     (axis,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
     if axis != rows.axis:
         return rows
@@ -267,7 +270,7 @@ def _axes(axes: Iterable[int], dims: int) -> list[int]:
 
 
 def _viewed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Follow rows into a view of other sizes on the same elements."""
+    """Carry rows through a reshape; None where they do not lie along one axis any more."""
     before, after = _torch.sizes_before_view(node), list(_torch.shape_of(node, number))
     if not after or 0 in after:
         return SampleAxis(after.index(0), 1, 0, 1, rows.samples()[:0]) if after else rows.alone(0)
@@ -280,6 +283,7 @@ def _viewed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
 
 
 def _unfolded(rows: SampleAxis, before: Sequence[int], after: Sequence[int]) -> SampleAxis | None:
+    """Return the axis of the new shape along which samples lie, by their distance in memory; None if none fits."""
     # How many elements lie between one sample and the next, and between one turn of them and the next.
     near = rows.inner * prod(before[rows.axis + 1 :])
     far, stride = near * rows.entries, 1
@@ -308,7 +312,7 @@ def _repeats(order: Tensor, size: int) -> bool:
 
 
 def _turned(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
-    """Follow rows to another place among the axes."""
+    """Carry rows through a transpose or permutation of axes."""
     dims = len(_torch.shape_of(node, number))
     order = list(range(dims))
     if _torch.has_saved(node, "dims"):
@@ -321,11 +325,13 @@ def _turned(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
 
 
 def _unsqueezed(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    """Carry rows through a new axis of size 1."""
     (new,) = _axes([_torch.saved(node, "dim")], len(_torch.shape_of(node, number)))
     return rows._replace(axis=rows.axis + (new <= rows.axis))
 
 
 def _squeezed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+    """Carry rows through the removal of axes of size 1."""
     sizes = _torch.sizes_before_view(node)
     dims = _torch.saved_or(node, "dim", range(len(sizes)))
     axes = [axis for axis in _axes(dims if isinstance(dims, Sequence) else [dims], len(sizes)) if sizes[axis] == 1]
@@ -335,7 +341,7 @@ def _squeezed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
 
 
 def _selected(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
-    """Follow rows into one entry of an axis."""
+    """Carry rows through the selection of one entry of an axis (select, unbind)."""
     unbound = not _torch.has_saved(node, "index")
     dims = len(_torch.shape_of(node, number)) + 1
     (axis,) = _axes([_torch.saved(node, "dim")], dims)
@@ -345,7 +351,7 @@ def _selected(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
 
 
 def _cut(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
-    """Follow rows into a piece of an axis."""
+    """Carry rows through a slice or split of an axis."""
     shape = _torch.shape_of(node, number)
     if _axes([_torch.saved(node, "dim")], len(shape))[0] != rows.axis:
         return rows
@@ -359,7 +365,7 @@ def _cut(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
 
 
 def _mirrored(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Follow rows that are flipped or rolled."""
+    """Carry rows through a flip or roll."""
     axes = _axes(_torch.saved(node, "dims"), len(_torch.shape_of(node, number)))
     if not axes:
         return None
@@ -372,6 +378,7 @@ def _mirrored(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
 
 
 def _repeated(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
+    """Carry rows through ``repeat``."""
     repeats = _torch.saved(node, "repeats")
     axis = rows.axis + len(repeats) - len(_torch.sizes_before_view(node))
     return rows if rows.axis < 0 else rows._replace(axis=axis, outer=rows.outer * repeats[axis])
@@ -383,7 +390,7 @@ def _index_of(node: Any, name: str) -> Any:
 
 
 def _chosen(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Follow rows that an index picks along one axis: ``index_select``, ``gather``."""
+    """Carry rows through an index along one axis: ``index_select``, ``gather``."""
     index, after = _index_of(node, "index"), _torch.shape_of(node, number)
     if _axes([_torch.saved(node, "dim")], len(after))[0] != rows.axis:
         return rows if rows.axis < 0 or after[rows.axis] == rows.size else None
@@ -400,7 +407,7 @@ def _at(rows: SampleAxis, index: Tensor) -> SampleAxis:
 
 
 def _indexed(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
-    """Follow rows that indices or masks pick: ``x[index]``, ``x[mask]``, ``x[:, index]``."""
+    """Carry rows through indices or masks: ``x[index]``, ``x[mask]``, ``x[:, index]``."""
     spans: list[tuple[int, int, Tensor]] = []
     axis, axes = rows.axis, 0
     for index in _index_of(node, "indices"):
@@ -626,6 +633,7 @@ def _recurred(node: Any, number: int, walk: Walk) -> SampleAxis | None:
 
 
 def _packed(node: Any, number: int, walk: Walk) -> SampleAxis:
+    """Return `LOST`: who sees sequences packed notes their order on the node."""
     # Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
     return LOST
 
@@ -642,7 +650,7 @@ _MEETINGS: Final[Mapping[str, _Meeting]] = {
 
 # -- what a walk saw, to know the same way again -----------------------------------------------------------------------
 
-# What is asked of a node beside its parents and its shape, by what it does to rows; of any other one ``dim``.
+# Saved attributes that are read of a node beside parents and shape, by what it does to rows; else ``dim``.
 _ASKED_FOR: Final[Mapping[Any, tuple[str, ...]]] = {
     _turned: ("dims", "dim0", "dim1"), _selected: ("dim", "index"), _mirrored: ("dims", "shifts"),
     _cut: ("dim", "start", "step", "split_size", "split_sizes"), _repeated: ("repeats",),
@@ -653,7 +661,7 @@ _readers: dict[type, Callable[[Any], Any] | None] = {}
 
 
 class _Sight(NamedTuple):
-    """What a walk saw of a value."""
+    """One value that a search visited, as it must be found again for the same result."""
 
     child: int  # number of the sight from which it was reached, -1 of the first, and the place of the edge there
     place: int
@@ -673,17 +681,18 @@ _Note: TypeAlias = tuple[int, int, SampleAxis]
 
 
 class Followed:
-    """Where samples lie in a value, and all that the walk to them has seen: who sees the same finds the same."""
+    """Result of a search for samples with all that it visited, so that an equal graph need not be searched again."""
 
     __slots__ = ("_notes", "_sights", "rows")
 
     def __init__(self, edge: _Edge) -> None:
+        """Search for samples from an edge, and record what was visited."""
         walk = Walk()
         self.rows = sample_axis_at(edge, walk)
         self._sights, self._notes = _one_of_all(*_sights_of(edge, walk.visited))
 
     def matches(self, edge: _Edge) -> bool:
-        """Return whether a walk from another value of the same shape would see the same."""
+        """Return whether the graph behind another edge equals the recorded one, so that the result holds for it."""
         seen = list[Any]()
         for child, place, number, kind, shape, rows, parents, passed_by, again, read, saved in self._sights:
             node, at = edge if child < 0 else seen[child][place]
@@ -714,7 +723,7 @@ def _are_as_before(
     again: tuple[tuple[int, int, int], ...],
     seen: Sequence[Sequence[_Edge]],
 ) -> bool:
-    """Return whether parents that are no sights are of the classes, and the others the values, that they were."""
+    """Return whether unvisited parents have the recorded classes, and shared ones are the recorded values."""
     for place, kind in passed_by:
         if type(edges[place][0]) is not kind:
             return False
@@ -723,12 +732,12 @@ def _are_as_before(
 
 @lru_cache(maxsize=4096)
 def _one_of_all(*seen: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
-    """Return one object for all walks that see the same: most layers of a model are reached as others are."""
+    """Return its arguments, one object for all equal ones: most layers of a model are reached alike."""
     return seen
 
 
 def _sights_of(start: _Edge, visited: Mapping[_Edge, Any]) -> tuple[tuple[_Sight, ...], tuple[_Note, ...]]:
-    """Return what a walk has seen of the values it came to, and its notes; nothing where tensors' values were asked."""
+    """Return the record of a search, (sights, rows it noted); empty where the result depends on values of tensors."""
     sights, notes = list[_Sight](), list[_Note]()
     # By edge: from which sight it was reached, the place there, and whether that sight tells its shape.
     reached = {start: (-1, 0, True)}

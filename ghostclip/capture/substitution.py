@@ -54,12 +54,13 @@ class Roster:
     """A model's parameters as they were, by identity."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Record the model's present parameters."""
         self._model = model
         # An identity may be given anew when its object is gone.
         self._known: dict[int, tuple[str, ref[nn.Parameter]]] = {}
-        self._trainable: set[int] = set()
-        self._met: list[int] = []
-        self._strangers: dict[int, tuple[str, nn.Parameter]] = {}
+        self._trainable: set[int] = set()  # identities of those that were trainable
+        self._met: list[int] = []  # identities of the latest forward's
+        self._strangers: dict[int, tuple[str, nn.Parameter]] = {}  # that a forward had and the roster has not
         self.accept()
 
     def accept(self) -> None:
@@ -72,7 +73,7 @@ class Roster:
         self._trainable = before | {id(p) for _, p in named if p.requires_grad}
 
     def meet(self, met: list[int], named: Mapping[str, nn.Parameter] = MappingProxyType({})) -> bool:
-        """Note the trainable parameters of a forward; return whether they differ from those of the forward before."""
+        """Compare a forward's trainable parameters with those of the forward before; return whether they differ."""
         # `met`: identities, in the order of the modules, a shared one once for each place.
         if met == self._met:
             return False
@@ -99,13 +100,16 @@ class Roster:
         )
 
     def _knows(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is one that was accepted."""
         known = self._known.get(id(parameter))
         return known is not None and known[1]() is parameter
 
     def _was_trainable(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter was trainable when it was accepted."""
         return id(parameter) in self._trainable and self._knows(parameter)
 
     def _name(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter, or its shape where it is none of the model's."""
         return self._known[id(parameter)][0] if self._knows(parameter) else f"one of shape {tuple(parameter.shape)}"
 
 
@@ -117,11 +121,12 @@ class Snapshot:
     """A model's modules and parameters at the beginning of a forward, before any substitution."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._trained: list[nn.Parameter] = []
-        self._plain: list[nn.Parameter] = []
-        self._aliases: list[Tensor] = []
-        self._places: list[list[Any]] = []
-        self._others: list[tuple[nn.Parameter, tuple[Any, ...]]] = []
+        """Record modules, their tables and which parameters are frozen."""
+        self._trained: list[nn.Parameter] = []  # parameters that train
+        self._plain: list[nn.Parameter] = []  # those of torch's own class
+        self._aliases: list[Tensor] = []  # on the memory of each plain one
+        self._places: list[list[Any]] = []  # `_layouts_of` the plain ones
+        self._others: list[tuple[nn.Parameter, tuple[Any, ...]]] = []  # of other classes, with their memory
         self.modules = list(modules)
         self._norms = [module for module in self.modules if isinstance(module, _torch.AnyBatchNorm)]
         # the recurrent layers among them
@@ -135,7 +140,7 @@ class Snapshot:
         self._names = list(chain.from_iterable(self._full))
         # Views, which follow their tables.
         self._views = [table.values() for table in self._full]
-        self._held: list[Any] = list(chain.from_iterable(self._views))
+        self._held: list[Any] = list(chain.from_iterable(self._views))  # parameters and children
         parameters = [item for item in self._held if isinstance(item, nn.Parameter)]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
@@ -143,7 +148,7 @@ class Snapshot:
         """Let a copy of the model be inspected anew."""
 
     def note_trained(self, parameters: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> None:
-        """Note which parameters are trained, with an alias that keeps each one's memory alive."""
+        """Record which parameters are trained, with an alias that keeps each one's memory alive."""
         self._trained = list(parameters)
         self._plain = [parameter for parameter in parameters if type(parameter) is nn.Parameter]
         self._aliases = [alias for p, alias in zip(parameters, aliases, strict=True) if type(p) is nn.Parameter]
@@ -199,10 +204,11 @@ _COMPILED: Final = (
 class _Unit:
     """State to restore of one unit."""
 
-    parameters: list[_Place] = field(default_factory=list)
-    flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)
+    parameters: list[_Place] = field(default_factory=list)  # what was replaced in tables
+    flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)  # weight lists of recurrent layers
 
     def give_back(self) -> None:
+        """Put the parameters back into their tables, and the weight lists into recurrent layers."""
         for table, key, parameter, tracked in self.parameters:
             # What frees a unit's parameters may have been there first, with what the module holds from then on.
             if table.get(key) is tracked:
@@ -217,6 +223,7 @@ class Substitution:
     def __init__(
         self, model: nn.Module, interceptor: Interceptor, units: Sequence[nn.Module] = (), *, divided: bool = False
     ) -> None:
+        """Guard every trainable parameter; substitute nothing yet."""
         # units: modules whose parameters exist only while they run. divided: ranks compute with parts of parameters, of
         # which this rank's are tracked.
         self._divided = divided
@@ -227,13 +234,14 @@ class Substitution:
         self.units = frozenset(units)  # modules that are units of their own; the model itself may be among them
         self.generation = 0  # number of tracked tensors made so far; another number voids plans for older ones
         self._model, self._interceptor = model, interceptor
-        self._depth = 0
+        self._depth = 0  # of nested module calls
         self._substituted: dict[nn.Module, _Unit] = {}
+        # By identity of the parameter: its tracked tensor, and the memory that this is on.
         self._tracked: dict[int, tuple[TrackedTensor, tuple[Any, ...]]] = {}
-        self._guards: dict[int, RemovableHandle] = {}
+        self._guards: dict[int, RemovableHandle] = {}  # by identity of the parameter
         # What units gather, by identity, with the parameter that an optimizer holds in its place.
         self._gathered: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._held: dict[str, nn.Parameter] = {}
+        self._held: dict[str, nn.Parameter] = {}  # the parts that units hold between forwards, by name
         # What the forward before has found, and what it has put in place.
         self._snapshot: Snapshot | None = None
         self._put_last: list[_Place] = []
@@ -251,7 +259,7 @@ class Substitution:
         return self._depth == 1
 
     def leave(self) -> bool:
-        """Count a module call off and return whether it was the outermost, with all parameters restored."""
+        """Count the end of a module call; at the outermost one restore all parameters and return True."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -365,7 +373,7 @@ class Substitution:
         return True
 
     def _put_again(self, substituted: _Unit, known: Snapshot) -> None:
-        """Substitute the tracked tensors of the forward before, where nothing has changed since."""
+        """Substitute the same tracked tensors as in the forward before."""
         substituted.parameters = list(self._put_last)
         for table, key, _, tracked in substituted.parameters:
             table[key] = tracked
@@ -382,7 +390,7 @@ class Substitution:
         return set(map(type, self._model.modules() if known is None else known.modules))
 
     def take_stock(self) -> None:
-        """Note which parameters the units have, before anything is gathered from them for a forward."""
+        """Record the parameters that the units hold before a forward gathers others in their place."""
         # A unit that still has what it gathered for another forward, one without gradients say, has what it had.
         for prefix, module, unit in _modules_of(self._model, self.units) if self.units else ():
             if unit is not None and _torch.has_shards(unit):
@@ -408,6 +416,7 @@ class Substitution:
             unit.give_back()
 
     def _put(self, unit: _Unit, prefix: str, module: nn.Module) -> None:
+        """Substitute tracked tensors for a module's own trainable parameters."""
         parameters: dict[str, Any] = _torch.parameter_table(module)
         for key, parameter in parameters.items():
             if parameter is None or isinstance(parameter, TrackedTensor) or not parameter.requires_grad:
@@ -456,6 +465,7 @@ class Substitution:
         return tracked
 
     def _stands(self, name: str, parameter: nn.Parameter) -> None:
+        """Record a parameter under its name: as an optimizer has it, and as the model computes with it."""
         self.parameters[name], self.present[name] = self.registered(parameter), parameter
 
     def _guard(self, name: str, parameter: nn.Parameter) -> None:
@@ -523,7 +533,7 @@ def untouched_grads(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> Itera
 
 
 def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Sequence[Edge]) -> list[Tensor | None]:
-    """Return what a backward from values or edges of a graph, which stays, brings to edges of it; None for nothing."""
+    """Return the gradients that a backward from ``roots`` brings to edges of a graph, which is kept; None for none."""
     ends: list[Any] = [GradientEdge(*edge) for edge in edges]
     try:
         return list(torch.autograd.grad(roots, ends, list(grads), retain_graph=True, allow_unused=True))
@@ -546,6 +556,7 @@ def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Se
 
 
 def _leaves(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor]:
+    """Return the leaves in the graph of some outputs."""
     with torch.no_grad():
         nodes = nodes_behind(edge_of(output)[0] for output in outputs)
         return [leaf for leaf in map(_torch.leaf_of, nodes) if leaf is not None]

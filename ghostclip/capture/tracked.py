@@ -41,7 +41,7 @@ class Origin:
     interceptor: Interceptor
     # the same value as a plain tensor that requires grad and is computed from the leaves' `graph` tensors
     graph: Tensor
-    value: Tensor
+    value: Tensor  # the same, detached
     leaves: dict[str, "Leaf"]  # the parameters it is computed from, with their ``graph`` tensors
     parent: "TrackedTensor | None" = None  # the tracked tensor it was made from by ``func``, when there was exactly one
     func: str = ""  # name of the function that made it; empty for a parameter
@@ -102,7 +102,7 @@ def wrap(origin: Origin) -> TrackedTensor:
 
 
 def become(tensor: Tensor, origin: Origin) -> None:
-    """Turn a plain tensor outside the graph, with memory of its own, into the tracked tensor for an origin."""
+    """Turn a plain tensor outside the graph, with memory of its own, into the tracked tensor of `origin`."""
     with torch.no_grad():
         tensor.copy_(origin.value)
     tensor.requires_grad_()
@@ -111,6 +111,7 @@ def become(tensor: Tensor, origin: Origin) -> None:
 
 
 def _trapped(tracked: TrackedTensor, origin: Origin) -> TrackedTensor:
+    """Attach the origin, and a hook that makes a gradient reaching the tracked tensor itself an error."""
     tracked.origin = origin
     names = origin.names
 
@@ -158,6 +159,7 @@ def plain(tree: Any) -> Any:
 
 
 def _in_transform(names: Sequence[str], operation: str) -> str:
+    """Return the error text for parameters inside a transform of torch.func."""
     return (
         f"parameter '{', '.join(names)}' is used in {operation} inside torch.vmap, grad or another transform of "
         "torch.func, where samples cannot be told apart. Write the operation for the whole batch (the layer itself, "
